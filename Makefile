@@ -78,6 +78,7 @@ $(LLAMACPP)/.installed:
 	touch $@
 
 $(LLAMACPP)/.unpacked: $(LLAMACPP)/.installed
+	rm -rf $(LLAMACPP)/src
 	mkdir -p $(LLAMACPP)/src
 	$(LLAMACPP)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMACPP)/src $(LLAMACPP_SOURCE)
 	tar --extract --gzip --file $(LLAMACPP)/src/*.tar.gz --directory $(LLAMACPP)/src --strip-components 1

@@ -2,6 +2,7 @@
 
     python benchmarks/certify_peers.py [--engines vllm ...] [--minutes 5] [--out FILE]
     python benchmarks/certify_peers.py --cell "vllm | draft model | 0.8 | 1 | batch 1" --again
+    python benchmarks/certify_peers.py --report
 
 Every engine, way of drafting, temperature, top-p and number of requests at once is a cell: one line of JSON, written as
 soon as it is done; a rerun goes on behind them. Cells whose engine failed are tried again. Where the evidence against
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import shlex
 import signal
 import sys
@@ -128,6 +130,9 @@ def main() -> int:
     if asked.cell is not None and not left:
         sys.stderr.write(f"there is no cell {asked.cell!r} left; --list shows all, --again repeats one\n")
         return 2
+    if asked.report:
+        print("\n".join(table(list(kept.lines.values()))))
+        return 0
     if asked.list:
         print("\n".join(cell.key for cell in left))
         return 0
@@ -149,6 +154,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--cell", help="only this one")
     parser.add_argument("--again", action="store_true", help="cells that have a verdict too")
     parser.add_argument("--list", action="store_true", help="name the cells that are left")
+    parser.add_argument("--report", action="store_true", help="print what the file has as a table in Markdown")
     parser.add_argument("--minutes", type=float, default=5.0, help="for each run of a cell")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run of a cell")
     parser.add_argument("--seed", type=int, default=0)
@@ -245,6 +251,37 @@ def verdict(runs: Sequence[dict[str, Any]]) -> str:
     if any(run["deviates"] for run in runs):
         return "suspicious: not certain twice"
     return "not enough evidence" if runs[-1]["undecided"] else "no deviation found"
+
+
+def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A row for each way of answering and number of requests at once, a column for each way of sampling."""
+    columns = [(t, p) for t, p in SAMPLING]
+    yield (
+        "| engine | | batch | "
+        + " | ".join(f"T {t:g}" + (f", top-p {p:g}" if p < 1.0 else "") for t, p in columns)
+        + " |"
+    )
+    yield "|---|---|---|" + "---|" * len(columns)
+    found = {(line["engine"], line["way"], line["batch"], line["temperature"], line["top_p"]): line for line in lines}
+    for engine, way, batch in dict.fromkeys(key[:3] for key in found):
+        own = [found.get((engine, way, batch, t, p)) for t, p in columns]
+        version = next((line["version"] for line in own if line and line.get("version")), "")
+        yield f"| {engine} {version} | {way} | {batch} | " + " | ".join(map(in_short, own)) + " |"
+
+
+def in_short(line: dict[str, Any] | None) -> str:
+    """A cell of the table: a deviation with the evidence of both runs, else what would have been found."""
+    if line is None:
+        return ""
+    if "error" in line:
+        return "failed"
+    if line["verdict"] == "deviates":
+        return "**deviates**, " + ", ".join(f"10^{math.log10(each):.0f}" for each in line["evidence"])
+    if line["verdict"].startswith("suspicious"):
+        return f"suspicious: {', '.join(line['failures'])}"
+    if not line["temperature"]:
+        return "none found"
+    return f"none found, {line['smallest_detectable_tv']:.3f}"
 
 
 def record(cell: Cell, words: str, **more: Any) -> dict[str, Any]:

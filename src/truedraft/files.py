@@ -10,16 +10,20 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def written_whole(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A new file, which takes the place of `path` once it is complete: a reader finds the old one or the new one.
 
     Whoever has the old one open or mapped keeps it. Whatever breaks it off, an interrupt too, leaves the old one and
     nothing beside it. A file that was there keeps who may read it.
 
+    Args:
+        path: of the file.
+        private: a new one may be read by its owner alone.
+
     Raises:
         OSError: it cannot be written.
     """
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    mode = path.stat().st_mode & 0o777 if path.exists() else (0o600 if private else 0o644)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as partial:
         try:
             yield partial  # type: ignore[misc]

@@ -127,7 +127,8 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes of memory that could still be taken where a model lives: of the device, or of the system and of the group
     of processes that this one is in; None where nobody tells."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps it
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     found = [_system_free(), _group_free()]
     return min((each for each in found if each is not None), default=None)
 
@@ -147,7 +148,7 @@ def _group_free() -> int | None:
     try:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
         lines = (folder / "memory.stat").read_text().splitlines()
-        files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        files = sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
     except (OSError, ValueError, IndexError):  # one without a limit says "max"
         return None
     return max(limit - used + files, 0)

@@ -74,17 +74,18 @@ class GuardedDrafter:
 
     def propose(self, asked: Sequence[Asked]) -> dict[int, Proposal]:
         """Checked proposals by request, each within its budget; none for those that it fails for."""
+        alone = False
         behind = 0 if self._on_device else sum(self.hint(each.request).behind for each in asked)
         began = time.perf_counter()
         try:
             made = self._ask(asked)
         except Exception as error:
-            made = self._ask_alone(asked, error)
+            made, alone = self._ask_alone(asked, error), True
         seconds = time.perf_counter() - began
         trees = [proposal.tree for proposal in made.values()]
         depth, nodes = max((tree.shape.depth for tree in trees), default=0), sum(map(len, trees))
         spent = DraftTime(self.name, len(asked), depth, nodes, behind, seconds, self.drafter.levels)
-        self.spent = None if self._on_device else spent
+        self.spent = None if self._on_device or alone else spent  # one behind another they tell nothing of a batch
         return made
 
     def _ask_alone(self, asked: Sequence[Asked], error: Exception) -> dict[int, Proposal]:

@@ -113,7 +113,10 @@ class Caller:
         self._free_at = -float("inf")  # when the server may be asked again
         self._told = False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx2.Client(headers=headers, timeout=timeout_s, limits=limits, transport=transport)
+        here = self._root.host in ("localhost", "127.0.0.1", "::1")  # no proxy leads there
+        self._client = httpx2.Client(
+            headers=headers, timeout=timeout_s, limits=limits, transport=transport, trust_env=not here
+        )
 
     def get(self, path: str) -> Mapping[str, Any]:
         """The JSON at a path.
@@ -158,7 +161,7 @@ class Caller:
             if found.status not in _BUSY:
                 return self._json(found, path)
             asked = found.retry_after_s(self._clock.time())
-            wait_s = self._patience.wait_s(attempt) if asked is None else asked
+            wait_s = asked or self._patience.wait_s(attempt)  # a server that says "at once" is busy all the same
             attempt += 1
             if waited + wait_s > self._patience.total_s:
                 raise PeerError(

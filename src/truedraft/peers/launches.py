@@ -86,9 +86,16 @@ def _vllm_environment(venv: Path) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores())),
         "LD_PRELOAD": ":".join(str(path) for path in found if path is not None),
     }
+
+
+def _cores() -> list[int]:
+    """Numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def llamacpp_launch(

@@ -21,6 +21,7 @@ PORT = "{port}"
 
 _PATIENCE_S = 600.0
 _STOP_S = 60.0
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _NOTE_EVERY_S = 10.0
 _LAST_LINES = 3
 
@@ -99,10 +100,13 @@ class Server:
             PeerError: it ended, or is not healthy by then; the log's last lines are told.
         """
         began = told = time.monotonic()
-        while not self._healthy():
-            now = time.monotonic()
+        while True:
+            healthy, now = self._healthy(), time.monotonic()
+            # Looked at behind its health: another server may have taken the port of one that ended.
             if (status := self._process.poll()) is not None:
                 raise PeerError(f"{self.name} ended with status {status} before it answered; {self._log_words()}")
+            if healthy:
+                return
             if now - began > patience_s:
                 raise PeerError(f"{self.name} does not answer after {patience_s:.0f} s; {self._log_words()}")
             if note is not None and now - told >= _NOTE_EVERY_S:
@@ -128,12 +132,12 @@ class Server:
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, of one that ended
             os.killpg(self._process.pid, number)
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + self.launch.health, timeout=5.0) as answer:
+            with _WITHOUT_PROXY.open(self.url + self.launch.health, timeout=5.0) as answer:
                 return bool(answer.status == 200)
         except (OSError, http.client.HTTPException):
             return False

@@ -246,8 +246,11 @@ class _Life:
     def end(self, drafter: Drafter) -> None:
         """It is over, also where it failed."""
         if self._begun:
-            self._begun, self._guessed = False, drafter.hint(self.request).guessed
-            drafter.end(self.request)
+            self._begun = False
+            try:
+                self._guessed = drafter.hint(self.request).guessed
+            finally:
+                drafter.end(self.request)
 
     def budget(self, drafter: Drafter) -> Budget:
         """As large as a proposal may be here; of a drawn chain one token tells all, but how many levels others take."""

@@ -157,7 +157,7 @@ class SuffixFile:
                 if tokens > self._most:
                     break
                 kept.append(_record(scope, text))
-            with written_whole(self.path) as made:
+            with written_whole(self.path, private=True) as made:  # it holds what people asked
                 made.write(first + b"".join(reversed(kept)))
             status = self.path.stat()
             self._same, self._read_to = (status.st_dev, status.st_ino), status.st_size
