@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from support.faulty_engines import FAULTS, LEAST, SOUND, Planted, Seen, Size, beginnings, embedded_models, named
-from support.faulty_parts import as_bfloat16_draws, llama_cpp_filters, nucleus_off_by_one
+from support.faulty_parts import llama_cpp_filters, nucleus_off_by_one
 from support.faulty_peer import FaultyPeer, serve
 from truedraft import SamplingParams
 from truedraft.certify import faults
@@ -111,7 +111,7 @@ def test_filters_before_the_temperature_by_hand() -> None:
 
 def test_sums_in_bfloat16_lose_small_cells() -> None:
     q = torch.cat([torch.tensor([0.5]), torch.full((500,), 0.001)])[None]
-    drawn = as_bfloat16_draws(q)
+    drawn = faults.as_bfloat16_draws(q)
     assert float(drawn.sum()) == pytest.approx(1.0)
     assert int((drawn > 0).sum()) < 200
     assert float(total_variation(drawn, q.double())) > 0.2

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -125,6 +126,14 @@ def test_a_busy_server_is_asked_again_when_it_says(server: ScriptedServer, statu
                     "it is asked again when it says so"]  # fmt: skip
 
 
+def test_a_server_that_is_busy_and_says_at_once_is_not_asked_for_ever(server: ScriptedServer) -> None:
+    clock = StillClock()
+    script(server, lambda asked, count: Made(b"", 429, {"Retry-After": "0"}))
+    (found,) = ask(server, BAD, patience=patience(clock, total_s=60.0))
+    assert "is busy" in str(found)
+    assert sum(clock.slept) <= 60.0
+
+
 def test_without_a_word_waits_double_up_to_the_longest(server: ScriptedServer) -> None:
     clock = StillClock()
     script(server, lambda asked, count: good(asked) if count > 5 else Made(b"", 429))
@@ -236,7 +245,7 @@ def test_a_tokenizer_that_changes_under_way(server: ScriptedServer, tokenizer: T
     assert "do not mean the text that it wrote, ' retrun x': its tokenizer differs" in str(found)
 
 
-def test_an_interrupt_gives_what_was_answered_first(server: ScriptedServer) -> None:
+def test_an_interrupt_gives_what_was_answered_first(server: ScriptedServer, request: pytest.FixtureRequest) -> None:
     waiting, going = threading.Event(), threading.Event()
 
     def interrupts(asked: Asked, count: int) -> Made:
@@ -246,6 +255,8 @@ def test_an_interrupt_gives_what_was_answered_first(server: ScriptedServer) -> N
         return good(asked)
 
     script(server, interrupts)
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a program in the background starts without
     found: dict[int, Reply | PeerError] = {}
     with Endpoint.open(server.url, vocab_size=100) as endpoint:
         answers = endpoint.answers([Question(prompt, SamplingParams()) for prompt in (GOOD, BAD, GOOD)])

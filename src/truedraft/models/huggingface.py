@@ -182,10 +182,14 @@ class HuggingFaceModel(LanguageModel):
         """As `forward`, which makes the weights.
 
         Raises:
-            ModelError: there is no room for them now, or they could not be made; that is not tried again.
+            ModelError: there is no room for them, or they could not be made; another attempt is not made.
         """
         bits = self._bits
-        self.check_room()
+        try:
+            self.check_room()
+        except ModelError as error:
+            self._failures.setdefault(bits, str(error))
+            raise
         try:
             output = self._forward(segments)
         except (MemoryError, RuntimeError, OSError) as error:

@@ -161,7 +161,8 @@ class Caller:
             if found.status not in _BUSY:
                 return self._json(found, path)
             asked = found.retry_after_s(self._clock.time())
-            wait_s = asked or self._patience.wait_s(attempt)  # a server that says "at once" is busy all the same
+            at_once = asked == 0.0 and attempt >= self._patience.retries  # which it said often enough
+            wait_s = self._patience.wait_s(attempt) if asked is None or at_once else asked
             attempt += 1
             if waited + wait_s > self._patience.total_s:
                 raise PeerError(
