@@ -124,3 +124,20 @@ def test_the_allowance_is_what_the_engine_tells_but_no_more_than_rounding_does()
     assert differences is not None
     assert differences.tolist() == pytest.approx([1.0] * 3)
     assert found.at(0.5) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("params", "filters", "first", "other", "token"),
+    [
+        # Ranks 3 and 4 change places: the second filter of the engine sees a token that ours had cut.
+        (SamplingParams(temperature=1.0, top_k=3, top_p=0.99), ("top_k", "top_p"), 0.12, 0.1199, 3),
+        (SamplingParams(temperature=1.0, top_k=3, min_p=0.02), ("top_k", "min_p"), 0.12, 0.1199, 3),
+    ],
+)
+def test_a_token_that_rounding_swaps_in_at_the_first_of_two_filters_is_not_forbidden(
+    params: SamplingParams, filters: tuple[str, ...], first: float, other: float, token: int
+) -> None:
+    logits = torch.tensor([[0.5, 0.26, first, other, 0.0001]], dtype=torch.float64).log()
+    found = filtered(logits, params, filters, 0.01)
+    assert bool(found.within[0, token])
+    assert not bool(found.slack.isfinite()[0])

@@ -30,7 +30,7 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
     ends = set(target.eos_token_ids)
     for question, reply in answered:
         count, most = len(reply.token_ids), question.params.max_tokens
-        if count > most:
+        if count > most and not reply.unsure:
             long.append(f"{count} tokens where {most} were asked for")
         if any(token in ends for token in reply.token_ids[:-1]) and not question.params.ignore_eos:
             behind.append("tokens behind an end of text")

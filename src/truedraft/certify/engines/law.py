@@ -68,8 +68,8 @@ class Law:
 
     @property
     def sure(self) -> Tensor:
-        """Rows without a doubtful token, `[tokens]`, bool."""
-        return ~self.doubtful.any(dim=-1)
+        """Rows without a doubtful token of which something can be said, `[tokens]`, bool."""
+        return ~self.doubtful.any(dim=-1) & self.slack.isfinite()
 
     @property
     def text(self) -> list[int]:
@@ -181,6 +181,8 @@ def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], log
             lost |= (within & ~surely).any(dim=-1)  # what this filter sees hangs on an earlier doubt
             within, surely = within & may, surely & must
             scores = scores.masked_fill(~kept, -math.inf)
+    # Behind an earlier doubt a filter may have looked at other tokens than ours did: none is surely forbidden there.
+    within = within | (lost[:, None] & torch.isfinite(logits))
     doubtful = within & ~surely
     return Filtered(
         torch.softmax(scores, dim=-1), doubtful, within, _slack(logits, params, doubtful, within, off, lost)
