@@ -80,6 +80,8 @@ def certify_engine(
     """
     check_prompts(prompts, target.context_length)
     _refuse_unusable(peer, params, together, seconds, sends_seeds)
+    if allowance is not None and not 0.0 <= allowance < math.inf:
+        raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
     asked = Asked(peer, together, params.seed or 0, sends_seeds)
     known = dict(drafts or {})
