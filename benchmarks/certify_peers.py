@@ -5,8 +5,9 @@
     python benchmarks/certify_peers.py --report
 
 Every engine, way of drafting, temperature, top-p and number of requests at once is a cell: one line of JSON, written as
-soon as it is done; a rerun goes on behind them. Cells whose engine failed are tried again. Where the evidence against
-an engine is large a cell is repeated with other seeds, and called a deviation only if both reach 10^6.
+soon as it is done; a rerun goes on behind them. Cells whose engine failed are tried again, and those that had less time
+and saw too little. Where the evidence against an engine is large a cell is repeated with other seeds, and called a
+deviation only if both reach 10^6.
 Exit status 0 if no engine deviates, 1 if one does, 3 if a cell could not be finished.
 """
 
@@ -42,6 +43,7 @@ SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 24
 OTHER_SEEDS = 1_000_000
+NOT_ENOUGH = "not enough evidence"
 TOKENS = 8000
 """So many are needed to see what the certificate wants to be seen, where logits are rounded to bfloat16."""
 
@@ -102,10 +104,12 @@ class Kept:
         for line in map(json.loads, lines):
             self.lines[line["cell"]] = line
 
-    def done(self, cell: Cell) -> bool:
-        """Whether a cell has a verdict."""
+    def done(self, cell: Cell, minutes: float) -> bool:
+        """Whether a cell has a verdict, and if that is that the evidence is not enough, had as much time as now."""
         line = self.lines.get(cell.key)
-        return line is not None and "error" not in line
+        if line is None or "error" in line:
+            return False
+        return line["verdict"] != NOT_ENOUGH or line["minutes"] >= minutes
 
     def add(self, line: dict[str, Any]) -> None:
         """Write one."""
@@ -164,7 +168,7 @@ def _asked() -> argparse.Namespace:
 
 
 def _wanted(cell: Cell, asked: argparse.Namespace, kept: Kept) -> bool:
-    return (asked.cell is None or cell.key == asked.cell) and (asked.again or not kept.done(cell))
+    return (asked.cell is None or cell.key == asked.cell) and (asked.again or not kept.done(cell, asked.minutes))
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def verdict(runs: Sequence[dict[str, Any]]) -> str:
         return "deviates"
     if any(run["deviates"] for run in runs):
         return "suspicious: not certain twice"
-    return "not enough evidence" if runs[-1]["undecided"] else "no deviation found"
+    return NOT_ENOUGH if runs[-1]["undecided"] else "no deviation found"
 
 
 def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:

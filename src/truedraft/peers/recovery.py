@@ -10,6 +10,7 @@ not how their text is encoded. So such replies are unsure, and the lost ones are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
@@ -64,7 +65,9 @@ class Recovery:
         """
         self._check_prompt(told, question)
         ids, unsure = self._ids(told, question)
-        logprobs = told.logprobs if told.logprobs is not None and len(told.logprobs) == len(ids) else None
+        logprobs = told.logprobs
+        if logprobs is not None and not (len(logprobs) == len(ids) and all(map(math.isfinite, logprobs))):
+            logprobs = None  # an allowance measured by what is no number would allow for everything
         top = None
         if logprobs is not None and told.top is not None and len(told.top) == len(ids):
             top = tuple(self._by_id(each) for each in told.top)

@@ -289,7 +289,7 @@ def measured_allowance(
         limit = _UNMEASURED if coarse is None else _LEEWAY * coarse
         seen = _most(differences.abs())
         words = f"{_MARGIN:g} times {seen:.2g}, by which the engine's own log-probabilities differ"
-        if not seen <= limit:  # what is no rounding, or no number, allows for nothing
+        if seen > limit:  # what is no rounding allows for nothing
             seen = limit if coarse is None else coarse
             words = f"{_MARGIN:g} times {seen:.2g}; its own log-probabilities differ by more than rounding does"
         return Allowance(_MARGIN * seen, words), differences
