@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,10 @@ def test_an_exception_is_the_error_of_its_question() -> None:
     found = peer.ask([Question((token,), SamplingParams()) for token in (0, 1, 2)])
     assert found[0] == Reply((0,), finish_reason="stop") and found[2] == Reply((2,), finish_reason="stop")
     assert isinstance(found[1], PeerError) and str(found[1]) == "mine raised ZeroDivisionError: by me"
+
+
+def test_a_function_that_ends_the_program_does_not() -> None:
+    assert "raised SystemExit: 0" in str(ask(ProcessPeer(lambda prompt: sys.exit(0), vocab_size=8)))
 
 
 def test_functions_are_loaded_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,9 @@ def test_another_engine_or_other_options_are_refused(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"hello\n", b"{}\n", b"[1]\n", b'{"truedraft_transcript": 2}\n', b"\n"])
+@pytest.mark.parametrize(
+    "content", [b"hello\n", b"{}\n", b"[1]\n", b'{"truedraft_transcript": 2}\n', b"\n", b'{"a": 1}']
+)
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "notes.txt"
     file.write_bytes(content)

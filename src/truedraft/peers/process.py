@@ -100,7 +100,7 @@ class ProcessPeer(Peer):
             given["stop"] = list(given["stop"])
         try:
             found = self._function(list(question.prompt), **given)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PeerError(f"{name} raised {type(error).__name__}: {error}") from error
         ids = _ids(name, found)
         self._recovery.check_ids(ids)

@@ -132,11 +132,20 @@ class Recorded(Peer):
 
 
 def _lines(file: Path) -> tuple[list[bytes], int]:
-    """The whole lines of a file, and how many bytes they are."""
+    """The whole lines of a file, and how many bytes they are; what else it has must be a line that was cut off.
+
+    Raises:
+        DataError: it has no whole line, and is not the beginning of a first one.
+    """
     if not file.exists():
         return [], 0
-    whole, newline, _ = file.read_bytes().rpartition(b"\n")
-    return whole.split(b"\n") if newline else [], len(whole) + len(newline)
+    whole, newline, cut = file.read_bytes().rpartition(b"\n")
+    if newline:
+        return whole.split(b"\n"), len(whole) + len(newline)
+    begins = f'{{"{_HEAD}":'.encode()
+    if cut[: len(begins)] != begins[: len(cut)]:
+        raise DataError(f"line 1 of {str(file)!r} is no part of a transcript; name another file")
+    return [], 0
 
 
 def _head(facts: PeerFacts, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ def test_failures_say_where(world: SamplerWorld) -> None:
         emit(world, fails)
     with pytest.raises(OptionError, match="'own:f': there is no table"):
         emit(world, refuses)
+    with pytest.raises(OptionError, match=r"'own:f': failed \(SystemExit: 0"):
+        emit(world, lambda draft_tokens, target_probs: sys.exit(0))
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class Sampler:
                 given = self.function(**arguments)
             except TruedraftError as error:
                 raise _refused(self.name, str(error)) from error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _refused(self.name, f"failed ({type(error).__name__}: {error}{_place(error)})") from error
         return self._checked(given, rows)
 
@@ -167,7 +167,7 @@ def _refused(name: str, why: str) -> OptionError:
     return OptionError(f"{name!r}: {why}", field="sampler")
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where somebody's code failed: there is no traceback for them to read it from."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this file's
     return f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
