@@ -35,6 +35,8 @@ ENOUGH = 0.06
 """Total variation that must be detectable, or the evidence is not enough."""
 TOKENS = 4000
 _GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
+_RIVALS = 2
+"""Likeliest tokens that are asked for, so that one sees near ties."""
 _REPEATED_PROMPTS = 3
 _STREAMS = 3
 """Answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
@@ -123,7 +125,7 @@ def _greedy_answers(asked: Asked, prompts: Sequence[Sequence[int]], params: Samp
     """Greedy answers, with log-probabilities if the engine tells them."""
     cold = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     tells = bool(asked.peer.facts.logprobs)
-    more = {"logprobs": 1} if tells else {}
+    more = {"logprobs": _RIVALS} if tells else {}
     questions = [asked.open(prompt, cold, _GREEDY_TOKENS, **more) for prompt in prompts[:_GREEDY_PROMPTS]]
     return asked.ask(questions)
 
@@ -306,9 +308,11 @@ def _alike_sampled(
 def _alike_greedily(both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams) -> Finding:
     """Greedy answers of both; where they part, the first engine's own log-probabilities tell near ties."""
     answers = [_greedy_answers(each, prompts, params) for each in both]
+    others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, on either side
+    pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
     same = ties = 0
     apart: list[str] = []
-    for (question, one), (_, two) in zip(*answers, strict=False):
+    for question, one, two in pairs:
         if one.token_ids == two.token_ids:
             same += 1
             continue
