@@ -12,8 +12,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from truedraft.machine import keep_rows_alike
+
 # Tiny models: a second thread costs more than it brings, and its neighbours on a busy machine much more.
 torch.set_num_threads(1)
+# As loading a model does; here a test's own product may be the process's first.
+keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 
 _LONG_FILES = ("test_docs.py", "test_distribution_of_the_pipeline.py")

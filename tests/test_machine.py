@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -75,3 +76,26 @@ def test_free_memory_is_what_the_system_and_a_containers_limit_leave(
 
 def test_sizes_in_words() -> None:
     assert [in_bytes(count) for count in (12, 3_400, 3_276_800_000)] == ["12 bytes", "3.4 kB", "3.3 GB"]
+
+
+_WITH_TILES = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+_LOAD = """
+import os, torch
+from truedraft import load_model
+model = load_model("embedded:target", dtype="bfloat16", fast_paths=False, pad_to="500M")
+print(os.environ.get("ONEDNN_MAX_CPU_ISA"), model.equality)
+"""
+
+
+@pytest.mark.skipif(not _WITH_TILES, reason="this CPU has no AMX, whose products depend on the number of rows")
+@pytest.mark.parametrize(
+    ("told", "printed"),
+    [(None, "AVX512_CORE_FP16 bit for bit"), ("ALL", "ALL up to near ties")],
+    ids=["unset", "the user's own"],
+)
+def test_loading_in_bfloat16_keeps_rows_alike(told: str | None, printed: str) -> None:
+    """In a process of its own: oneDNN reads what it may use once."""
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    environment |= {} if told is None else {"ONEDNN_MAX_CPU_ISA": told}
+    run = subprocess.run([sys.executable, "-c", _LOAD], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == printed

@@ -71,6 +71,18 @@ def has_avx512_bfloat16() -> bool:
     return _cpu_has("_is_avx512_bf16_supported")
 
 
+def keep_rows_alike(device: torch.device, dtype: torch.dtype) -> None:
+    """Keeps oneDNN from products that give a row other bits when other rows share them.
+
+    On processors with AMX it takes few rows by vector instructions and many by tiles, which add up in another order.
+    What it may use it reads from the environment, once, at this process's first product of its kind: so this is called
+    before a model is read. Where one came earlier it changes nothing (`model.equality` sees that), and a value that
+    the user has set stays.
+    """
+    if device.type == "cpu" and dtype is torch.bfloat16 and _cpu_has("_is_amx_tile_supported"):
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
 def _cpu_has(probe: str) -> bool:
     """torch offers these probes under private names only; where one is gone, no is the safe answer."""
     return bool(getattr(torch.cpu, probe, lambda: False)())

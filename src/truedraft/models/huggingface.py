@@ -19,7 +19,7 @@ from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
-from truedraft.machine import free_memory, in_bytes
+from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend, decoder_layers
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
@@ -72,6 +72,7 @@ class HuggingFaceModel(LanguageModel):
         backend: BackendMaker = StockBackend,
         reread: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
+        keep_rows_alike(model.device, model.dtype)
         self._model = model.eval().requires_grad_(False)
         self.name = name
         self._padding_note = padding_note_of(model)

@@ -30,7 +30,7 @@ from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from truedraft.machine import pick_device, pick_dtype
+from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
@@ -91,6 +91,7 @@ def load_model(
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
+    keep_rows_alike(place, kind)
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
