@@ -19,7 +19,7 @@ from truedraft.certify.engines.alternatives import (
     ngram_candidates,
 )
 from truedraft.certify.engines.bets import WEIGHTS, Bets
-from truedraft.certify.engines.law import Law, filtered
+from truedraft.certify.engines.law import Allowance, Law, filtered
 from truedraft.core import probs as L
 from truedraft.peers import FILTERS, Question
 
@@ -27,9 +27,9 @@ VOCAB = 6
 
 
 def law_of(logits: Tensor, tokens: list[int], params: SamplingParams, slack: float = 0.0) -> Law:
-    found = filtered(logits, params, FILTERS, slack)
+    found = filtered(logits, params, FILTERS, Allowance(slack, slack, ""))
     own = found.within.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    return Law(Question((0, 1), params), tokens, logits, found.probs, found.doubtful, ~own, found.slack)
+    return Law(Question((0, 1), params), tokens, logits, found.probs, found.doubtful, ~own, found.gain)
 
 
 def random_logits(rows: int, seed: int) -> Tensor:
@@ -75,6 +75,41 @@ def test_no_engine_within_the_allowance_gains_on_average(slack: float) -> None:
             assert float((worst * torch.tensor(gains)).sum()) <= 1.0 + 1e-9
 
 
+def test_no_engine_whose_logits_are_off_gains_on_average() -> None:
+    """Errors of logits move the normaliser, too: the worst ones lift what a bet is on, and lower all else."""
+    params, off = SamplingParams(temperature=0.5), 0.1
+    largest = 0.0
+    for seed in range(15):
+        logits, other = random_logits(1, seed), torch.softmax(random_logits(1, 100 + seed), dim=-1)
+
+        def alternative(law: Law, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
+            return other
+
+        gains = []
+        for token in range(VOCAB):
+            bets = Bets([Alternative("another", "another", alternative)])
+            bets.add(law_of(logits, [token], params, off), {})
+            gains.append(bets._logs[0].exp())
+        for high in range(1, VOCAB):
+            lifted = torch.stack(gains)[:, -1].argsort(descending=True)[:high]
+            moved = logits - off
+            moved[0, lifted] += 2.0 * off
+            theirs = filtered(moved, params, FILTERS).probs[0]
+            largest = max(largest, float((theirs[:, None] * torch.stack(gains)).sum(dim=0).max()))
+    assert 0.98 < largest <= 1.0 + 1e-9
+
+
+def test_nothing_is_paid_on_a_doubtful_token_that_has_no_mass_here() -> None:
+    """With a nucleus of 0.55 the second token is left out, and the engine may have kept it."""
+    logits = torch.tensor([[0.56, 0.2, 0.1, 0.1, 0.03, 0.01]], dtype=torch.float64).log()
+    params = SamplingParams(temperature=1.0, top_p=0.55)
+    law = law_of(logits, [1], params, 0.05)
+    assert bool(law.doubtful[0, 1]) and float(law.probs[0, 1]) == 0.0 and bool(law.gain.isfinite()[0])
+    bets = Bets([Alternative("another", "another", lambda law, drafts: law.under(SamplingParams(temperature=3.0), ()))])
+    bets.add(law, {})
+    assert bets.log_evidence > -0.1  # what the allowance costs; the token itself pays nothing
+
+
 def test_events_allow_for_odds_within_the_allowance() -> None:
     slack, p = 0.05, torch.tensor([0.3, 0.5, 0.2], dtype=torch.float64)
     for high in range(1, 7):
@@ -102,9 +137,9 @@ def test_nothing_is_gained_from_an_engine_that_cuts_a_nucleus_elsewhere_by_round
             bets = Bets(alternatives)
             bets.add(law_of(logits, [token], params, off), drafts)
             gains.append(bets._logs.exp())
-        for _ in range(20):  # half of the allowance for logits, as the normaliser takes up to the other half
+        for _ in range(20):
             noise = 2.0 * torch.rand(VOCAB, generator=generator, dtype=torch.float64) - 1.0
-            theirs = filtered(logits + 0.5 * off * noise, params, FILTERS, 0.0).probs[0]
+            theirs = filtered(logits + off * noise, params, FILTERS).probs[0]
             elsewhere += bool(((theirs > 0.0) != (law_of(logits, [0], params, off).probs[0] > 0.0)).any())
             mean = sum(theirs[token] * gains[token] for token in range(VOCAB))
             assert isinstance(mean, Tensor)
@@ -162,7 +197,8 @@ def test_tokens_that_follow_the_target_lose_bets() -> None:
         law = law_of(logits, [0] * 40, params)
         tokens = torch.multinomial(law.probs, 1, generator=generator)[:, 0].tolist()
         drafts = {"draft": torch.softmax(random_logits(40, 1000 + seed), dim=-1)}
-        most = max(most, float(bets.add(law_of(logits, tokens, params), drafts).max()))
+        bets.add(law_of(logits, tokens, params), drafts)
+        most = max(most, bets.log_evidence)
     assert most < math.log(1e3)
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from truedraft import SamplingParams
 from truedraft.certify.checks import Status
 from truedraft.certify.engines import EngineReport, certify_engine, compare_engines
 from truedraft.certify.engines.behaviour import lengths
+from truedraft.certify.engines.evidence import Evidence
+from truedraft.certify.engines.law import EXACT, Judge
 from truedraft.errors import OptionError, PeerError
-from truedraft.peers import Peer, PeerFacts, ProcessPeer, Question, Reply
+from truedraft.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
 from truedraft.testing import MarkovModel
 
 
@@ -31,10 +36,13 @@ def test_an_allowance_that_is_none_is_refused(allowance: float) -> None:
         certify_engine(peer, target, [(1, 2)], SamplingParams(temperature=1.0), allowance=allowance)
 
 
+Answers = Mapping[int, tuple[int, int, float] | tuple[()] | None]
+
+
 class Told(Peer):
     """Answers each prompt of one token by a token and its nearest rival, this far below it; None drops the answer."""
 
-    def __init__(self, told: Mapping[int, tuple[int, int, float] | None]) -> None:
+    def __init__(self, told: Answers) -> None:
         self.facts = PeerFacts("told", "", takes=("max_tokens", "logprobs"), logprobs="raw")
         self._told = told
 
@@ -45,15 +53,17 @@ class Told(Peer):
         told = self._told[question.prompt[0]]
         if told is None:
             return PeerError("no")
+        if not told:
+            return Reply((), None, "stop", (), ())
         token, rival, below = told
+        if not question.params.logprobs:
+            return Reply((token,))
         top = {token: -0.5, rival: -0.5 - below}
         shown = dict(list(top.items())[: question.params.logprobs])
         return Reply((token,), None, "length", (-0.5,), (shown,))
 
 
-def compared(
-    one: Mapping[int, tuple[int, int, float] | None], two: Mapping[int, tuple[int, int, float] | None]
-) -> EngineReport:
+def compared(one: Answers, two: Answers) -> EngineReport:
     prompts = [(token,) for token in one]
     return compare_engines(Told(one), Told(two), prompts, SamplingParams(), sends_seeds=False)
 
@@ -69,3 +79,164 @@ def test_a_greedy_answer_that_was_dropped_shifts_no_other() -> None:
     first = {1: (3, 4, 2.0), 2: (5, 6, 2.0)}
     report = compared(first, {1: None, 2: (5, 6, 2.0)})
     assert not report.deviates and report.findings[0].facts["same"] == 1
+
+
+def test_where_one_has_ended_the_other_tells_whether_that_was_a_near_tie() -> None:
+    """The end itself has no log-probabilities; going on has."""
+    longer = {1: (3, 4, 0.01)}
+    report = compare_engines(Told(longer), Told({1: ()}), [(1,)], SamplingParams(), sends_seeds=False)
+    assert report.findings[0].status is Status.HOLDS and report.findings[0].facts["near_ties"] == 1
+    report = compare_engines(Told({1: ()}), Told({1: (3, 4, 3.0)}), [(1,)], SamplingParams(), sends_seeds=False)
+    assert report.findings[0].status is Status.FAILS
+
+
+def test_greedy_answers_that_part_untold_are_measured() -> None:
+    one, two = Told({1: (3, 4, 0.01)}), Told({1: (4, 3, 0.01)})
+    one.facts = two.facts = replace(one.facts, logprobs="")
+    report = compare_engines(one, two, [(1,)], SamplingParams(), sends_seeds=False)
+    assert report.findings[0].status is Status.MEASURED
+
+
+TARGET = MarkovModel.random(6, seed=1)
+PROMPTS = [(a, b) for a in range(3) for b in range(3)]
+
+
+class Drawing(Peer):
+    """Draws from the target itself, greedily where that is asked for; tells raw log-probabilities."""
+
+    def __init__(self, mode: str = "raw", takes: Sequence[str] = (), **changes: object) -> None:
+        self.facts = PeerFacts("drawing", "", takes=("max_tokens", "temperature", "logprobs", *takes), logprobs=mode)
+        self._generator = torch.Generator().manual_seed(1)
+        self._changes = changes
+        self.asked: list[Question] = []
+
+    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
+        self.asked += questions
+        return [self.answer(question) for question in questions]
+
+    def answer(self, question: Question) -> Reply | PeerError:
+        text, told = list(question.prompt), []
+        for _ in range(question.params.max_tokens):
+            p = TARGET.probs_after(text)
+            drawn = p.argmax() if question.params.greedy else torch.multinomial(p, 1, generator=self._generator)[0]
+            text.append(int(drawn))
+            told.append(math.log(float(p[drawn])))
+        ids = tuple(text[len(question.prompt) :])
+        reply = Reply(ids, None, "length", tuple(told) if question.params.logprobs else None)
+        return replace(reply, **self._changes)
+
+
+def certified(peer: Peer, tokens: int = 400, **more: Any) -> EngineReport:
+    params = SamplingParams(temperature=1.0)
+    return certify_engine(peer, TARGET, PROMPTS, params, tokens=tokens, sends_seeds=False, together=4, **more)
+
+
+def status_of(report: EngineReport, name: str) -> Status:
+    return next(each.status for each in report.findings if each.name == name)
+
+
+def test_an_engine_that_draws_from_the_target_deviates_in_nothing() -> None:
+    report = certified(Drawing(), tokens=2000)
+    assert not report.deviates
+    assert status_of(report, "told log-probabilities are the target's") is Status.MEASURED
+    assert report.more["allowance"] < 1e-3
+
+
+def test_long_answers_are_asked_for_as_many_at_once_as_short_ones() -> None:
+    peer = Drawing()
+    certified(peer, tokens=400)
+    sampled = [question.params.max_tokens for question in peer.asked if not question.params.greedy]
+    assert sampled.count(48) >= 4
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
+def test_no_tokens_are_not_enough(params: SamplingParams) -> None:
+    peer = Drawing(token_ids=(), logprobs=None)
+    if not params.greedy:
+        peer.answer = lambda question: (  # type: ignore[method-assign]
+            Reply(()) if question.params.greedy else Drawing.answer(Drawing(), question)
+        )
+    report = certify_engine(peer, TARGET, PROMPTS, params, tokens=64, sends_seeds=False)
+    assert "greedy tokens at their own prefixes" in [each.name for each in report.undecided]
+
+
+def test_log_probabilities_behind_temperature_and_filters_are_not_compared() -> None:
+    wrong = Drawing("processed", logprobs=tuple([-9.0] * 32))
+    report = certified(wrong)
+    assert status_of(report, "told log-probabilities are the target's") is Status.DOES_NOT_APPLY
+    assert report.more["allowance"] == pytest.approx(0.015)
+
+
+def test_an_engine_that_refuses_log_probabilities_is_asked_without() -> None:
+    peer = Drawing()
+    plain = peer.answer
+    peer.answer = lambda question: (  # type: ignore[method-assign]
+        PeerError("no logprobs") if question.params.logprobs else plain(question)
+    )
+    report = certified(peer)
+    assert status_of(report, "greedy tokens at their own prefixes") is Status.HOLDS
+    assert not report.dropped
+
+
+def test_ids_that_the_model_has_not_are_dropped_and_told() -> None:
+    peer = Drawing()
+    plain = peer.answer
+    answers = iter(range(10**6))
+    peer.answer = lambda question: (  # type: ignore[method-assign]
+        Reply((0, 99)) if next(answers) % 9 == 0 else plain(question)
+    )
+    report = certified(peer)
+    assert report.dropped["it answered token id 99, and the model has 6: its tokenizer is another one"] > 1
+
+
+def test_ids_that_were_read_from_text_call_nothing_a_fault() -> None:
+    always = {"token_ids": tuple([0] * 4), "logprobs": None}
+    report = certified(Drawing(**always), tokens=2000)
+    assert status_of(report, "sampled tokens at their own prefixes") is Status.FAILS
+    report = certified(Drawing(**always, unsure="of its text"), tokens=2000)
+    assert status_of(report, "sampled tokens at their own prefixes") is Status.NOT_ENOUGH
+    assert not report.deviates
+
+
+def test_a_draft_that_knows_fewer_ids_and_shorter_texts_is_taken_as_far_as_it_goes() -> None:
+    small = MarkovModel.random(4, seed=2, context_length=20)
+    assert not certified(Drawing(), drafts={"small": small}).deviates
+
+
+def test_an_engine_that_fails_at_last_loses_nothing_of_what_was_found() -> None:
+    peer = Drawing(takes=("seed",))
+    plain = peer.answer
+    peer.answer = lambda question: (  # type: ignore[method-assign]
+        PeerError("gone") if question.params.max_tokens == 24 else plain(question)
+    )
+    report = certify_engine(peer, TARGET, PROMPTS, SamplingParams(temperature=1.0), tokens=400, together=1)
+    assert "stop texts and seeds" in [each.name for each in report.undecided]
+    assert status_of(report, "greedy tokens at their own prefixes") is Status.HOLDS
+
+
+def test_time_is_looked_at_between_groups_of_questions() -> None:
+    peer = Drawing()
+    certified(peer, tokens=10**6, seconds=1e-6)
+    assert not [question for question in peer.asked if not question.params.greedy]
+
+
+def test_answers_that_end_where_the_engines_context_is_full_are_not_short() -> None:
+    params = SamplingParams(max_tokens=8)
+    full = [(Question(tuple(range(n)), params), Reply((1,) * (9 - n))) for n in (4, 5)]
+    *_, kept = lengths(full, TARGET)
+    assert kept.status is Status.HOLDS
+    *_, kept = lengths([*full, (Question((0, 1), params), Reply((1, 2)))], TARGET)
+    assert kept.status is Status.FAILS
+
+
+def test_bets_stop_where_an_answer_was_dropped_and_events_go_on() -> None:
+    law = Judge(TARGET, FILTERS, EXACT).laws(
+        [(Question((1, 2), SamplingParams(temperature=1.0)), Reply((0, 1, 2, 3)))]
+    )[0]
+    evidence = Evidence(6, SamplingParams(temperature=1.0), FILTERS, [], 0.0)
+    evidence.add(law, {}, repeated=True)
+    before = evidence.log_parts()
+    evidence.lost = 0.1
+    evidence.add(law, {}, repeated=True)
+    after = evidence.log_parts()
+    assert {name for name in before if before[name] != after[name]} == {"events", "outside"}

@@ -3,7 +3,9 @@
 Pairs of answers to one prompt, one of each engine. If both draw from the same distribution, the two answers of a pair
 may as well have come the other way round. So whoever guesses which is whose, from the pairs before, gains nothing on
 average: 2 times the probability that was given to the right order is an e-value of a pair, and the product over pairs
-an e-process, without any assumption on the distributions. The guess is made from counts behind equal beginnings.
+an e-process, whatever the distributions are. It is assumed that each engine draws its answers independently of each
+other: two that share their noise among their own answers in the same way may seem apart. The guess is made from counts
+behind equal beginnings.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ class TwoSamples:
     Attributes:
         pairs: so far.
         different: pairs whose answers differ.
+        most: the largest logarithm of the evidence at any time.
     """
 
     def __init__(self) -> None:
         self._counts: tuple[dict[tuple[int, ...], Counter[int]], ...] = (defaultdict(Counter), defaultdict(Counter))
         self._logs = torch.zeros(2 * len(_TRUST), dtype=torch.float64)
         self.pairs = self.different = 0
+        self.most = 0.0
 
     def add(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> None:
         """Guess a pair, then learn from it.
@@ -47,6 +51,7 @@ class TwoSamples:
                     odds = self._odds(prompt, one, trust, kind) - self._odds(prompt, other, trust, kind)
                     # log(2 / (1 + exp(-odds))), without overflow
                     self._logs[2 * row + kind] += math.log(2.0) - math.log1p(math.exp(-abs(odds))) + min(0.0, odds)
+            self.most = max(self.most, float(torch.logsumexp(self._logs, dim=0)) - math.log(len(self._logs)))
         for number, answer in enumerate((one, other)):
             for kind in (_BEGINNING, _ANYWHERE):
                 for place, token in enumerate(answer):
@@ -67,14 +72,9 @@ class TwoSamples:
         return found
 
     @property
-    def log_evidence(self) -> float:
-        """Logarithm of the mean e-value so far."""
-        return float(torch.logsumexp(self._logs, dim=0)) - math.log(len(self._logs))
-
-    @property
     def log10(self) -> float:
-        """The same to the base ten."""
-        return self.log_evidence / math.log(10.0)
+        """The most that the mean e-value ever came to, to the base ten."""
+        return self.most / math.log(10.0)
 
 
 def _node(prompt: Sequence[int], before: Sequence[int], kind: int) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ class Asked:
         together: questions that are asked at once.
         seed: of the first question that is sent one; the next ones count up.
         sends_seeds: whether seeds are sent at all.
+        vocab_size: of the model that judges; answers with other ids are of no use. None takes all.
 
     Attributes:
         tokens: of all answers so far.
@@ -43,6 +44,7 @@ class Asked:
     together: int
     seed: int = 0
     sends_seeds: bool = True
+    vocab_size: int | None = None
     tokens: int = 0
     answers: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -67,8 +69,9 @@ class Asked:
         for first in range(0, len(questions), self.together):
             asked = questions[first : first + self.together]
             for question, reply in zip(asked, self.peer.ask(asked), strict=True):
-                if isinstance(reply, PeerError):
-                    self.dropped[str(reply)] += 1
+                refused = str(reply) if isinstance(reply, PeerError) else self._unusable(reply)
+                if isinstance(reply, PeerError) or refused:
+                    self.dropped[refused] += 1
                     continue
                 found.append((question, reply))
                 self.answers += 1
@@ -80,6 +83,13 @@ class Asked:
                     f"{count} of {self.answers + sum(self.dropped.values())} answers were of no use: {reason}"
                 )
         return found
+
+    def _unusable(self, reply: Reply) -> str:
+        """Why an answer cannot be judged; "" where it can."""
+        most = max(reply.token_ids, default=0)
+        if self.vocab_size is None or most < self.vocab_size:
+            return ""
+        return f"it answered token id {most}, and the model has {self.vocab_size}: its tokenizer is another one"
 
     @property
     def dropped_share(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from truedraft.certify.checks import Finding, Part, Status
 from truedraft.certify.engines.asked import Answered, Asked
-from truedraft.certify.engines.law import Allowance
+from truedraft.certify.engines.law import Allowance, Judge, unknown_end
 from truedraft.core.params import SamplingParams
 from truedraft.models.base import LanguageModel
-from truedraft.peers import Question
+from truedraft.peers import Question, Reply
 from truedraft.text.tokenizer import Tokenizer
 
 _STOP_TOKENS = 24
@@ -22,25 +23,43 @@ _STOP_PLACES = (3, 6, 10)
 _SEED_TOKENS = 24
 _SEED_PROMPTS = 3
 _SHOWN = 60
+_HALF = "\ufffd"
+"""What stands where a token's bytes make no character: no engine can look for it."""
 
 
 def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding]:
     """No answer is longer than asked for, goes on behind an end of text, or ends early without a reason."""
     long, behind, short = [], [], []
-    ends = set(target.eos_token_ids)
+    ends, unknown = set(target.eos_token_ids), Counter[int]()
+    # An engine's context may be shorter than the model's: where it is full, answers end.
+    full = max((len(question.prompt) + len(reply.token_ids) for question, reply in answered), default=0)
     for question, reply in answered:
         count, most = len(reply.token_ids), question.params.max_tokens
         if count > most and not reply.unsure:
             long.append(f"{count} tokens where {most} were asked for")
         if any(token in ends for token in reply.token_ids[:-1]) and not question.params.ignore_eos:
             behind.append("tokens behind an end of text")
-        if count < most and reply.finish_reason == "length" and not reply.unsure:
+        if (
+            count < most
+            and reply.finish_reason == "length"
+            and not reply.unsure
+            and len(question.prompt) + count < full
+        ):
             short.append(f"{count} of {most} tokens, ended by its length")
-    return [
+        if (end := unknown_end(target, reply)) is not None:
+            unknown[end] += 1
+    found = [
         _counted("max_tokens is kept", long, len(answered)),
         _counted("nothing stands behind an end of text", behind, len(answered)),
         _counted("an answer ended by its length has all its tokens", short, len(answered)),
     ]
+    if unknown:
+        summary = (
+            f"{unknown.total()} of {len(answered)} answers ended with special tokens {sorted(unknown)}, with which "
+        )
+        summary += f"the model as it lies here ends no text: it names {sorted(ends)}"
+        found.append(Finding(Part.BEHAVIOUR, "answers end as the model's do", Status.MEASURED, summary))
+    return found
 
 
 def stop_questions(asked: Asked, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
@@ -50,20 +69,24 @@ def stop_questions(asked: Asked, tokenizer: Tokenizer, greedy: Sequence[Answered
         for place in _STOP_PLACES:
             text = tokenizer.decode(reply.token_ids)
             behind = tokenizer.decode(reply.token_ids[place : place + 1])
-            if place < len(reply.token_ids) and behind.strip() and behind in text and "stop" in asked.peer.facts.takes:
+            usable = behind.strip() and behind in text and _HALF not in behind
+            if place < len(reply.token_ids) and usable and "stop" in asked.peer.facts.takes:
                 params = replace(question.params, stop=(behind,), max_tokens=_STOP_TOKENS)
                 found.append(Question(question.prompt, params))
                 break
     return found
 
 
-def stops(answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: Tokenizer) -> Finding:
+def stops(
+    answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: Tokenizer, judge: Judge
+) -> Finding:  # fmt: skip
     """Answers end before their stop text, and not earlier.
 
     Args:
         answered: with stop texts.
         greedy: the same prompts without; an answer is compared with its beginning where it is the same up to there.
         tokenizer: of the target.
+        judge: says whether an answer may as well have ended where it did.
     """
     whole = {question.prompt: tokenizer.decode(reply.token_ids) for question, reply in greedy}
     wrong: list[str] = []
@@ -74,9 +97,22 @@ def stops(answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: T
         cut = expected[: expected.index(stop)] if stop in expected else None
         if stop in text:
             wrong.append(f"went on past {stop!r}: {_shown(text)}")
-        elif reply.finish_reason == "stop" and cut is not None and len(text) < len(cut) and cut.startswith(text):
+        elif (
+            reply.finish_reason == "stop"
+            and cut is not None
+            and len(text) < len(cut)
+            and cut.startswith(text)
+            and not _may_end(judge, question, reply)
+        ):
             wrong.append(f"ended before {stop!r}, with {_shown(text)} of {_shown(cut)}")
     return _counted("answers end at their stop text", wrong, len(answered))
+
+
+def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
+    """Whether an end of text, as greedy decoding finds it up to rounding, stands behind the answer."""
+    plain = replace(question.params, stop=(), max_tokens=len(reply.token_ids) + 1)
+    law = next(iter(judge.laws([(Question(question.prompt, plain), reply)])), None)
+    return law is not None and len(law.tokens) > len(reply.token_ids) and not bool(law.outside[-1])
 
 
 def seeds(asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Finding]:
@@ -99,7 +135,7 @@ def seeds(asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams
 
 def replace_together(asked: Asked, together: int) -> Asked:
     """The same engine, asked so many questions at once, with counts of its own."""
-    return Asked(asked.peer, together, asked.seed, asked.sends_seeds)
+    return Asked(asked.peer, together, asked.seed, asked.sends_seeds, asked.vocab_size)
 
 
 def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Finding:

@@ -1,18 +1,17 @@
 """Bets against the hypothesis that an engine's tokens follow the target: products of likelihood ratios.
 
 For an alternative a and a weight w, fixed before the token is seen, (1 - w) p + w a over p is a likelihood ratio. Its
-mean is 1 if the token follows p. If it follows a p' whose log-probabilities lie within r of p's, its mean is at most
-1 + 2 w sinh(r) TV(a, p): sum (p' - p)(a/p - 1) is largest where p' is e^r p above and e^-r p below, and both sides of
-a/p - 1 have the mass TV(a, p) under p. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products
-are e-processes (Ville): the mean over alternatives and weights ever reaches 1/a with probability a at most, whenever
-one stops. Of alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it
-names the fault.
+mean is 1 if the token follows p. If it follows a p' that rounding made of p, its mean is at most 1 + w g TV(a, p) with
+the gain g of `Law`. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products are e-processes
+(Ville): the mean over alternatives and weights ever reaches 1/a with probability a at most, whenever one stops. Of
+alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it names the
+fault.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,45 +60,34 @@ class Bets:
         self._far = torch.zeros(len(self._alternatives), dtype=torch.float64)
         self._tokens = 0
 
-    def add(self, law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
+    def add(self, law: Law, drafts: Mapping[str, Tensor]) -> None:
         """Go on with the tokens of an answer.
 
         Args:
             law: of the answer.
             drafts: by name the draft's distributions `[tokens, vocab]`; a row without mass is no draft.
-
-        Returns:
-            The logarithm of the mean e-value behind each of these tokens, `[tokens]`.
         """
-        tokens = torch.tensor(list(law.tokens))[:, None]
-        usable = law.slack.isfinite()
-        steps = [self._steps(law, tokens, alternative.probs(law, drafts), n) for n, alternative in self._numbered()]
-        self._tokens += int(usable.sum())
-        stacked = torch.stack(steps, dim=1).masked_fill(~usable[:, None, None], 0.0)
-        reached = self._logs + stacked.cumsum(dim=0)  # [tokens, alternatives, weights]
-        if len(law.tokens):
-            self._logs = reached[-1].clone()
-        return torch.logsumexp(reached.flatten(1), dim=-1) - math.log(self._logs.numel())
+        self._tokens += int(law.gain.isfinite().sum())
+        for number, alternative in enumerate(self._alternatives):
+            self._logs[number] += self._growth(law, alternative.probs(law, drafts), number)
 
-    def _numbered(self) -> Iterator[tuple[int, Alternative]]:
-        return enumerate(self._alternatives)
-
-    def _steps(self, law: Law, tokens: Tensor, a: Tensor, number: int) -> Tensor:
-        """The logarithms by which bets on one alternative grow, `[tokens, weights]`."""
-        p, sure = law.probs, ~law.doubtful
+    def _growth(self, law: Law, a: Tensor, number: int) -> Tensor:
+        """The logarithms by which bets on one alternative grow over an answer, `[weights]`."""
+        p, sure, tokens = law.probs, ~law.doubtful, torch.tensor(list(law.tokens))[:, None]
         # Of the tokens that are not doubtful it has the mass that p has there.
         sizes = [(each * sure).sum(dim=-1, keepdim=True) for each in (p, a)]
         a = torch.where(sure & (sizes[1] > 0.0), a * (sizes[0] / sizes[1].clamp_min(1e-300)), p)
         distance = 0.5 * (a - p).abs().sum(dim=-1)
         own, other = (each.gather(-1, tokens)[:, 0] for each in (p, a))
         ratio = torch.where(own > 0.0, other / own, other / _FLOOR)
+        ratio = torch.where(sure.gather(-1, tokens)[:, 0], ratio, 1.0)  # also of a doubtful one that has no mass in p
         # What is forbidden is paid for less than it may come.
-        allowed = 2.0 * torch.sinh(law.slack) * distance + _FORBIDDEN / _FLOOR * (a * (p == 0.0)).sum(dim=-1)
+        allowed = law.gain * distance + _FORBIDDEN / _FLOOR * (a * (p == 0.0)).sum(dim=-1)
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-        usable = law.slack.isfinite()
-        self._far[number] += float((distance * usable).sum())
-        ratio, allowed = (each.masked_fill(~usable, 0.0)[:, None] for each in (ratio, allowed))
-        return torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)
+        usable = law.gain.isfinite()
+        self._far[number] += float(distance[usable].sum())
+        ratio, allowed = ratio[usable, None], allowed[usable, None]
+        return (torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)).sum(dim=0)
 
     @property
     def log_evidence(self) -> float:

@@ -49,8 +49,9 @@ class Evidence:
         slack: the allowance at the request's temperature.
 
     Attributes:
-        lost: part of the answers so far that may have been dropped for what they said. Where there are such, only
-            events are judged, with so much more allowed: what is left is a choice among the answers.
+        lost: part of the answers so far that may have been dropped for what they said. From the first on only events
+            go on, with so much more allowed: what is left is a choice among the answers. Other parts stay where they
+            were.
     """
 
     def __init__(
@@ -76,16 +77,21 @@ class Evidence:
             drafts: by name the draft's distributions `[tokens, vocab]`.
             repeated: whether its prompt is asked many times.
         """
-        before = self.log_parts()
-        parts = {"bets": self._bets.add(law, drafts)}
-        if repeated:
-            parts["counts"] = self._repeated.add(law)
+        if not self.lost:
+            self._bets.add(law, drafts)
+            if repeated:
+                self._repeated.add(law)
         self._outside.add(torch.full((len(law.tokens), 1), _OUTSIDE, dtype=torch.float64), law.outside[:, None])
         self._processes.add(*self._of_events(law), self.lost)
-        self._note_crossings(before, parts)
         self.tokens += len(law.tokens)
         self.sure += int(law.sure.sum())
         self.outside += int(law.outside.sum())
+        # Behind whole answers alone: whether one is dropped hangs on its end.
+        log = self.log_evidence
+        self._most = max(self._most, log)
+        for bound in (ALARM, CERTAIN):
+            if log >= math.log(bound):
+                self._reached.setdefault(bound, self.tokens)
 
     def _of_events(self, law: Law) -> tuple[Tensor, Tensor]:
         """Events of the tokens whose distribution is sure."""
@@ -100,8 +106,6 @@ class Evidence:
         events = self._processes.log_evidence()
         parts = {"events": float(torch.logsumexp(events, dim=0)) - math.log(len(events))}
         parts["outside"] = float(self._outside.log_evidence()[0])
-        if self.lost:
-            return parts
         return parts | {"bets": self._bets.log_evidence, "counts": self._repeated.log_evidence}
 
     @property
@@ -113,20 +117,6 @@ class Evidence:
     def log10(self) -> float:
         """The most that it ever came to, to the base ten: what a sound engine's hardly ever reaches at any time."""
         return self._most / math.log(10.0)
-
-    def _note_crossings(self, before: dict[str, float], parts: Mapping[str, Tensor]) -> None:
-        """Look behind each token of the parts that say so; the others say it at the end of the answer."""
-        places = max(len(each) for each in parts.values())
-        for place in range(places):
-            now = before | {name: float(each[place]) for name, each in parts.items() if name in before}
-            self._cross(_mean(now), self.tokens + place + 1)
-        self._cross(self.log_evidence, self.tokens + places)
-
-    def _cross(self, log: float, tokens: int) -> None:
-        self._most = max(self._most, log)
-        for bound in (ALARM, CERTAIN):
-            if log >= math.log(bound):
-                self._reached.setdefault(bound, tokens)
 
     @property
     def milestones(self) -> list[Milestone]:
@@ -158,7 +148,7 @@ class Evidence:
     def smallest_detectable(self) -> float:
         """Total variation that some test over all tokens finds with probability 0.99, on the event that it is about."""
         whole = [test for test in self.events() if 2 * test.tokens > self.sure]
-        level = 1.0 / (ALARM * 4.0 * max(1, len(self._events.names)))
+        level = _SHARES["events"] / (ALARM * sum(_SHARES.values()) * max(1, len(self._events.names)))
         return max((test.smallest_detectable(level) for test in whole), default=1.0)
 
     def facts(self) -> dict[str, Any]:

@@ -35,27 +35,20 @@ class Repeated:
         self._logs = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
         self.answers = 0
 
-    def add(self, law: Law) -> Tensor:
-        """Go on with an answer.
-
-        Returns:
-            The logarithm of the mean e-value behind each of its tokens, `[tokens]`.
-        """
-        reached = []
+    def add(self, law: Law) -> None:
+        """Go on with an answer."""
         self.answers += 1
         for place, token in enumerate(law.tokens):
             beginning = (*law.question.prompt, -1, *law.tokens[:place])
-            if bool(law.slack[place].isfinite()) and not bool(law.doubtful[place, token]):
+            if bool(law.gain[place].isfinite()) and not bool(law.doubtful[place, token]):
                 self._logs += self._of_counts(beginning, law, place)
                 self._last[beginning] = token
                 self._counts[beginning][token] += 1
-            reached.append(self.log_evidence)
-        return torch.tensor(reached, dtype=torch.float64)
 
     def _of_counts(self, beginning: tuple[int, ...], law: Law, place: int) -> Tensor:
         """The steps of all bets at one token, of those that are not doubtful; they share the mass that p has there."""
         counts, p, token = self._counts[beginning], law.probs[place], law.tokens[place]
-        total, slack = sum(counts.values()), float(law.slack[place])
+        total, gain = sum(counts.values()), float(law.gain[place])
         steps = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
         if not total:
             return steps
@@ -66,10 +59,10 @@ class Repeated:
         distance = float((shares - p[seen]).clamp_min(0.0).sum())
         share = mass * counts[token] / total
         for number, trust in enumerate(_TRUST):
-            steps[number] = _step(total / (total + trust), share / own, distance, slack)
+            steps[number] = _step(total / (total + trust), share / own, distance, gain)
         last = self._last[beginning]
         for number, weight in enumerate(_SAME, len(_TRUST)):
-            steps[number] = _step(weight, mass * float(token == last) / own, mass - float(p[last]), slack)
+            steps[number] = _step(weight, mass * float(token == last) / own, mass - float(p[last]), gain)
         return steps
 
     @property
@@ -96,6 +89,6 @@ class Repeated:
         return found
 
 
-def _step(weight: float, ratio: float, distance: float, slack: float) -> float:
+def _step(weight: float, ratio: float, distance: float, gain: float) -> float:
     """One bet: the logarithm of the likelihood ratio, less what rounding may give it."""
-    return math.log1p(weight * (ratio - 1.0)) - math.log1p(weight * 2.0 * math.sinh(slack) * distance + _SUMMING)
+    return math.log1p(weight * (ratio - 1.0)) - math.log1p(weight * gain * distance + _SUMMING)

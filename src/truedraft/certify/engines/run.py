@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from truedraft.certify.checks import Deadline, Finding, Part, Status, now
@@ -23,23 +25,24 @@ from truedraft.certify.engines.asked import (
     streams,
 )
 from truedraft.certify.engines.evidence import ALARM, CERTAIN, Evidence
-from truedraft.certify.engines.law import Allowance, Judge, Law, filtered, measured_allowance
+from truedraft.certify.engines.law import Allowance, Judge, Law, filtered, judging_logits, measured_allowance
 from truedraft.certify.engines.report import EngineReport, evidence_words
-from truedraft.certify.sampling import plain_logits
 from truedraft.core.params import SamplingParams
-from truedraft.errors import OptionError
+from truedraft.errors import OptionError, PeerError
 from truedraft.models.base import LanguageModel
-from truedraft.peers import Peer
+from truedraft.peers import Peer, Question, Reply
 
 ENOUGH = 0.06
 """Total variation that must be detectable, or the evidence is not enough."""
-TOKENS = 4000
+TOKENS = 8000
 _GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
 _RIVALS = 2
 """Likeliest tokens that are asked for, so that one sees near ties."""
 _REPEATED_PROMPTS = 3
 _STREAMS = 3
-"""Answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
+"""Least answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
+_LEAST_GREEDY = 32
+"""Greedy tokens away from near ties below which nothing is said."""
 
 Tell = Callable[[Part, float], None]
 
@@ -85,12 +88,14 @@ def certify_engine(
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
-    asked = Asked(peer, together, params.seed or 0, sends_seeds)
+    asked = Asked(peer, together, params.seed or 0, sends_seeds, target.vocab_size)
     known = dict(drafts or {})
-    greedy = _greedy_answers(asked, prompts, params)
+    greedy = _greedy_answers(asked, prompts, params, tokens, deadline)
     tell(Part.GREEDY, 1.0)
-    measured, differences = measured_allowance(target, rounded, greedy)
-    allowed = measured if allowance is None else Allowance(allowance, "as it was stated")
+    raw = peer.facts.logprobs == "raw"  # others are of the distribution behind temperature and filters, or unknown
+    told = [(question, reply if raw else replace(reply, logprobs=None)) for question, reply in greedy]
+    measured, differences = measured_allowance(target, rounded, told)
+    allowed = measured if allowance is None else Allowance(allowance, allowance, "as it was stated")
     judge = Judge(target, peer.facts.filters, allowed)
     findings = [_of_greedy(judge, greedy, known, asked)]
     all_answers = list(greedy)
@@ -99,7 +104,7 @@ def certify_engine(
         findings.insert(0, finding)
         all_answers += answers
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
-    findings += _promises(asked, prompts, params, greedy, all_answers, target)
+    findings += _promises(asked, prompts, params, greedy, all_answers, judge)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
     lost = {"dropped": dict(asked.dropped), "unsure": dict(+asked.unsure)}
@@ -121,13 +126,24 @@ def _refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds:
         raise OptionError(f"{peer.facts.name} does not take {refused}; leave it out")
 
 
-def _greedy_answers(asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answered]:
-    """Greedy answers, with log-probabilities if the engine tells them."""
+def _greedy_answers(
+    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
+) -> list[Answered]:
+    """Greedy answers, with log-probabilities if the engine tells them; where greedy is what is certified, many."""
     cold = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    tells = bool(asked.peer.facts.logprobs)
-    more = {"logprobs": _RIVALS} if tells else {}
-    questions = [asked.open(prompt, cold, _GREEDY_TOKENS, **more) for prompt in prompts[:_GREEDY_PROMPTS]]
-    return asked.ask(questions)
+    many = max(_GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if params.greedy else _GREEDY_PROMPTS
+    told = {"logprobs": _RIVALS} if asked.peer.facts.logprobs else {}
+    questions = [asked.open(prompt, cold, _GREEDY_TOKENS, **told) for prompt in prompts[:many]]
+    found: list[Answered] = []
+    for first in range(0, len(questions), asked.together):
+        if deadline.over and len(found) >= _GREEDY_PROMPTS:
+            break
+        found += asked.ask(questions[first : first + asked.together])
+        if told and not found:  # there are servers that offer log-probabilities and refuse them
+            asked.dropped.clear()
+            plain = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
+            return asked.ask(plain[:_GREEDY_PROMPTS])
+    return found
 
 
 # ---------------------------------------------------------------------------------------- tokens
@@ -138,17 +154,30 @@ def _of_greedy(
 ) -> Finding:
     """Greedy tokens at their own prefixes: the likeliest one, or one that rounding cannot tell from it."""
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
-    evidence = _evidence(judge, params, drafts, asked)
+    evidence = _evidence(judge, params, drafts)
     for law in judge.laws(answered):
         evidence.add(law, _drafted(law, drafts, judge), repeated=False)
     ties = evidence.tokens - evidence.sure
-    facts = evidence.facts() | {"near_ties": ties}
-    level = evidence.log10
     summary = (
         f"{evidence.tokens:,} tokens, {ties} of them at near ties; {evidence.outside} are not the likeliest token by "
-        f"more than rounding: evidence {evidence_words(level)}"
+        f"more than rounding: evidence {evidence_words(evidence.log10)}"
     )
-    return Finding(Part.GREEDY, "greedy tokens at their own prefixes", _status(evidence, enough=True), summary, facts)
+    facts = evidence.facts() | {"near_ties": ties}
+    name = "greedy tokens at their own prefixes"
+    return _tokens_finding(Part.GREEDY, name, evidence, asked, evidence.sure >= _LEAST_GREEDY, summary, facts)
+
+
+def _tokens_finding(
+    part: Part, name: str, evidence: Evidence, asked: Asked, enough: bool, summary: str, facts: dict[str, Any]
+) -> Finding:
+    """What evidence comes to: a fault only where the engine told its ids itself."""
+    status = Status.HOLDS if enough else Status.NOT_ENOUGH
+    if evidence.log10 >= math.log10(ALARM):
+        unsure = sum(asked.unsure.values())
+        status = Status.NOT_ENOUGH if unsure else Status.FAILS
+        if unsure:
+            summary += f"; the ids of {unsure} answers were read from their text and may be others than those drawn"
+    return Finding(part, name, status, summary, facts)
 
 
 def _sampled(
@@ -156,31 +185,38 @@ def _sampled(
     drafts: Mapping[str, LanguageModel], deadline: Deadline, tokens: int, tell: Tell,
 ) -> tuple[Finding, list[Answered]]:  # fmt: skip
     """Sampled tokens until they are enough, the evidence is certain, or the time is over."""
-    evidence = _evidence(judge, params, drafts, asked)
-    turns, beginnings = (
-        streams(prompts),
-        itertools.cycle([prompt[:BEGINNING] for prompt in prompts[:_REPEATED_PROMPTS]]),
-    )
+    evidence = _evidence(judge, params, drafts)
     kept: list[Answered] = []
-    repeats = _STREAMS * STREAM_TOKENS // REPEATED_TOKENS
-    while evidence.tokens < tokens and not deadline.over and evidence.log10 < math.log10(CERTAIN):
-        beginning = next(beginnings)
-        rounds = (
-            [asked.open(beginning, params, REPEATED_TOKENS) for _ in range(repeats)],
-            [asked.open(next(turns), params, STREAM_TOKENS) for _ in range(_STREAMS)],
-        )
-        for number, questions in enumerate(rounds):
-            answered = asked.ask(questions)
-            kept += answered
-            evidence.lost = asked.dropped_share
-            for law in judge.laws(answered):
-                evidence.add(law, _drafted(law, drafts, judge), repeated=number == 0)
+    for questions, repeated in _groups(asked, prompts, params):
+        if evidence.tokens >= tokens or deadline.over or evidence.log10 >= math.log10(CERTAIN):
+            break
+        answered = asked.ask(questions)
+        kept += answered
+        evidence.lost = asked.dropped_share
+        for law in judge.laws(answered):
+            evidence.add(law, _drafted(law, drafts, judge), repeated=repeated)
         tell(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
     tell(Part.SAMPLED, 1.0)
-    return _sampled_finding(evidence, judge), kept
+    return _sampled_finding(evidence, judge, asked), kept
 
 
-def _sampled_finding(evidence: Evidence, judge: Judge) -> Finding:
+def _groups(
+    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Iterator[tuple[list[Question], bool]]:
+    """Questions that are asked together, and whether their prompt is one that is asked many times; without an end."""
+    turns = streams(prompts)
+    several = max(_STREAMS, asked.together)
+    for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in prompts[:_REPEATED_PROMPTS]]):
+        repeats = several * STREAM_TOKENS // REPEATED_TOKENS
+        for first in range(0, repeats, asked.together):
+            count = min(asked.together, repeats - first)
+            yield [asked.open(beginning, params, REPEATED_TOKENS) for _ in range(count)], True
+        for first in range(0, several, asked.together):
+            count = min(asked.together, several - first)
+            yield [asked.open(next(turns), params, STREAM_TOKENS) for _ in range(count)], False
+
+
+def _sampled_finding(evidence: Evidence, judge: Judge, asked: Asked) -> Finding:
     detectable = evidence.smallest_detectable()
     until = [one.tokens for one in evidence.milestones]
     summary = (
@@ -193,30 +229,31 @@ def _sampled_finding(evidence: Evidence, judge: Judge) -> Finding:
         summary += f"; evidence of 1,000 after {until[0]:,} tokens{certain}; what it looks like: {evidence.fault}"
     if evidence.outside:
         summary += f"; {evidence.outside} tokens that the options forbid"
-    status = _status(evidence, enough=detectable <= ENOUGH)
-    return Finding(Part.SAMPLED, "sampled tokens at their own prefixes", status, summary, evidence.facts())
+    name, enough = "sampled tokens at their own prefixes", detectable <= ENOUGH
+    return _tokens_finding(Part.SAMPLED, name, evidence, asked, enough, summary, evidence.facts())
 
 
-def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, LanguageModel], asked: Asked) -> Evidence:
-    slack = judge.allowance.at(params.temperature)
-    names = [*drafts, COPIED]
-    return Evidence(judge.target.vocab_size, params, judge.filters, names, slack)
+def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, LanguageModel]) -> Evidence:
+    return Evidence(
+        judge.target.vocab_size, params, judge.filters, [*drafts, COPIED], judge.allowance.at(params)
+    )  # fmt: skip
 
 
 def _drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
     """The drafts' distributions at the tokens of an answer, under its options."""
     found = {COPIED: ngram_candidates(law)}
     for name, model in drafts.items():
-        (logits,) = plain_logits(model, [(law.question.prompt, law.tokens)])
-        rows = logits[:, : judge.target.vocab_size].double()
-        found[name] = filtered(rows, law.question.params, judge.filters, 0.0).probs
+        found[name] = torch.zeros_like(law.probs)
+        known = next((place for place, token in enumerate(law.text) if token >= model.vocab_size), len(law.text))
+        first, last = len(law.question.prompt), min(known, model.context_length)
+        if last <= first:  # a draft that cannot read the text guesses nothing
+            continue
+        (logits,) = judging_logits(model, [(law.question.prompt, law.text[first:last])])
+        ids = min(model.vocab_size, judge.target.vocab_size)
+        rows = torch.full((len(logits), judge.target.vocab_size), -math.inf, dtype=torch.float64)
+        rows[:, :ids] = logits[:, :ids]
+        found[name][: len(rows)] = filtered(rows, law.question.params, judge.filters).probs
     return found
-
-
-def _status(evidence: Evidence, *, enough: bool) -> Status:
-    if evidence.log10 >= math.log10(ALARM):
-        return Status.FAILS
-    return Status.HOLDS if enough else Status.NOT_ENOUGH
 
 
 # ---------------------------------------------------------------------------------------- promises
@@ -224,18 +261,19 @@ def _status(evidence: Evidence, *, enough: bool) -> Status:
 
 def _promises(
     asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams, greedy: Sequence[Answered],
-    answered: Sequence[Answered], target: LanguageModel,
+    answered: Sequence[Answered], judge: Judge,
 ) -> list[Finding]:  # fmt: skip
-    """Lengths, stop texts and seeds."""
-    found: list[Finding] = []
-    tokenizer = target.tokenizer
-    if tokenizer is not None:
-        questions = behaviour.stop_questions(asked, tokenizer, greedy)
-        if questions:
-            stopped = asked.ask(questions)
-            found.append(behaviour.stops(stopped, greedy, tokenizer))
-    found += behaviour.lengths(answered, target)
-    found += behaviour.seeds(asked, prompts, params)
+    """Lengths, stop texts and seeds; an engine that fails meanwhile loses nothing of what was found before."""
+    found = behaviour.lengths(answered, judge.target)
+    tokenizer = judge.target.tokenizer
+    try:
+        questions = [] if tokenizer is None else behaviour.stop_questions(asked, tokenizer, greedy[:_GREEDY_PROMPTS])
+        if questions and tokenizer is not None:
+            found.insert(0, behaviour.stops(asked.ask(questions), greedy, tokenizer, judge))
+        found += behaviour.seeds(asked, prompts, params)
+    except PeerError as error:
+        name = "stop texts and seeds"
+        found.append(Finding(Part.BEHAVIOUR, name, Status.NOT_ENOUGH, f"the engine could be asked no further: {error}"))
     return found
 
 
@@ -266,14 +304,15 @@ def compare_engines(
     both = [Asked(each, together, params.seed or 0, sends_seeds) for each in (peer, other)]
     # Seeds of the second engine lie elsewhere, so that equal noise does not make answers alike.
     both[1] = Asked(other, together, (params.seed or 0) + (1 << 31), sends_seeds)
-    findings = [_alike_greedily(both, prompts, params)]
+    findings = [_alike_greedily(both, prompts, params, tokens, deadline)]
     if not params.greedy:
         findings.insert(0, _alike_sampled(both, prompts, params, deadline, tokens, tell))
     tell(Part.AGAINST, 1.0)
     spent = sum(each.tokens for each in both)
     dropped = both[0].dropped + both[1].dropped
     more = {"against": {"name": other.facts.name, "version": other.facts.version, **other.facts.more}}
-    return EngineReport(findings, peer.facts, params, together, spent, now() - began, dict(dropped), {}, more)
+    unsure = dict(+(both[0].unsure + both[1].unsure))
+    return EngineReport(findings, peer.facts, params, together, spent, now() - began, dict(dropped), unsure, more)
 
 
 def _alike_sampled(
@@ -305,13 +344,16 @@ def _alike_sampled(
     return Finding(Part.AGAINST, "both draw from the same distribution", status, summary, facts)
 
 
-def _alike_greedily(both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams) -> Finding:
-    """Greedy answers of both; where they part, the first engine's own log-probabilities tell near ties."""
-    answers = [_greedy_answers(each, prompts, params) for each in both]
+def _alike_greedily(
+    both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
+) -> Finding:
+    """Greedy answers of both; where they part, their own log-probabilities tell near ties."""
+    answers = [_greedy_answers(each, prompts, params, tokens // 2, deadline) for each in both]
     others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, on either side
     pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
     same = ties = 0
     apart: list[str] = []
+    unknown: list[str] = []
     for question, one, two in pairs:
         if one.token_ids == two.token_ids:
             same += 1
@@ -320,27 +362,32 @@ def _alike_greedily(both: Sequence[Asked], prompts: Sequence[Sequence[int]], par
             (i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=False)) if a != b),
             min(len(one.token_ids), len(two.token_ids)),
         )
-        margin = _margin(one.top_logprobs, one.logprobs, place)
-        if margin is not None and margin <= _TIE:
+        # Where one has ended, the other tells how near going on was.
+        margins = [each for each in (_margin(one, place), _margin(two, place)) if each is not None]
+        where = f"token {place} of a prompt of {len(question.prompt)} tokens"
+        if margins and margins[0] <= _TIE:
             ties += 1
         else:
-            apart.append(f"token {place} of a prompt of {len(question.prompt)} tokens")
-    total = same + ties + len(apart)
-    summary = f"{same} of {total} greedy answers are the same, {ties} part at a near tie, {len(apart)} elsewhere"
-    told = all(reply.top_logprobs is not None for _, reply in answers[0])
-    # Without margins one cannot tell a tie from a fault.
-    status = Status.HOLDS if not apart else (Status.FAILS if told else Status.MEASURED)
-    facts = {"answers": total, "same": same, "near_ties": ties, "apart": apart[:5]}
+            (apart if margins else unknown).append(where)
+    elsewhere = apart + unknown
+    total = same + ties + len(elsewhere)
+    summary = f"{same} of {total} greedy answers are the same, {ties} part at a near tie, {len(elsewhere)} elsewhere"
+    if not total:
+        status = Status.NOT_ENOUGH
+    else:  # without margins one cannot tell a tie from a fault
+        status = Status.FAILS if apart else Status.MEASURED if unknown else Status.HOLDS
+    facts = {"answers": total, "same": same, "near_ties": ties, "apart": elsewhere[:5]}
     return Finding(Part.AGAINST, "greedy answers are the same", status, summary, facts)
 
 
-_TIE = 0.1
-"""Log-probabilities of the two likeliest tokens that lie nearer may change places by rounding."""
+_TIE = 0.25
+"""Log-probabilities of the two likeliest tokens that lie nearer may change places by rounding: two steps of bfloat16
+for logits of 16 to 32."""
 
 
-def _margin(tops: Sequence[Mapping[int, float]] | None, own: Sequence[float] | None, place: int) -> float | None:
+def _margin(reply: Reply, place: int) -> float | None:
     """How far the likeliest token is from the next one, as the engine tells; None where it does not."""
-    if tops is None or own is None or place >= len(tops):
+    if reply.top_logprobs is None or place >= len(reply.top_logprobs):
         return None
-    rivals = sorted(tops[place].values(), reverse=True)
+    rivals = sorted(reply.top_logprobs[place].values(), reverse=True)
     return rivals[0] - rivals[1] if len(rivals) > 1 else None
