@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,6 +217,40 @@ def test_shared_gumbel_noise_gives_what_drawing_with_it_gives() -> None:
     expected = faults.emitted_by_shared_noise(p, q)[0]
     assert float((expected - p[0]).abs().max()) > 0.01  # it is a fault
     assert (counted - expected).abs().max() < 5.0 * 0.5 / math.sqrt(draws)
+
+
+@pytest.mark.parametrize("fault", ["temperature applied twice", "top-p off by one token", "residual replaced by p"])
+def test_a_fault_is_named_where_only_some_tokens_are_told_apart(fault: str) -> None:
+    params = FAULTS[fault]
+    generator = torch.Generator().manual_seed(7)
+    alternatives = alternatives_for(params, FILTERS, ["draft"])
+    bets = Bets(alternatives)
+    wanted = next(one for one in alternatives if one.fault == fault)
+    for seed in range(80):
+        logits = 2.0 * random_logits(40, seed)
+        drafts = {"draft": torch.softmax(2.0 * random_logits(40, 1000 + seed), dim=-1)}
+        emitted = wanted.probs(law_of(logits, [0] * 40, params), drafts)
+        law = law_of(logits, torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist(), params)
+        bets.add(replace(law, likeliest=logits.topk(4, dim=-1).indices), drafts)
+    assert bets.results()[0].log_evidence > math.log(1e3)
+    assert bets.results()[0].fault == fault
+
+
+def test_nobody_gains_on_average_where_only_some_tokens_are_told_apart() -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    alternatives = alternatives_for(params, FILTERS, ["draft"])
+    for seed in range(20):
+        logits = random_logits(1, seed)
+        drafts = {"draft": torch.softmax(random_logits(1, 500 + seed), dim=-1)}
+        mean, p = (
+            torch.zeros(len(alternatives), len(WEIGHTS), dtype=torch.float64),
+            law_of(logits, [0], params).probs[0],
+        )
+        for token in range(VOCAB):
+            bets = Bets(alternatives)
+            bets.add(replace(law_of(logits, [token], params), likeliest=logits.topk(3, dim=-1).indices), drafts)
+            mean += p[token] * bets._logs.exp()
+        assert float(mean.max()) <= 1.0 + 1e-9
 
 
 def test_candidates_are_copied_from_behind_the_same_tokens() -> None:

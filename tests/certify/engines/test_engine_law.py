@@ -14,7 +14,7 @@ import truedraft.certify.engines.law as law_module
 from truedraft import SamplingParams
 from truedraft.certify.checks import Status
 from truedraft.certify.engines.behaviour import lengths
-from truedraft.certify.engines.law import EXACT, Allowance, Judge, ended_tokens, filtered, measured_allowance
+from truedraft.certify.engines.law import EXACT, Allowance, Judge, Law, ended_tokens, filtered, measured_allowance
 from truedraft.core.probs import probs_from_logits
 from truedraft.peers import FILTERS, Question, Reply
 from truedraft.testing import MarkovModel
@@ -222,3 +222,29 @@ def test_an_answer_that_ended_with_another_special_token_drew_no_end_of_ours() -
     *_, told = lengths([(asked, reply(0, 3, ended="stop"))], target)
     assert told.status is Status.MEASURED
     assert "special tokens [3]" in told.summary
+
+
+def test_what_is_folded_keeps_the_likeliest_tokens_and_takes_the_others_together() -> None:
+    probs = torch.tensor([[0.0, 0.1, 0.4, 0.1, 0.0, 0.05, 0.05, 0.3]], dtype=torch.float64).expand(3, -1)
+    nothing = torch.zeros_like(probs, dtype=torch.bool)
+    law = Law(
+        Question((0,), SamplingParams()), [2, 7, 5], probs.log(), probs, nothing, nothing.any(-1), torch.zeros(3),
+        torch.tensor([[7, 2]]).expand(3, -1),
+    )  # fmt: skip
+    assert law.places().tolist() == [1, 0, 2]
+    torch.testing.assert_close(law.folded(probs)[0], torch.tensor([0.3, 0.4, 0.3], dtype=torch.float64))
+    # what has no mass has none, to the last bit: a bet divides by it
+    assert (
+        float(law.folded(filtered(probs.log(), SamplingParams(temperature=1.0, top_k=2), FILTERS).probs)[0, 2]) == 0.0
+    )
+
+
+@pytest.mark.parametrize("first", [2, 5, 11])
+@pytest.mark.parametrize("off", [0.0, 0.05])
+def test_a_nucleus_among_few_tokens_is_the_same(monkeypatch: pytest.MonkeyPatch, first: int, off: float) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.7)
+    every = filtered(rows(200), params, FILTERS, within(off))
+    monkeypatch.setattr(law_module, "_FIRST", first)
+    few = filtered(rows(200), params, FILTERS, within(off))
+    for name in ("probs", "doubtful", "within", "gain"):
+        torch.testing.assert_close(getattr(few, name), getattr(every, name))

@@ -33,7 +33,8 @@ class Alternative:
     Attributes:
         name: of the alternative.
         fault: the class of fault that it stands for.
-        probs: `[tokens, vocab]`, float64, from laws and drafts; a row that is p bets nothing.
+        probs: float64, from laws and drafts, which come folded as it is returned (`Law.folded`); a row that is p bets
+            nothing.
     """
 
     name: str
@@ -62,14 +63,16 @@ def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Seq
 
 
 def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[str]) -> Alternative:
-    return Alternative(name, fault, lambda law, drafts: law.under(params, filters))
+    return Alternative(name, fault, lambda law, drafts: law.folded(law.under(params, filters)))
 
 
 def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
     """Other temperatures; twice, not at all, and greedy are faults that somebody made."""
     t = params.temperature
     found = [
-        Alternative("the likeliest token", "greedy above temperature 0", lambda law, drafts: _one_hot(law.probs)),
+        Alternative(
+            "the likeliest token", "greedy above temperature 0", lambda law, drafts: _one_hot(law.folded(law.probs))
+        ),
         *(
             _options(
                 f"{factor:g} times the temperature",
@@ -95,8 +98,12 @@ def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternat
     if params.top_p < 1.0:
         found += [
             _options("no top-p", "top-p ignored", replace(params, top_p=1.0), filters),
-            Alternative("one token more", "top-p off by one token", lambda law, drafts: _resized(law, filters, 1)),
-            Alternative("one token less", "top-p off by one token", lambda law, drafts: _resized(law, filters, -1)),
+            Alternative(
+                "one token more", "top-p off by one token", lambda law, drafts: law.folded(_resized(law, filters, 1))
+            ),
+            Alternative(
+                "one token less", "top-p off by one token", lambda law, drafts: law.folded(_resized(law, filters, -1))
+            ),
         ]
     if params.top_k > 0:
         found.append(_options("no top-k", "top-k ignored", replace(params, top_k=0), filters))
@@ -128,9 +135,9 @@ def _of_state() -> list[Alternative]:
     """Distributions of another text than the one that was answered."""
     fault = "state of another text"
     return [
-        Alternative("one token behind", fault, lambda law, drafts: _earlier(law.probs, 1)),
-        Alternative("two tokens behind", fault, lambda law, drafts: _earlier(law.probs, 2)),
-        Alternative("any place of the answer", fault, lambda law, drafts: _running_mean(law.probs)),
+        Alternative("one token behind", fault, lambda law, drafts: law.folded(_earlier(law.probs, 1))),
+        Alternative("two tokens behind", fault, lambda law, drafts: law.folded(_earlier(law.probs, 2))),
+        Alternative("any place of the answer", fault, lambda law, drafts: law.folded(_running_mean(law.probs))),
         Alternative("the last token again", fault, _last_again),
     ]
 
@@ -140,7 +147,7 @@ def _of_judging(draft: str) -> list[Alternative]:
 
     def by(emitted: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Law, Mapping[str, Tensor]], Tensor]:
         def probs(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
-            q, p = drafts[draft], law.probs
+            q, p = drafts[draft], law.folded(law.probs)
             drafted = q.sum(dim=-1, keepdim=True) > 0.5
             drafted[0] = False  # the prompt's forward gives the first token
             return torch.where(drafted, emitted(p, torch.where(drafted, q, p)), p)
@@ -179,10 +186,9 @@ def _one_hot(probs: Tensor) -> Tensor:
 def _resized(law: Law, filters: Sequence[str], more: int) -> Tensor:
     """The nucleus with a token more, or without the one that crosses; of one token nothing is taken."""
     wide = law.under(replace(law.question.params, top_p=1.0), filters)
-    sizes = (law.probs > 0.0).sum(dim=-1, keepdim=True)
-    order = wide.argsort(dim=-1, descending=True, stable=True)
-    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
-    kept = wide * (ranks < (sizes + more).clamp_min(1))
+    sizes = ((law.probs > 0.0).sum(dim=-1, keepdim=True) + more).clamp_min(1)
+    values, order = wide.topk(min(int(sizes.max()), wide.shape[-1]), dim=-1)
+    kept = torch.zeros_like(wide).scatter_(-1, order, values * (torch.arange(values.shape[-1]) < sizes))
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
@@ -204,7 +210,7 @@ def _last_again(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
     again = torch.zeros_like(law.probs)
     first = len(law.question.prompt)
     last = torch.tensor(law.text[first - 1 : first - 1 + len(law.tokens)])
-    return again.scatter_(-1, last[:, None], 1.0)
+    return law.folded(again.scatter_(-1, last[:, None], 1.0))
 
 
 def _hiding(cut: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -68,12 +68,14 @@ class Bets:
             drafts: by name the draft's distributions `[tokens, vocab]`; a row without mass is no draft.
         """
         self._tokens += int(law.gain.isfinite().sum())
+        p, doubtful = law.folded(law.probs), law.folded(law.doubtful.double()) > 0.0
+        folded = {name: law.folded(q) for name, q in drafts.items()}
         for number, alternative in enumerate(self._alternatives):
-            self._logs[number] += self._growth(law, alternative.probs(law, drafts), number)
+            self._logs[number] += self._growth(law, p, alternative.probs(law, folded), ~doubtful, number)
 
-    def _growth(self, law: Law, a: Tensor, number: int) -> Tensor:
+    def _growth(self, law: Law, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
         """The logarithms by which bets on one alternative grow over an answer, `[weights]`."""
-        p, sure, tokens = law.probs, ~law.doubtful, torch.tensor(list(law.tokens))[:, None]
+        tokens = law.places()[:, None]
         # Of the tokens that are not doubtful it has the mass that p has there.
         sizes = [(each * sure).sum(dim=-1, keepdim=True) for each in (p, a)]
         a = torch.where(sure & (sizes[1] > 0.0), a * (sizes[0] / sizes[1].clamp_min(1e-300)), p)

@@ -66,6 +66,8 @@ class Law:
         outside: `[tokens]`, bool: whether the token lies where no such rounding lets it through.
         gain: `[tokens]`: what rounding may give a bet at most, for each unit of total variation between what it is
             on and p; infinite where nothing can be said.
+        likeliest: `[tokens, kept]`: the ids that are told apart for bets; None where all are. A bet may take tokens
+            together, as long as which ones hangs on the text before alone: it gains no more by rounding, then.
     """
 
     question: Question
@@ -75,6 +77,7 @@ class Law:
     doubtful: Tensor
     outside: Tensor
     gain: Tensor
+    likeliest: Tensor | None = None
 
     @property
     def sure(self) -> Tensor:
@@ -89,6 +92,24 @@ class Law:
     def under(self, params: SamplingParams, filters: Sequence[str]) -> Tensor:
         """The distributions that other options, or another order of filters, would make: `[tokens, vocab]`."""
         return filtered(self.logits, params, filters).probs
+
+    def folded(self, values: Tensor) -> Tensor:
+        """Masses of tokens `[tokens, vocab]` as those of the likeliest and, last, of all others together."""
+        if self.likeliest is None:
+            return values
+        others = values.scatter(-1, self.likeliest, 0.0).sum(dim=-1, keepdim=True)
+        return torch.cat([values.gather(-1, self.likeliest), others], dim=-1)
+
+    def places(self) -> Tensor:
+        """Where the tokens of the answer stand in what is folded, `[tokens]`.
+
+        With ids (7, 2) told apart, the tokens 2, 7 and 5 stand at 1, 0 and 2.
+        """
+        tokens = torch.tensor(list(self.tokens))
+        if self.likeliest is None:
+            return tokens
+        here = self.likeliest == tokens[:, None]
+        return torch.where(here.any(dim=-1), here.int().argmax(dim=-1), self.likeliest.shape[-1])
 
 
 class Judge:
@@ -128,7 +149,12 @@ class Judge:
             for each in (doubtful, within):
                 each[:, ends[0]] = each[:, ends].any(dim=-1)
         outside = ~within.gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
-        return Law(question, tokens, shaped, probs, doubtful, outside, found.gain)
+        few = min(_TOLD_APART, probs.shape[-1])
+        likeliest = None if few == probs.shape[-1] else shaped.topk(few, dim=-1).indices
+        return Law(question, tokens, shaped, probs, doubtful, outside, found.gain, likeliest)
+
+
+_TOLD_APART = 2048
 
 
 def judging_logits(model: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
@@ -200,8 +226,7 @@ def filtered(
     if params.greedy:
         return _greedy(logits, edge)
     scores = logits
-    within = torch.isfinite(logits)
-    surely = within.clone()
+    finite = within = surely = torch.isfinite(logits)
     lost = torch.zeros(len(logits), dtype=torch.bool)
     for name in filters:
         if name == "temperature":
@@ -215,7 +240,7 @@ def filtered(
             within, surely = within & may, surely & must
             scores = scores.masked_fill(~kept, -math.inf)
     # Behind an earlier doubt a filter may have looked at other tokens than ours did: none is surely forbidden there.
-    within = within | (lost[:, None] & torch.isfinite(logits))
+    within = within | (lost[:, None] & finite)
     doubtful = within & ~surely
     gain = _gain(logits, params, doubtful, within, off).masked_fill(lost, math.inf)
     return Filtered(torch.softmax(scores, dim=-1), doubtful, within, gain)
@@ -237,6 +262,8 @@ def _gain(logits: Tensor, params: SamplingParams, doubtful: Tensor, within: Tens
     by the doubtful tokens, of mass A of all that may be kept, which the engine may have left out: e^-x (1 - A). So it
     gains expm1(2 x) / (1 - A) TV.
     """
+    if not bool(doubtful.any()):  # a large vocabulary has many without
+        return torch.full((len(logits),), math.expm1(2.0 * off), dtype=torch.float64)
     whole = torch.softmax((logits / params.temperature).masked_fill(~within, -math.inf), dim=-1)
     left = (whole * ~doubtful).sum(dim=-1)
     return torch.where(left < _LEAST_SURE, math.inf, math.expm1(2.0 * off) / left)
@@ -266,18 +293,33 @@ def _top_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
     """
     if params.top_p >= 1.0:
         return None
-    p, factor = params.top_p, math.exp(2.0 * off)
-    ordered, order = torch.softmax(scores, dim=-1).sort(dim=-1, descending=True, stable=True)
+    probs, count = torch.softmax(scores, dim=-1), _FIRST
+    while (found := _nucleus(probs, params.top_p, off, count)) is None:
+        count *= 8
+    return found
+
+
+def _nucleus(probs: Tensor, p: float, off: float, count: int) -> _Edge | None:
+    """The same looking at so many of the likeliest tokens alone; None where they are too few."""
+    every = count >= probs.shape[-1]
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True) if every else probs.topk(count, dim=-1)
     sums = torch.nn.functional.pad(ordered.cumsum(dim=-1), (1, 0))
-    rising = -ordered  # which `searchsorted` needs
-    least = sums.gather(-1, torch.searchsorted(rising, rising * factor))
-    most = sums.gather(-1, torch.searchsorted(rising, rising / factor, right=True)) - ordered
-    may = least / (least + (1.0 - least).clamp_min(0.0) * factor) < p + _NUCLEUS
-    surely = most / (most + (1.0 - most).clamp_min(0.0) / factor) < p - _NUCLEUS
-    surely[:, 0] |= ordered[:, 0] > factor * ordered[:, 1]  # nothing comes before it
-    unsort = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
-    kept = sums[:, :-1] < p
-    return kept.gather(-1, unsort), may.gather(-1, unsort), surely.gather(-1, unsort)
+    kept = may = surely = sums[:, :-1] < p
+    if off > 0.0:
+        factor, rising = math.exp(2.0 * off), -ordered  # rising is what `searchsorted` needs
+        least = sums.gather(-1, torch.searchsorted(rising, rising * factor))
+        most = sums.gather(-1, torch.searchsorted(rising, rising / factor, right=True)) - ordered
+        may = least / (least + (1.0 - least).clamp_min(0.0) * factor) < p + _NUCLEUS
+        surely = most / (most + (1.0 - most).clamp_min(0.0) / factor) < p - _NUCLEUS
+        surely[:, 0] |= ordered[:, 0] > factor * ordered[:, 1]  # nothing comes before it
+    if not every and bool((may[:, -1] | (sums[:, -1] < p + _NUCLEUS)).any()):
+        return None
+    nothing = torch.zeros_like(probs, dtype=torch.bool)
+    return nothing.scatter(-1, order, kept), nothing.scatter(-1, order, may), nothing.scatter(-1, order, surely)
+
+
+_FIRST = 4096
+"""Likeliest tokens that are sorted at first: a vocabulary may be forty times as large."""
 
 
 def _min_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
