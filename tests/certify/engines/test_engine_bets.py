@@ -13,6 +13,7 @@ from torch import Tensor
 from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.e_process import EProcesses
+from truedraft.certify.engines.allowance import Allowance
 from truedraft.certify.engines.alternatives import (
     COPIED,
     Alternative,
@@ -20,7 +21,7 @@ from truedraft.certify.engines.alternatives import (
     ngram_candidates,
 )
 from truedraft.certify.engines.bets import WEIGHTS, Bets
-from truedraft.certify.engines.law import Allowance, Law, filtered
+from truedraft.certify.engines.law import Law, filtered
 from truedraft.core import probs as L
 from truedraft.peers import FILTERS, Question
 

@@ -13,9 +13,10 @@ import torch
 from truedraft import SamplingParams
 from truedraft.certify.checks import Status
 from truedraft.certify.engines import EngineReport, certify_engine, compare_engines
+from truedraft.certify.engines.allowance import EXACT
 from truedraft.certify.engines.behaviour import lengths
 from truedraft.certify.engines.evidence import Evidence
-from truedraft.certify.engines.law import EXACT, Judge
+from truedraft.certify.engines.law import Judge
 from truedraft.errors import OptionError, PeerError
 from truedraft.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
 from truedraft.testing import MarkovModel

@@ -10,14 +10,147 @@ behind equal beginnings.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
 
+from truedraft.certify.checks import Deadline, Finding, Part, Status, now
+from truedraft.certify.engines.asked import (
+    BEGINNING,
+    REPEATED_PROMPTS,
+    REPEATED_TOKENS,
+    TOKENS,
+    Asked,
+    Tell,
+    greedy_answers,
+    refuse_unusable,
+)
+from truedraft.certify.engines.evidence import ALARM, CERTAIN
+from truedraft.certify.engines.report import EngineReport, evidence_words
+from truedraft.core.params import SamplingParams
+from truedraft.peers import Peer, Reply
+
 _TRUST = (1.0, 4.0, 16.0, 64.0)
 _BEGINNING, _ANYWHERE = 0, 1
+
+
+def compare_engines(
+    peer: Peer,
+    other: Peer,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    together: int = 8,
+    seconds: float = 300.0,
+    tokens: int = TOKENS,
+    sends_seeds: bool = True,
+    tell: Tell = lambda part, done: None,
+) -> EngineReport:
+    """Check that two engines answer alike, without anybody's weights: the same prompts, asked of both.
+
+    Sampled answers by a two-sample test over repeated beginnings, greedy ones by comparison.
+
+    Args and errors are those of `certify_engine`; each engine is asked for half of the tokens.
+    """
+    for each in (peer, other):
+        refuse_unusable(each, params, together, seconds, sends_seeds)
+    began, deadline = now(), Deadline(seconds)
+    both = [Asked(each, together, params.seed or 0, sends_seeds) for each in (peer, other)]
+    # Seeds of the second engine lie elsewhere, so that equal noise does not make answers alike.
+    both[1] = Asked(other, together, (params.seed or 0) + (1 << 31), sends_seeds)
+    findings = [_alike_greedily(both, prompts, params, tokens, deadline)]
+    if not params.greedy:
+        findings.insert(0, _alike_sampled(both, prompts, params, deadline, tokens, tell))
+    tell(Part.AGAINST, 1.0)
+    spent = sum(each.tokens for each in both)
+    dropped = both[0].dropped + both[1].dropped
+    more = {"against": {"name": other.facts.name, "version": other.facts.version, **other.facts.more}}
+    unsure = dict(+(both[0].unsure + both[1].unsure))
+    return EngineReport(findings, peer.facts, params, together, spent, now() - began, dict(dropped), unsure, more)
+
+
+def _alike_sampled(
+    both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams, deadline: Deadline, tokens: int,
+    tell: Tell,
+) -> Finding:  # fmt: skip
+    samples = TwoSamples()
+    beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in prompts[: 2 * REPEATED_PROMPTS]])
+    first = 0
+    while sum(each.tokens for each in both) < tokens and not deadline.over:
+        beginning = next(beginnings)
+        answers = [
+            each.ask([each.open(beginning, params, REPEATED_TOKENS) for _ in range(each.together)]) for each in both
+        ]
+        for (_, one), (_, two) in zip(*answers, strict=False):
+            samples.add(beginning, one.token_ids, two.token_ids)
+        level = samples.log10
+        if level >= math.log10(ALARM):
+            first = first or sum(each.tokens for each in both)
+        if level >= math.log10(CERTAIN):
+            break
+        tell(Part.AGAINST, max(deadline.fraction, sum(each.tokens for each in both) / tokens))
+    level = samples.log10
+    summary = f"{samples.pairs:,} pairs of answers, {samples.different:,} different: evidence {evidence_words(level)}"
+    summary += f"; evidence of 1,000 after {first:,} tokens" if first else ""
+    enough = sum(each.tokens for each in both) >= tokens
+    status = Status.FAILS if level >= math.log10(ALARM) else (Status.HOLDS if enough else Status.NOT_ENOUGH)
+    facts = {"pairs": samples.pairs, "different": samples.different, "log10_evidence": level}
+    return Finding(Part.AGAINST, "both draw from the same distribution", status, summary, facts)
+
+
+def _alike_greedily(
+    both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
+) -> Finding:
+    """Greedy answers of both; where they part, their own log-probabilities tell near ties."""
+    answers = [greedy_answers(each, prompts, params, tokens // 2, deadline) for each in both]
+    others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, on either side
+    pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
+    same = ties = 0
+    apart: list[str] = []
+    unknown: list[str] = []
+    for question, one, two in pairs:
+        if one.token_ids == two.token_ids:
+            same += 1
+            continue
+        place = next(
+            (i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=False)) if a != b),
+            min(len(one.token_ids), len(two.token_ids)),
+        )
+        # Where one has ended, the other tells how near going on was.
+        margins = [each for each in (_margin(one, place), _margin(two, place)) if each is not None]
+        where = f"token {place} of a prompt of {len(question.prompt)} tokens"
+        if margins and margins[0] <= _TIE:
+            ties += 1
+        else:
+            (apart if margins else unknown).append(where)
+    elsewhere = apart + unknown
+    total = same + ties + len(elsewhere)
+    summary = f"{same} of {total} greedy answers are the same, {ties} part at a near tie, {len(elsewhere)} elsewhere"
+    if not total:
+        status = Status.NOT_ENOUGH
+    else:  # without margins one cannot tell a tie from a fault
+        status = Status.FAILS if apart else Status.MEASURED if unknown else Status.HOLDS
+    facts = {"answers": total, "same": same, "near_ties": ties, "apart": elsewhere[:5]}
+    return Finding(Part.AGAINST, "greedy answers are the same", status, summary, facts)
+
+
+_TIE = 0.25
+"""Log-probabilities of the two likeliest tokens that lie nearer may change places by rounding: two steps of bfloat16
+for logits of 16 to 32."""
+
+
+def _margin(reply: Reply, place: int) -> float | None:
+    """How far the likeliest token is from the next one, as the engine tells; None where it does not."""
+    if reply.top_logprobs is None or place >= len(reply.top_logprobs):
+        return None
+    rivals = sorted(reply.top_logprobs[place].values(), reverse=True)
+    return rivals[0] - rivals[1] if len(rivals) > 1 else None
+
+
+# ---------------------------------------------------------------------------------------- the test
 
 
 class TwoSamples:

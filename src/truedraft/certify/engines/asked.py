@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from truedraft.certify.checks import Deadline, Part
 from truedraft.core.params import SamplingParams
-from truedraft.errors import PeerError, PromptError
+from truedraft.errors import OptionError, PeerError, PromptError
 from truedraft.peers import Peer, Question, Reply
 
 BEGINNING = 12
 """Tokens of a prompt that is asked many times."""
 REPEATED_TOKENS = 4
 STREAM_TOKENS = 48
+TOKENS = 8000
+"""Sampled tokens that are asked for, if no other number is wanted."""
+REPEATED_PROMPTS = 3
+GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
+_RIVALS = 2
+"""Likeliest tokens that are asked for, so that one sees near ties."""
+_STREAMS = 3
+"""Least answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
 _WHOLE = 4
 """Of so many prompts one is asked whole, the others cut: a prefill tests nothing."""
 _DROPPED = 0.5
 
 Answered = tuple[Question, Reply]
+Tell = Callable[[Part, float], None]
 
 
 @dataclass
@@ -118,3 +128,59 @@ def check_prompts(prompts: Sequence[Sequence[int]], context_length: int) -> None
                 f"prompt {number} has {len(prompt)} tokens; give 1 to {context_length - STREAM_TOKENS - 1}, so that "
                 "the model has room to answer"
             )
+
+
+def refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: float, sends_seeds: bool) -> None:
+    """Refuse what cannot be asked.
+
+    Raises:
+        OptionError: how many at once, how long, or options that the engine does not take.
+    """
+    if together < 1:
+        raise OptionError(f"must be 1 or more, got {together}", field="batch")
+    if not 0.0 < seconds < float("inf"):
+        raise OptionError(f"the time must be above 0, got {seconds} seconds")
+    if params.structured or params.bad_words or params.coupled:
+        raise OptionError(
+            "an engine is certified without structured answers, bad words and coupled noise; leave them out"
+        )
+    plain = replace(params, seed=params.seed if sends_seeds else None, stop=(), stop_token_ids=())
+    refused = peer.refuses(plain)
+    if refused:
+        raise OptionError(f"{peer.facts.name} does not take {refused}; leave it out")
+
+
+def greedy_answers(
+    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
+) -> list[Answered]:
+    """Greedy answers, with log-probabilities if the engine tells them; where greedy is what is certified, many."""
+    cold = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if params.greedy else GREEDY_PROMPTS
+    told = {"logprobs": _RIVALS} if asked.peer.facts.logprobs else {}
+    questions = [asked.open(prompt, cold, _GREEDY_TOKENS, **told) for prompt in prompts[:many]]
+    found: list[Answered] = []
+    for first in range(0, len(questions), asked.together):
+        if deadline.over and len(found) >= GREEDY_PROMPTS:
+            break
+        found += asked.ask(questions[first : first + asked.together])
+        if told and not found:  # there are servers that offer log-probabilities and refuse them
+            asked.dropped.clear()
+            plain = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
+            return asked.ask(plain[:GREEDY_PROMPTS])
+    return found
+
+
+def groups(
+    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Iterator[tuple[list[Question], bool]]:
+    """Questions that are asked together, and whether their prompt is one that is asked many times; without an end."""
+    turns = streams(prompts)
+    several = max(_STREAMS, asked.together)
+    for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in prompts[:REPEATED_PROMPTS]]):
+        repeats = several * STREAM_TOKENS // REPEATED_TOKENS
+        for first in range(0, repeats, asked.together):
+            count = min(asked.together, repeats - first)
+            yield [asked.open(beginning, params, REPEATED_TOKENS) for _ in range(count)], True
+        for first in range(0, several, asked.together):
+            count = min(asked.together, several - first)
+            yield [asked.open(next(turns), params, STREAM_TOKENS) for _ in range(count)], False

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.certify.checks import Finding, Part, Status
+from truedraft.certify.engines.allowance import Allowance
 from truedraft.certify.engines.asked import Answered, Asked
-from truedraft.certify.engines.law import Allowance, Judge, unknown_end
+from truedraft.certify.engines.law import Judge, unknown_end
 from truedraft.core.params import SamplingParams
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Question, Reply
