@@ -1,4 +1,4 @@
-"""How far rounding may put log-probabilities off: by what an engine tells, what a coarser dtype makes, what is stated."""
+"""How far rounding may put log-probabilities off: what an engine tells, what a coarser dtype makes, what is stated."""
 
 from __future__ import annotations
 
