@@ -33,8 +33,7 @@ class Alternative:
     Attributes:
         name: of the alternative.
         fault: the class of fault that it stands for.
-        probs: float64, from laws and drafts, which come folded as it is returned (`Law.folded`); a row that is p bets
-            nothing.
+        probs: float64, from laws and drafts, folded (`Law.folded`); a row that is p bets nothing.
     """
 
     name: str
@@ -146,13 +145,11 @@ def _of_judging(draft: str) -> list[Alternative]:
     """Drafts accepted, rejected or replaced by a wrong rule. Tokens that no draft stood at bet nothing."""
 
     def by(emitted: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Law, Mapping[str, Tensor]], Tensor]:
-        def probs(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
-            q, p = drafts[draft], law.folded(law.probs)
-            drafted = q.sum(dim=-1, keepdim=True) > 0.5
-            drafted[0] = False  # the prompt's forward gives the first token
-            return torch.where(drafted, emitted(p, torch.where(drafted, q, p)), p)
+        return lambda law, drafts: _judged(emitted, law.folded(law.probs), law.folded(drafts[draft]))
 
-        return probs
+    def in_bfloat16(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
+        """Sums of many small cells are what is lost there, so all of them are looked at."""
+        return law.folded(_judged(faults.emitted_by_bfloat16, law.probs, drafts[draft]))
 
     found = [
         Alternative(f"{draft}: accepted always", "drafts accepted without judging", by(faults.emitted_always)),
@@ -168,7 +165,7 @@ def _of_judging(draft: str) -> list[Alternative]:
             "draft judged at another temperature",
             by(faults.emitted_at_another_temperature),
         ),
-        Alternative(f"{draft}: bfloat16", "draft drawn in bfloat16, judged in float32", by(faults.emitted_by_bfloat16)),
+        Alternative(f"{draft}: bfloat16", "draft drawn in bfloat16, judged in float32", in_bfloat16),
     ]
     for cut in _CUTS:
         name = f"{draft}: cut below {cut:g}"
@@ -177,6 +174,13 @@ def _of_judging(draft: str) -> list[Alternative]:
 
 
 # ---------------------------------------------------------------------------------------- what they draw from
+
+
+def _judged(emitted: Callable[[Tensor, Tensor], Tensor], p: Tensor, q: Tensor) -> Tensor:
+    """What is emitted of a draft by a rule; where there is no draft, and behind the prompt's own forward, p."""
+    drafted = q.sum(dim=-1, keepdim=True) > 0.5
+    drafted[0] = False
+    return torch.where(drafted, emitted(p, torch.where(drafted, q, p)), p)
 
 
 def _one_hot(probs: Tensor) -> Tensor:

@@ -69,9 +69,8 @@ class Bets:
         """
         self._tokens += int(law.gain.isfinite().sum())
         p, doubtful = law.folded(law.probs), law.folded(law.doubtful.double()) > 0.0
-        folded = {name: law.folded(q) for name, q in drafts.items()}
         for number, alternative in enumerate(self._alternatives):
-            self._logs[number] += self._growth(law, p, alternative.probs(law, folded), ~doubtful, number)
+            self._logs[number] += self._growth(law, p, alternative.probs(law, drafts), ~doubtful, number)
 
     def _growth(self, law: Law, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
         """The logarithms by which bets on one alternative grow over an answer, `[weights]`."""

@@ -127,7 +127,7 @@ class Judge:
         return Law(question, tokens, shaped, probs, doubtful, outside, found.gain, likeliest)
 
 
-_TOLD_APART = 2048
+_TOLD_APART = 8192
 
 
 def ended_tokens(target: LanguageModel, question: Question, reply: Reply) -> list[int]:
