@@ -76,10 +76,15 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
     kept = tmp_path / "kept.jsonl"
     words = (
         *("certify", "--process", f"{module}:breaks_down", "--model", target, "--prompts", prompts),
-        *("--tokens", "200", "--transcript", str(kept)),
+        *("--tokens", "200", "--transcript", str(kept), "--junit", str(tmp_path / "junit.xml"), "--json"),
     )
     done = run(*words)
-    assert done.status == 3
+    assert done.status == 3 == done.record["status"]
+    assert "the machine is gone" in done.record["error"]
+    suite = ElementTree.fromstring((tmp_path / "junit.xml").read_text())
+    assert (suite.attrib["errors"], suite.attrib["failures"], len(suite)) == ("1", "0", 1)
+    error = suite[0].find("error")
+    assert error is not None and error.attrib["message"] == done.record["error"]
     assert "the machine is gone" in done.err
     assert f"kept in {kept}" in " ".join(done.err.split())
     lines = kept.read_text().splitlines()
@@ -106,6 +111,54 @@ def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run,
         assert other.record["against"]["name"] == other.record["engine"]["name"]
 
 
+def crash(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("in the middle")
+
+
+def test_a_crash_decides_nothing(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit status 1 would say that the engine deviates."""
+    xml = tmp_path / "junit.xml"
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    monkeypatch.setattr("truedraft.certify.engines.certify_engine", crash)
+    done = run(*words, "--junit", str(xml))
+    assert (done.status, done.record["status"]) == (3, 3)
+    assert "ZeroDivisionError: in the middle" in done.record["error"] and "--transcript FILE" in done.record["error"]
+    assert "Traceback" not in done.err
+    assert ElementTree.fromstring(xml.read_text()).attrib["errors"] == "1"
+
+
+def test_an_interrupt_says_how_to_go_on(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("truedraft.certify.engines.certify_engine", interrupt)
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
+    assert done.status == 130 == done.record["status"]
+    assert "interrupted; what was answered is kept in" in done.record["error"]
+    assert "the same command goes on from there" in done.record["error"]
+    assert "with --transcript FILE" in run(*words).record["error"]
+
+
+def test_files_at_home_and_files_that_cannot_be_written(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    words = (*words, "--seed-per-request", "--tokens", "60", "--minutes", "10")
+    done = run(*words, "--junit", "~/junit.xml", "--transcript", "~/kept.jsonl")
+    assert done.status == 1, done.err
+    assert (tmp_path / "junit.xml").exists() and (tmp_path / "kept.jsonl").exists()
+    full = run(*words, "--junit", "/dev/full")  # told last, and the verdict stands
+    assert full.status == 1
+    assert full.record["deviates"] is True
+    assert "error: cannot write '/dev/full': No space left on device" in full.err
+
+
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "down": (("--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
     "no address": (("--endpoint", "nonsense"), "nonsense"),
@@ -115,6 +168,8 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "no such function": (("--process", "os:nothing"), "nothing"),
     "no key": (("--endpoint", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
     "no time": (("--endpoint", "http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
+    "a folder": (("--process", "os:getcwd", "--junit", "/tmp"), "--junit is a folder, '/tmp'; name a file"),
+    "no home": (("--process", "os:getcwd", "--transcript", "~nobody-at-all/x"), "the home folder of nobody"),
     "no folder": (("--process", "os:getcwd", "--junit", "nowhere/x.xml"), "nowhere"),
 }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.failures import DONE, FAILED, UNDECIDED
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED, UndecidedError, exit_status, report
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.control.specs import controller_from_spec
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from truedraft.engine import Engine
 
 _STEPS = 100
+_AGAIN = "nothing was decided; the same command begins anew"
 _JSON, _MARKDOWN = "certificate.json", "certificate.md"
 
 
@@ -103,9 +104,19 @@ class CertifyOptions:
 def certify(options: CertifyOptions) -> int:
     """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
-    Exit status 0 if so, 1 if not, 3 if there was not enough time to tell. A lossy rule is measured instead, which is
-    exit status 0 unless another check fails. With --endpoint, --process or --sampler the work of others is certified.
+    Exit status 0 if so, 1 if not, 3 if there was not enough time to tell or something broke on the way. A lossy rule is
+    measured instead, which is exit status 0 unless another check fails. With --endpoint, --process or --sampler the
+    work of others is certified.
     """
+    try:
+        return _certified(options)
+    except Exception as error:
+        if exit_status(error) != FAILED:
+            raise
+        raise UndecidedError.because(error, _AGAIN) from error
+
+
+def _certified(options: CertifyOptions) -> int:
     from truedraft.cli.session import check_rule
 
     if not 0.0 < options.check.minutes < 1e6:
@@ -165,7 +176,7 @@ def _folder(out: Path) -> Path:
 
 
 def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, folder: Path | None) -> int:
-    from truedraft.certify import Part, Stack, meaning, verdict
+    from truedraft.certify import Part, Stack, markdown, meaning, verdict
     from truedraft.certify import certify as certify_stack
     from truedraft.cli.session import load_engine
     from truedraft.cli.terminal import Terminal
@@ -191,17 +202,10 @@ def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: Sampli
         )
     show_findings(certificate.findings, verdict(certificate), meaning(certificate), terminal)
     record = _record(certificate, engine, options.stack, params)
-    if folder is not None:
-        from truedraft.certify import markdown
-
-        left_out = {"command", "findings", "failures", "undecided", "certified"}
-        circumstances = {name: value for name, value in record.items() if name not in left_out}
-        write_report(folder, markdown(certificate, circumstances), record, terminal)
-    if options.report.json:
-        terminal.json(record)
-    if certificate.failures:
-        return FAILED
-    return UNDECIDED if certificate.undecided else DONE
+    left_out = {"command", "findings", "failures", "undecided", "certified"}
+    page = markdown(certificate, {name: value for name, value in record.items() if name not in left_out})
+    status = FAILED if certificate.failures else UNDECIDED if certificate.undecided else DONE
+    return concluded(status, options, record, terminal, lambda: write_report(folder, page, record, terminal))
 
 
 def _ids(engine: Engine, prompts: Sequence[NamedPrompt]) -> list[list[int]]:
@@ -257,16 +261,49 @@ def show_findings(findings: Sequence[Finding], bold: str, lines: Sequence[str], 
         terminal.note(line)
 
 
-def write_report(folder: Path, page: str, record: dict[str, Any], terminal: Terminal) -> None:
+def concluded(
+    status: int, options: CertifyOptions, record: dict[str, Any], terminal: Terminal, *writes: Callable[[], None]
+) -> int:
+    """Tell the record if it is wanted, write files, and give the exit status.
+
+    A file that cannot be written is told last and takes nothing from a verdict but "done".
+
+    Args:
+        status: by the verdict.
+        options: of the command.
+        record: of the certificate.
+        terminal: where it is told.
+        writes: each writes files; DataError where that cannot be done.
+    """
+    if options.report.json:
+        terminal.json(record)
+    for write in writes:
+        try:
+            write()
+        except DataError as error:
+            unwritten = report(error)
+            status = status or unwritten
+    return status
+
+
+def write_report(folder: Path | None, page: str, record: dict[str, Any], terminal: Terminal) -> None:
     """Write a certificate as a page and as a record.
+
+    Args:
+        folder: that is written into; None writes nothing.
+        page: in Markdown.
+        record: of the certificate.
+        terminal: where it is said.
 
     Raises:
         DataError: that cannot be done.
     """
+    if folder is None:
+        return
     try:
-        (folder / _MARKDOWN).write_text(page, encoding="utf-8")
+        (folder / _MARKDOWN).write_text(page, encoding="utf-8", errors="backslashreplace")
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
-        (folder / _JSON).write_text(text + "\n", encoding="utf-8")
+        (folder / _JSON).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
     terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")

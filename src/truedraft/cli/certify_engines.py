@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
-from truedraft.cli.certify import CertifyOptions, show_findings, write_report
-from truedraft.cli.failures import DONE, FAILED, UNDECIDED
-from truedraft.cli.prompts import read_prompts
+from truedraft.cli.certify import CertifyOptions, concluded, show_findings, write_report
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED, InterruptedCommandError, UndecidedError, exit_status
+from truedraft.cli.failures import report as report_error
+from truedraft.cli.prompts import read_prompts, user_path
+from truedraft.cli.streams import visible
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError, PeerError, errors_about
 
@@ -34,37 +37,104 @@ def certify_one_engine(options: CertifyOptions, params: SamplingParams, folder: 
         folder: for the report; None writes none.
 
     Returns:
-        Exit status 0 if nothing was found, 1 if it deviates, 3 if there was not enough evidence, or the engine could be
-        asked no further.
+        Exit status 0 if nothing was found, 1 if it deviates, 3 if there was not enough evidence.
 
     Raises:
         OptionError, DataError: unusable options or files.
         PeerError: the engine cannot be reached.
-        TruedraftError: the model cannot be loaded, or failed.
+        UndecidedError: the engine could be asked no further, the model cannot be loaded, or something else broke.
+        InterruptedCommandError: by Ctrl-C; says how to go on.
     """
     from truedraft.cli.session import set_threads, waiting
     from truedraft.cli.terminal import Terminal
 
     terminal = Terminal()
-    _check_writable(options.others.junit)
+    options = _with_whole_paths(options)
     set_threads(options.machine.threads)
-    with waiting(terminal.err, "loading the model"):
-        target, rounded = _judges(options)
     with contextlib.ExitStack() as open_things:
+        open_things.enter_context(_ended_early(options, terminal))
+        with waiting(terminal.err, "loading the model"):
+            target, rounded = _judges(options)
         peers = [open_things.enter_context(each) for each in _peers(options, target, terminal)]
         try:
             report = _asked(options, params, peers, target, rounded, terminal)
-        except PeerError as error:
-            terminal.note(f"error: {error}")
-            terminal.note(_how_to_go_on(options))
-            return UNDECIDED
+        except PeerError as error:  # it was reached before, so that no argument is at fault
+            raise UndecidedError(str(error)) from error
     return _told(options, report, folder, terminal)
+
+
+def _with_whole_paths(options: CertifyOptions) -> CertifyOptions:
+    """The options with the home folder in the place of ~, refused before the work where nothing can be written.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    whole: dict[str, Path] = {}
+    for field in ("junit", "transcript"):
+        file = getattr(options.others, field)
+        if file is None:
+            continue
+        whole[field] = user_path(str(file))
+        with errors_about(field):
+            if not whole[field].absolute().parent.is_dir():
+                raise DataError(f"there is no folder {str(file.parent)!r} to write {file.name!r} into; make it first")
+            if whole[field].is_dir():
+                raise DataError(f"is a folder, {str(file)!r}; name a file", field=field)
+    return replace(options, others=replace(options.others, **whole))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _ended_early(options: CertifyOptions, terminal: Terminal) -> Iterator[None]:
+    """What ends a run before its verdict is told with how to go on, and is an error of the tests where --junit asks.
+
+    Raises:
+        UndecidedError, InterruptedCommandError: in place of all errors but those of unusable arguments.
+    """
+    how = _how_to_go_on(options)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise InterruptedCommandError(f"interrupted; {how}") from error
+    except Exception as error:
+        if exit_status(error) not in (FAILED, UNDECIDED):
+            raise
+        undecided = UndecidedError.because(error, how)
+        try:
+            _write_junit(options.others.junit, _junit_of(undecided), terminal)
+        except DataError as unwritten:
+            report_error(unwritten)
+        raise undecided from error
 
 
 def _how_to_go_on(options: CertifyOptions) -> str:
     if options.others.transcript is None:
         return "nothing was decided; with --transcript FILE answers are kept, and the same command goes on from them"
     return f"what was answered is kept in {options.others.transcript}; the same command goes on from there"
+
+
+def _junit_of(error: UndecidedError) -> str:
+    """A run that ended early, as JUnit's XML: one test case that is an error."""
+    suite = ElementTree.Element(
+        "testsuite", name="truedraft certify", tests="1", failures="0", errors="1", skipped="0", time="0"
+    )
+    case = ElementTree.SubElement(suite, "testcase", classname="certify", name="a verdict is reached", time="0")
+    ElementTree.SubElement(case, "error", message=visible(str(error)), type="undecided")
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+
+
+def _write_junit(file: Path | None, text: str, terminal: Terminal) -> None:
+    """Write the checks as JUnit's XML, if that is wanted.
+
+    Raises:
+        DataError: that cannot be done.
+    """
+    if file is None:
+        return
+    try:
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise DataError(f"cannot write {str(file)!r}: {error.strerror or error}") from error
+    terminal.note(f"written: {file}")
 
 
 def _judges(options: CertifyOptions) -> tuple[LanguageModel, LanguageModel | None]:
@@ -190,23 +260,14 @@ def _told(options: CertifyOptions, report: EngineReport, folder: Path | None, te
     show_findings(report.findings, engine_verdict(report), engine_meaning(report), terminal)
     about = {"model": options.stack.model, "prompts": options.check.prompts, "seed": report.params.seed}
     record = {"command": "certify"} | report.as_dict() | about | {"machine": machine_facts()}
-    if folder is not None:
-        circumstances = {name: value for name, value in record.items() if name not in ("command", "findings")}
-        write_report(folder, engine_page(report, circumstances), record, terminal)
-    if options.others.junit is not None:
-        try:
-            options.others.junit.write_text(junit(report), encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"cannot write {str(options.others.junit)!r}: {error.strerror or error}") from error
-        terminal.note(f"written: {options.others.junit}")
-    if options.report.json:
-        terminal.json(record)
-    if report.deviates:
-        return FAILED
-    return UNDECIDED if report.undecided else DONE
+    circumstances = {name: value for name, value in record.items() if name not in ("command", "findings")}
 
-
-def _check_writable(file: Path | None) -> None:
-    """Before the work, so that nothing is lost after it."""
-    if file is not None and not file.expanduser().absolute().parent.is_dir():
-        raise DataError(f"there is no folder {str(file.parent)!r} to write {file.name!r} into; make it first")
+    status = FAILED if report.deviates else UNDECIDED if report.undecided else DONE
+    return concluded(
+        status,
+        options,
+        record,
+        terminal,
+        lambda: write_report(folder, engine_page(report, circumstances), record, terminal),
+        lambda: _write_junit(options.others.junit, junit(report), terminal),
+    )

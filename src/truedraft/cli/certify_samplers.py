@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.certify import CertifyOptions, write_report
+from truedraft.cli.certify import CertifyOptions, concluded, write_report
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED
 from truedraft.cli.parameters import defaults_of
 from truedraft.cli.session import seeded
@@ -50,11 +50,9 @@ def certify_one_sampler(options: CertifyOptions, folder: Path | None) -> int:
         )
     record, circumstances = _record(certificate)
     _show(certificate, terminal)
-    if folder is not None:
-        write_report(folder, markdown(certificate, circumstances), record, terminal)
-    if options.report.json:
-        terminal.json(record)
-    return {Status.HOLDS: DONE, Status.FAILS: FAILED}.get(certificate.status, UNDECIDED)
+    status = {Status.HOLDS: DONE, Status.FAILS: FAILED}.get(certificate.status, UNDECIDED)
+    page = markdown(certificate, circumstances)
+    return concluded(status, options, record, terminal, lambda: write_report(folder, page, record, terminal))
 
 
 def _refuse_useless(options: CertifyOptions) -> None:
