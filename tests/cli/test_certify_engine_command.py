@@ -95,7 +95,8 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
 
 
 def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run, tmp_path: Path) -> None:
-    words = ("--model", "embedded:target", "--no-float32", "--dtype", "float32", "--batch", "8", "--seed-per-request")
+    alike = ("--model", "embedded:target", "--batch", "8", "--seed-per-request")
+    words = (*alike, "--no-float32", "--dtype", "float32")
     with serve(FaultyPeer(named("greedy above 0"))) as url:
         done = run("certify", "--endpoint", url, *words, "--temperature", "0.7", "--tokens", "300", "--json")
         assert done.status == 1, done.err
@@ -106,9 +107,21 @@ def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run,
         assert done.status == 3, done.out
         assert done.record["failures"] == []
         assert "NOT ENOUGH EVIDENCE" in done.out
-        other = run("certify", "--endpoint", url, "--against", url, *words, "--tokens", "120", "--json")
+        other = run("certify", "--endpoint", url, "--against", url, *alike, "--tokens", "120", "--json")
         assert other.status == 0, other.out
         assert other.record["against"]["name"] == other.record["engine"]["name"]
+
+
+def test_a_transcript_is_of_one_seed(run: Run, target: str, prompts: str, module: str, tmp_path: Path) -> None:
+    """Answers to seeds that both runs send would be given back, and a finding would repeat by itself."""
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+    words = (*words, "--seed-per-request", "--tokens", "60", "--transcript", str(tmp_path / "kept.jsonl"), "--json")
+    first = run(*words, "--seed", "3")
+    assert (first.status, first.record["seed"]) == (1, 3)
+    assert run(*words, "--seed", "3").status == 1
+    other = run(*words, "--seed", "4")
+    assert other.status == 2
+    assert "--seed was 3 and is now 4" in other.err
 
 
 def crash(*_: object, **__: object) -> None:
@@ -165,6 +178,30 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "two things": (("--endpoint", "http://127.0.0.1:9", "--sampler", "a:b"), "two things to certify"),
     "against nobody": (("--against", "http://127.0.0.1:9"), "--against is for --endpoint alone"),
     "junit of ours": (("--junit", "x.xml"), "--junit is for --endpoint or --process alone"),
+    "a drafter of nobody": (
+        ("--endpoint", "http://127.0.0.1:9", "--drafter", "none"),
+        "--drafter says nothing of an engine that is asked from outside; leave it out, got none",
+    ),
+    "a rule of nobody": (("--process", "os:getcwd", "--rule", "block"), "--rule says nothing of a function"),
+    "a length of nobody": (("--process", "os:getcwd", "--max-tokens", "9"), "--max-tokens says nothing of a function"),
+    "a server of a function": (("--process", "os:getcwd", "--timeout", "9"), "--timeout says nothing of a function"),
+    **{
+        f"no judge, {words[0]}": (
+            ("--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9", *words),
+            f"{words[0]} says nothing of two servers that are compared, where no model judges; leave it out",
+        )
+        for words in (
+            ("--draft-model", "m"),
+            ("--allowance", "1"),
+            ("--no-float32",),
+            ("--dtype", "float32"),
+            ("--controller", "goodput"),
+        )
+    },
+    "a seed that is sent to nobody": (
+        ("--endpoint", "http://127.0.0.1:9", "--seed", "3"),
+        "--seed is for --seed-per-request alone; give that, too",
+    ),
     "no such function": (("--process", "os:nothing"), "nothing"),
     "no key": (("--endpoint", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
     "no time": (("--endpoint", "http://127.0.0.1:9", "--timeout", "0"), "--timeout"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, UndecidedError, exit_status, report
+from truedraft.cli.parameters import defaults_of
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.control.specs import controller_from_spec
@@ -63,7 +64,7 @@ class OthersOptions:
     allowance: float | None = option(
         None, "How far its log-probabilities may lie from the model's.", "X", shown_default="measured"
     )
-    tokens: int = option(4000, "Sampled tokens that a server is asked for.", "N", least=1)
+    tokens: int = option(8000, "Sampled tokens that a server is asked for.", "N", least=1)
     timeout: float = option(120.0, "Seconds that a server may take for one answer.", "S")
     transcript: Path | None = option(
         None, "Keep questions and answers in this file, and go on from it after an interruption.", "FILE"
@@ -123,7 +124,7 @@ def _certified(options: CertifyOptions) -> int:
         raise OptionError(f"must be above 0, got {options.check.minutes:g}", field="minutes")
     params = seeded(options.sampling)
     folder = None if options.report.out is None else _folder(options.report.out)
-    _check_whose(options.others)
+    _check_whose(options)
     if options.others.sampler is not None:
         from truedraft.cli.certify_samplers import certify_one_sampler
 
@@ -131,32 +132,61 @@ def _certified(options: CertifyOptions) -> int:
     if options.others.endpoint is not None or options.others.process is not None:
         from truedraft.cli.certify_engines import certify_one_engine
 
-        # Seed 0 unless one is given: an interrupted run must find its questions again.
-        return certify_one_engine(
-            options, dataclasses.replace(options.sampling, seed=options.sampling.seed or 0), folder
-        )
+        return certify_one_engine(options, folder)
     check_rule(options.stack.rule, params)
     return _run(options, read_prompts(None, options.check.prompts), params, folder)
 
 
-def _check_whose(others: OthersOptions) -> None:
+def _check_whose(options: CertifyOptions) -> None:
     """Refuse to certify two things at once, and options that would be looked at by nobody."""
+    others = options.others
     given = [name for name in ("endpoint", "process", "sampler") if getattr(others, name) is not None]
     if len(given) > 1:
         raise OptionError(f"and --{given[0]} name two things to certify; leave one of them out", field=given[1])
-    plain = OthersOptions()
-    takes = _TAKEN_BY.get(given[0] if given else "", ())
-    for each in dataclasses.fields(OthersOptions):
-        if each.name not in (*given, *takes) and getattr(others, each.name) != getattr(plain, each.name):
-            needs = " or ".join(f"--{name}" for name, taken in _TAKEN_BY.items() if each.name in taken)
-            raise OptionError(f"is for {needs} alone; give that, too", field=each.name)
+    mode = "against" if given == ["endpoint"] and others.against is not None else "".join(given)
+    defaults = defaults_of(CertifyOptions)
+    for name, value in _values(options):
+        if name not in defaults or value == defaults[name]:
+            continue
+        if mode and name not in _TAKEN_BY[mode]:
+            got = "" if value is True else f", got {value}"
+            raise OptionError(f"says nothing of {_WORDS[mode]}; leave it out{got}", field=name)
+        if not mode and name in _OTHERS:
+            needs = " or ".join(f"--{each}" for each in ("endpoint", "process", "sampler") if name in _TAKEN_BY[each])
+            raise OptionError(f"is for {needs} alone; give that, too", field=name)
+    if mode in _ENGINES and options.sampling.seed is not None and not others.seed_per_request:
+        raise OptionError("is for --seed-per-request alone; give that, too", field="seed")
 
 
-_OF_PROCESS = ("seed_per_request", "draft_model", "allowance", "tokens", "transcript", "junit")
+def _values(options: Any) -> Iterator[tuple[str, Any]]:
+    for each in dataclasses.fields(options):
+        value = getattr(options, each.name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value)
+        else:
+            yield each.name, value
+
+
+_OTHERS = {each.name for each in dataclasses.fields(OthersOptions)}
+# An engine is asked for answers of lengths of its own, and what it says of them is asked for where it can tell.
+_ASKED = {each.name for each in dataclasses.fields(SamplingParams)} - {"max_tokens", "logprobs", "logprobs_mode"}
+_ASKED |= {"model", "prompts", "batch", "minutes", "seed_per_request", "tokens", "transcript", "junit", "out", "json"}
+_JUDGED = _ASKED | {"pad_to", "merge_adapter", "draft_model", "allowance", "no_float32"}
+_JUDGED |= {each.name for each in dataclasses.fields(MachineOptions)}
+_SERVED = {"endpoint", "against", "served_model", "api_key_env", "timeout"}
 _TAKEN_BY = {
-    "endpoint": ("against", "served_model", "api_key_env", "timeout", *_OF_PROCESS),
-    "process": _OF_PROCESS,
+    "endpoint": _JUDGED | _SERVED,
+    "against": _ASKED | _SERVED,
+    "process": _JUDGED | {"process"},
+    "sampler": {"sampler", "minutes", "seed", "out", "json"},
 }
+_WORDS = {
+    "endpoint": "an engine that is asked from outside",
+    "against": "two servers that are compared, where no model judges",
+    "process": "a function that is asked from outside",
+    "sampler": "a sampler, which is run by itself",
+}
+_ENGINES = ("endpoint", "against", "process")
 
 
 def _folder(out: Path) -> Path:

@@ -15,7 +15,6 @@ from truedraft.cli.failures import DONE, FAILED, UNDECIDED, InterruptedCommandEr
 from truedraft.cli.failures import report as report_error
 from truedraft.cli.prompts import read_prompts, user_path
 from truedraft.cli.streams import visible
-from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError, PeerError, errors_about
 
 if TYPE_CHECKING:
@@ -28,12 +27,11 @@ if TYPE_CHECKING:
 _STEPS = 1000
 
 
-def certify_one_engine(options: CertifyOptions, params: SamplingParams, folder: Path | None) -> int:
+def certify_one_engine(options: CertifyOptions, folder: Path | None) -> int:
     """Ask an engine, judge it, and tell what came of it.
 
     Args:
         options: of the command.
-        params: how it is asked.
         folder: for the report; None writes none.
 
     Returns:
@@ -57,7 +55,7 @@ def certify_one_engine(options: CertifyOptions, params: SamplingParams, folder: 
             target, rounded = _judges(options)
         peers = [open_things.enter_context(each) for each in _peers(options, target, terminal)]
         try:
-            report = _asked(options, params, peers, target, rounded, terminal)
+            report = _asked(options, peers, target, rounded, terminal)
         except PeerError as error:  # it was reached before, so that no argument is at fault
             raise UndecidedError(str(error)) from error
     return _told(options, report, folder, terminal)
@@ -190,9 +188,13 @@ def _kept(peer: Any, options: CertifyOptions, file: Path | None) -> contextlib.A
 
     if file is None:
         return peer if hasattr(peer, "__enter__") else contextlib.nullcontext(peer)
-    # A seed that was drawn for this run must not keep the next one from going on.
-    about = {"model": options.stack.model, "batch": options.check.batch}
+    about = {"model": options.stack.model, "batch": options.check.batch, "seed": _first_seed(options)}
     return Recorded(peer, file, about)
+
+
+def _first_seed(options: CertifyOptions) -> int | None:
+    """That of the first request; None where none are sent. 0 unless another is given: a rerun asks the same again."""
+    return options.sampling.seed or 0 if options.others.seed_per_request else None
 
 
 def _key(variable: str | None) -> str | None:
@@ -205,14 +207,18 @@ def _key(variable: str | None) -> str | None:
 
 
 def _asked(
-    options: CertifyOptions, params: SamplingParams, peers: list[Peer], target: LanguageModel,
-    rounded: LanguageModel | None, terminal: Terminal,
-) -> EngineReport:  # fmt: skip
+    options: CertifyOptions,
+    peers: list[Peer],
+    target: LanguageModel,
+    rounded: LanguageModel | None,
+    terminal: Terminal,
+) -> EngineReport:
     """Ask one engine, or compare two."""
     from truedraft.certify import Part
     from truedraft.certify.engines import certify_engine, compare_engines
     from truedraft.engine.prompts import encode_prompt
 
+    params = replace(options.sampling, seed=_first_seed(options))
     room = max(1, target.context_length // 2)
     ids = [encode_prompt(target, each.prompt)[:room] for each in read_prompts(None, options.check.prompts)]
     how: dict[str, Any] = {
@@ -258,7 +264,7 @@ def _told(options: CertifyOptions, report: EngineReport, folder: Path | None, te
     from truedraft.machine import machine_facts
 
     show_findings(report.findings, engine_verdict(report), engine_meaning(report), terminal)
-    about = {"model": options.stack.model, "prompts": options.check.prompts, "seed": report.params.seed}
+    about = {"model": options.stack.model, "prompts": options.check.prompts, "seed": _first_seed(options)}
     record = {"command": "certify"} | report.as_dict() | about | {"machine": machine_facts()}
     circumstances = {name: value for name, value in record.items() if name not in ("command", "findings")}
 
