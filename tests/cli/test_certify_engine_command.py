@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from cli.tiny import Result
-from support.faulty_engines import named
+from peers.scripted_server import Made, models, scripted
+from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
 
 Run = Callable[..., Result]
@@ -95,8 +96,7 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
 
 
 def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run, tmp_path: Path) -> None:
-    alike = ("--model", "embedded:target", "--batch", "8", "--seed-per-request")
-    words = (*alike, "--no-float32", "--dtype", "float32")
+    words = ("--model", "embedded:target", "--no-float32", "--dtype", "float32", "--batch", "8", "--seed-per-request")
     with serve(FaultyPeer(named("greedy above 0"))) as url:
         done = run("certify", "--endpoint", url, *words, "--temperature", "0.7", "--tokens", "300", "--json")
         assert done.status == 1, done.err
@@ -107,9 +107,6 @@ def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run,
         assert done.status == 3, done.out
         assert done.record["failures"] == []
         assert "NOT ENOUGH EVIDENCE" in done.out
-        other = run("certify", "--endpoint", url, "--against", url, *alike, "--tokens", "120", "--json")
-        assert other.status == 0, other.out
-        assert other.record["against"]["name"] == other.record["engine"]["name"]
 
 
 def test_a_transcript_is_of_one_seed(run: Run, target: str, prompts: str, module: str, tmp_path: Path) -> None:
@@ -172,6 +169,28 @@ def test_files_at_home_and_files_that_cannot_be_written(
     assert "error: cannot write '/dev/full': No space left on device" in full.err
 
 
+def test_two_servers_are_compared_without_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_servers = embedded_models()
+    monkeypatch.setattr("truedraft.models.loading.load_model", crash)
+    words = ("--model", "embedded:target", "--batch", "8", "--seed-per-request", "--tokens", "120", "--json")
+    kept = tmp_path / "kept.jsonl"
+    with serve(FaultyPeer(named("plain"), of_servers)) as url:
+        other = run("certify", "--endpoint", url, "--against", url, *words, "--transcript", str(kept))
+    assert other.status == 0, other.out
+    assert other.record["against"]["name"] == other.record["engine"]["name"]
+    assert kept.exists() and (tmp_path / "kept-against.jsonl").exists()
+
+
+def test_a_busy_server_is_waited_for_no_longer_than_the_run_takes(run: Run, target: str, prompts: str) -> None:
+    with scripted() as server:
+        server.handlers["/v1/models"] = models("vllm", "m")
+        server.handlers["/v1/completions"] = lambda _: Made(b"", 429, {"Retry-After": "30"})
+        words = ("--model", target, "--prompts", prompts, "--minutes", "0.05", "--json")
+        done = run("certify", "--endpoint", server.url, *words)
+    assert done.status == 3
+    assert "would be waited for 30 s, of at most 3 s" in done.record["error"]
+
+
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "down": (("--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
     "no address": (("--endpoint", "nonsense"), "nonsense"),
@@ -212,7 +231,11 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_bad_input_is_one_sentence(run: Run, target: str, prompts: str, name: str) -> None:
+def test_bad_input_is_one_sentence(
+    run: Run, target: str, prompts: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before weights are loaded, which may take minutes."""
+    monkeypatch.setattr("truedraft.models.loading.load_model", crash)
     words, told = BAD[name]
     done = run("certify", "--model", target, "--prompts", prompts, *words)
     assert done.status == 2, done.out

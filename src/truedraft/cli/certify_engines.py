@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from truedraft.cli.certify import CertifyOptions, concluded, show_findings, write_report
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, InterruptedCommandError, UndecidedError, exit_status
 from truedraft.cli.failures import report as report_error
-from truedraft.cli.prompts import read_prompts, user_path
+from truedraft.cli.prompts import NamedPrompt, read_prompts, user_path
 from truedraft.cli.streams import visible
 from truedraft.errors import DataError, OptionError, PeerError, errors_about
 
 if TYPE_CHECKING:
-    from truedraft.certify import Part
     from truedraft.certify.engines import EngineReport
     from truedraft.cli.terminal import Terminal
-    from truedraft.models.base import LanguageModel
+    from truedraft.models.base import LanguageModel, Reader
     from truedraft.peers import Peer
 
 _STEPS = 1000
@@ -43,7 +43,7 @@ def certify_one_engine(options: CertifyOptions, folder: Path | None) -> int:
         UndecidedError: the engine could be asked no further, the model cannot be loaded, or something else broke.
         InterruptedCommandError: by Ctrl-C; says how to go on.
     """
-    from truedraft.cli.session import set_threads, waiting
+    from truedraft.cli.session import set_threads
     from truedraft.cli.terminal import Terminal
 
     terminal = Terminal()
@@ -51,11 +51,10 @@ def certify_one_engine(options: CertifyOptions, folder: Path | None) -> int:
     set_threads(options.machine.threads)
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(_ended_early(options, terminal))
-        with waiting(terminal.err, "loading the model"):
-            target, rounded = _judges(options)
-        peers = [open_things.enter_context(each) for each in _peers(options, target, terminal)]
+        prompts = read_prompts(None, options.check.prompts)
+        reader, peers = _peers(options, terminal, open_things)
         try:
-            report = _asked(options, peers, target, rounded, terminal)
+            report = _asked(options, prompts, reader, peers, terminal)
         except PeerError as error:  # it was reached before, so that no argument is at fault
             raise UndecidedError(str(error)) from error
     return _told(options, report, folder, terminal)
@@ -135,61 +134,64 @@ def _write_junit(file: Path | None, text: str, terminal: Terminal) -> None:
     terminal.note(f"written: {file}")
 
 
-def _judges(options: CertifyOptions) -> tuple[LanguageModel, LanguageModel | None]:
-    """The model that scores, in float32 if that is not too large, and the same in its own dtype, for rounding."""
-    from truedraft.cli.session import load_target
-
-    with errors_about("model"):
-        own = load_target(options.stack, options.machine)
-        if options.check.no_float32 or options.others.against is not None:
-            return own, None
-        return load_target(options.stack, replace(options.machine, dtype="float32")), own
-
-
-def _peers(
-    options: CertifyOptions, target: LanguageModel, terminal: Terminal
-) -> Iterator[contextlib.AbstractContextManager[Peer]]:
-    """The engines, each with its transcript if one is kept."""
-    from truedraft.peers import Endpoint, ProcessPeer, load_function
+def _peers(options: CertifyOptions, terminal: Terminal, open_things: contextlib.ExitStack) -> tuple[Reader, list[Peer]]:
+    """The engines, each with its transcript if one is kept, and how their model reads; its weights come later."""
+    from truedraft.peers import Endpoint, Patience, ProcessPeer, load_function
 
     others = options.others
     if others.process is not None:
         function = load_function("process", others.process)
+        reader = _reader(options)
         peer = ProcessPeer(
-            function, name=others.process, vocab_size=target.vocab_size, eos_token_ids=target.eos_token_ids
+            function, name=others.process, vocab_size=reader.vocab_size, eos_token_ids=reader.eos_token_ids
         )
-        yield _kept(peer, options, others.transcript)
+        return reader, [_kept(peer, options, others.transcript, open_things)]
     if not 0.0 < others.timeout < 1e6:
         raise OptionError(f"must be above 0, got {others.timeout:g}", field="timeout")
+    key = _key(others.api_key_env)
+    reader = _reader(options)
+    # No busy server is waited for longer than the whole run may take.
+    patience = Patience(total_s=min(Patience().total_s, options.check.minutes * 60.0))
+    found: list[Peer] = []
     for field in ("endpoint", "against"):
-        url = getattr(others, field)
+        url, file = getattr(others, field), others.transcript
         if url is None:
             continue
         with errors_about(field):
             endpoint = Endpoint.open(
                 url,
                 others.served_model,
-                api_key=_key(others.api_key_env),
-                tokenizer=target.tokenizer,
-                vocab_size=target.vocab_size,
-                eos_token_ids=target.eos_token_ids,
+                api_key=key,
+                tokenizer=reader.tokenizer,
+                vocab_size=reader.vocab_size,
+                eos_token_ids=reader.eos_token_ids,
                 timeout_s=others.timeout,
+                patience=patience,
                 tell=terminal.note,
             )
-        file = others.transcript
+        open_things.enter_context(endpoint)
         if file is not None and field == "against":
             file = file.with_name(f"{file.stem}-against{file.suffix}")
-        yield _kept(endpoint, options, file)
+        found.append(_kept(endpoint, options, file, open_things))
+    return reader, found
 
 
-def _kept(peer: Any, options: CertifyOptions, file: Path | None) -> contextlib.AbstractContextManager[Peer]:
+def _reader(options: CertifyOptions) -> Reader:
+    from truedraft.cli.session import quiet_hub
+    from truedraft.models.loading import load_reader
+
+    with quiet_hub(), errors_about("model"):
+        return load_reader(options.stack.model)
+
+
+def _kept(peer: Peer, options: CertifyOptions, file: Path | None, open_things: contextlib.ExitStack) -> Peer:
     """A peer whose answers are written down, if that is wanted."""
     from truedraft.peers import Recorded
 
     if file is None:
-        return peer if hasattr(peer, "__enter__") else contextlib.nullcontext(peer)
+        return peer
     about = {"model": options.stack.model, "batch": options.check.batch, "seed": _first_seed(options)}
-    return Recorded(peer, file, about)
+    return open_things.enter_context(Recorded(peer, file, about))
 
 
 def _first_seed(options: CertifyOptions) -> int | None:
@@ -207,45 +209,48 @@ def _key(variable: str | None) -> str | None:
 
 
 def _asked(
-    options: CertifyOptions,
-    peers: list[Peer],
-    target: LanguageModel,
-    rounded: LanguageModel | None,
-    terminal: Terminal,
+    options: CertifyOptions, prompts: Sequence[NamedPrompt], reader: Reader, peers: Sequence[Peer], terminal: Terminal
 ) -> EngineReport:
-    """Ask one engine, or compare two."""
+    """Judge one engine by its model, or compare two, for which no weights are loaded."""
     from truedraft.certify import Part
     from truedraft.certify.engines import certify_engine, compare_engines
+    from truedraft.cli.session import waiting
     from truedraft.engine.prompts import encode_prompt
 
-    params = replace(options.sampling, seed=_first_seed(options))
-    room = max(1, target.context_length // 2)
-    ids = [encode_prompt(target, each.prompt)[:room] for each in read_prompts(None, options.check.prompts)]
-    how: dict[str, Any] = {
-        "together": options.check.batch,
-        "seconds": options.check.minutes * 60.0,
-        "tokens": options.others.tokens,
-        "sends_seeds": options.others.seed_per_request,
-    }
-    parts = [Part.GREEDY, Part.AGAINST if len(peers) > 1 else Part.SAMPLED, Part.BEHAVIOUR]
+    run: Callable[..., EngineReport]
+    if len(peers) > 1:
+        parts, run = [Part.GREEDY, Part.AGAINST, Part.BEHAVIOUR], partial(compare_engines, peers[0], peers[1])
+    else:
+        with waiting(terminal.err, "loading the model"):
+            target, rounded = _judges(options)
+            drafts = _drafts(options)
+        reader = target
+        allowance = options.others.allowance
+        run = partial(certify_engine, peers[0], target, rounded=rounded, drafts=drafts, allowance=allowance)
+        parts = [Part.GREEDY, Part.SAMPLED, Part.BEHAVIOUR]
+    room = max(1, reader.context_length // 2)
+    ids = [encode_prompt(reader, each.prompt)[:room] for each in prompts]
     with terminal.progress("certify", len(parts) * _STEPS) as show:
-
-        def tell(part: Part, done: float) -> None:
-            show(int((parts.index(part) + done) * _STEPS), part.value)
-
-        if len(peers) > 1:
-            return compare_engines(peers[0], peers[1], ids, params, tell=tell, **how)
-        return certify_engine(
-            peers[0],
-            target,
+        return run(
             ids,
-            params,
-            rounded=rounded,
-            drafts=_drafts(options),
-            allowance=options.others.allowance,
-            tell=tell,
-            **how,
+            replace(options.sampling, seed=_first_seed(options)),
+            together=options.check.batch,
+            seconds=options.check.minutes * 60.0,
+            tokens=options.others.tokens,
+            sends_seeds=options.others.seed_per_request,
+            tell=lambda part, done: show(int((parts.index(part) + done) * _STEPS), part.value),
         )
+
+
+def _judges(options: CertifyOptions) -> tuple[LanguageModel, LanguageModel | None]:
+    """The model that scores, in float32 if that is not too large, and the same in its own dtype, for rounding."""
+    from truedraft.cli.session import load_target
+
+    with errors_about("model"):
+        own = load_target(options.stack, options.machine)
+        if options.check.no_float32:
+            return own, None
+        return load_target(options.stack, replace(options.machine, dtype="float32")), own
 
 
 def _drafts(options: CertifyOptions) -> Mapping[str, LanguageModel]:
