@@ -221,6 +221,15 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         ("--endpoint", "http://127.0.0.1:9", "--seed", "3"),
         "--seed is for --seed-per-request alone; give that, too",
     ),
+    "no temperature": (
+        ("--process", "os:getcwd"),
+        "--process 'os:getcwd' has no argument temperature; name it in the function's signature, or leave the option "
+        "out (the temperature is 1 by default; 0 asks for greedy answers)",
+    ),
+    "no seeds": (
+        ("--process", "os:getcwd", "--temperature", "0", "--seed-per-request"),
+        "--process 'os:getcwd' has no argument seed; name it in the function's signature, or leave the option out\n",
+    ),
     "no such function": (("--process", "os:nothing"), "nothing"),
     "no key": (("--endpoint", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
     "no time": (("--endpoint", "http://127.0.0.1:9", "--timeout", "0"), "--timeout"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from truedraft.certify.engines import EngineReport
     from truedraft.cli.terminal import Terminal
     from truedraft.models.base import LanguageModel, Reader
-    from truedraft.peers import Peer
+    from truedraft.peers import Peer, ProcessPeer
 
 _STEPS = 1000
 
@@ -145,6 +145,7 @@ def _peers(options: CertifyOptions, terminal: Terminal, open_things: contextlib.
         peer = ProcessPeer(
             function, name=others.process, vocab_size=reader.vocab_size, eos_token_ids=reader.eos_token_ids
         )
+        _check_takes(peer, options)
         return reader, [_kept(peer, options, others.transcript, open_things)]
     if not 0.0 < others.timeout < 1e6:
         raise OptionError(f"must be above 0, got {others.timeout:g}", field="timeout")
@@ -174,6 +175,18 @@ def _peers(options: CertifyOptions, terminal: Terminal, open_things: contextlib.
             file = file.with_name(f"{file.stem}-against{file.suffix}")
         found.append(_kept(endpoint, options, file, open_things))
     return reader, found
+
+
+def _check_takes(peer: ProcessPeer, options: CertifyOptions) -> None:
+    """Refuse options that a function has no argument for."""
+    refused = peer.refuses(replace(options.sampling, seed=_first_seed(options)))
+    if refused:
+        warm = " (the temperature is 1 by default; 0 asks for greedy answers)" if "temperature" in refused else ""
+        raise OptionError(
+            f"{options.others.process!r} has no argument {refused}; name it in the function's signature, or leave the "
+            f"option out{warm}",
+            field="process",
+        )
 
 
 def _reader(options: CertifyOptions) -> Reader:
