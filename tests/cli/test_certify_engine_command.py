@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +14,8 @@ from cli.tiny import Result
 from peers.scripted_server import Made, models, scripted
 from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
+from truedraft.errors import DataError
+from truedraft.peers import Recorded
 
 Run = Callable[..., Result]
 FUNCTION = """
@@ -152,6 +155,23 @@ def test_an_interrupt_says_how_to_go_on(
     assert "interrupted; what was answered is kept in" in done.record["error"]
     assert "the same command goes on from there" in done.record["error"]
     assert "with --transcript FILE" in run(*words).record["error"]
+
+
+def test_a_disk_that_is_full_decides_nothing(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Recorded._write
+
+    def full(self: Recorded, record: Mapping[str, Any]) -> None:
+        if "reply" in record:
+            raise DataError("the transcript cannot be written (No space left on device)")
+        write(self, record)
+
+    monkeypatch.setattr(Recorded, "_write", full)
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
+    assert (done.status, done.record["status"]) == (3, 3)
+    assert "No space left on device" in done.record["error"]
 
 
 def test_files_at_home_and_files_that_cannot_be_written(

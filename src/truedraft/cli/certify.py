@@ -294,9 +294,9 @@ def show_findings(findings: Sequence[Finding], bold: str, lines: Sequence[str], 
 def concluded(
     status: int, options: CertifyOptions, record: dict[str, Any], terminal: Terminal, *writes: Callable[[], None]
 ) -> int:
-    """Tell the record if it is wanted, write files, and give the exit status.
+    """Write files, tell the record if it is wanted, and give the exit status.
 
-    A file that cannot be written is told last and takes nothing from a verdict but "done".
+    A file that cannot be written is told last, and changes no status but that of "done".
 
     Args:
         status: by the verdict.
@@ -305,15 +305,16 @@ def concluded(
         terminal: where it is told.
         writes: each writes files; DataError where that cannot be done.
     """
-    if options.report.json:
-        terminal.json(record)
+    unwritten: list[DataError] = []
     for write in writes:
         try:
             write()
         except DataError as error:
-            unwritten = report(error)
-            status = status or unwritten
-    return status
+            unwritten.append(error)
+    if options.report.json:
+        terminal.json(record)
+    statuses = [report(error) for error in unwritten]
+    return status or max(statuses, default=DONE)
 
 
 def write_report(folder: Path | None, page: str, record: dict[str, Any], terminal: Terminal) -> None:

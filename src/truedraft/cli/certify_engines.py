@@ -55,7 +55,7 @@ def certify_one_engine(options: CertifyOptions, folder: Path | None) -> int:
         reader, peers = _peers(options, terminal, open_things)
         try:
             report = _asked(options, prompts, reader, peers, terminal)
-        except PeerError as error:  # it was reached before, so that no argument is at fault
+        except (PeerError, DataError) as error:  # engine and transcript were open, so that no argument is at fault
             raise UndecidedError(str(error)) from error
     return _told(options, report, folder, terminal)
 
