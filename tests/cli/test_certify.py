@@ -80,7 +80,8 @@ def test_a_target_that_breaks_is_no_check_that_failed(
     monkeypatch.setattr("truedraft.certify.certify", crash)
     done = run("certify", "--model", target, "--drafter", "prompt-lookup", "--prompts", prompts, "--json")
     assert (done.status, done.record["status"]) == (3, 3)
-    assert done.record["error"] == "the target broke; nothing was decided; the same command begins anew"
+    again = "nothing was decided; run the same command again when that is mended"
+    assert done.record["error"] == f"the target broke; {again}"
     assert done.err == f"truedraft: error: {done.record['error']}\n"
 
 

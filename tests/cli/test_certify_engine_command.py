@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,8 @@ from cli.tiny import Result
 from peers.scripted_server import Made, models, scripted
 from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
+from truedraft.certify import Part
+from truedraft.cli.terminal import Terminal
 from truedraft.errors import DataError
 from truedraft.peers import Recorded
 
@@ -157,6 +160,25 @@ def test_an_interrupt_says_how_to_go_on(
     assert "with --transcript FILE" in run(*words).record["error"]
 
 
+def test_the_bar_tells_of_each_answer(
+    run: Run, target: str, prompts: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of a slow engine takes minutes, in which nothing else would be seen to move."""
+    shown: list[tuple[int, str]] = []
+
+    @contextlib.contextmanager
+    def progress(*_: object) -> Iterator[Callable[[int, str], None]]:
+        yield lambda done, remark: shown.append((done, remark))
+
+    monkeypatch.setattr(Terminal, "progress", progress)
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+    assert run(*words, "--seed-per-request", "--tokens", "60").status == 1
+    greedy = [remark for done, remark in shown if done == 0]
+    assert greedy == [f"{Part.GREEDY.value}; {count} came in all" for count in range(1, 5)]
+    assert shown == sorted(shown, key=lambda each: each[0])
+    assert shown[-1][0] == 3000
+
+
 def test_a_disk_that_is_full_decides_nothing(
     run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +235,7 @@ def test_a_busy_server_is_waited_for_no_longer_than_the_run_takes(run: Run, targ
 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "down": (("--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
-    "no address": (("--endpoint", "nonsense"), "nonsense"),
+    "no address": (("--endpoint", "nonsense"), "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
     "two things": (("--endpoint", "http://127.0.0.1:9", "--sampler", "a:b"), "two things to certify"),
     "against nobody": (("--against", "http://127.0.0.1:9"), "--against is for --endpoint alone"),
     "junit of ours": (("--junit", "x.xml"), "--junit is for --endpoint or --process alone"),

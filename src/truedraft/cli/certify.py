@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from truedraft.engine import Engine
 
 _STEPS = 100
-_AGAIN = "nothing was decided; the same command begins anew"
+_AGAIN = "nothing was decided; run the same command again when that is mended"
 _JSON, _MARKDOWN = "certificate.json", "certificate.md"
 
 

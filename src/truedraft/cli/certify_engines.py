@@ -17,12 +17,15 @@ from truedraft.cli.failures import report as report_error
 from truedraft.cli.prompts import NamedPrompt, read_prompts, user_path
 from truedraft.cli.streams import visible
 from truedraft.errors import DataError, OptionError, PeerError, errors_about
+from truedraft.peers.asking import Peer, Question, Reply
 
 if TYPE_CHECKING:
+    from truedraft.certify import Part
     from truedraft.certify.engines import EngineReport
     from truedraft.cli.terminal import Terminal
     from truedraft.models.base import LanguageModel, Reader
-    from truedraft.peers import Peer, ProcessPeer
+    from truedraft.peers import ProcessPeer
+    from truedraft.progress import Progress
 
 _STEPS = 1000
 
@@ -230,29 +233,72 @@ def _asked(
     from truedraft.cli.session import waiting
     from truedraft.engine.prompts import encode_prompt
 
-    run: Callable[..., EngineReport]
-    if len(peers) > 1:
-        parts, run = [Part.GREEDY, Part.AGAINST, Part.BEHAVIOUR], partial(compare_engines, peers[0], peers[1])
-    else:
+    run: Callable[..., EngineReport] = compare_engines
+    judge: list[LanguageModel] = []
+    parts = [Part.GREEDY, Part.AGAINST, Part.BEHAVIOUR]
+    if len(peers) == 1:
         with waiting(terminal.err, "loading the model"):
             target, rounded = _judges(options)
             drafts = _drafts(options)
-        reader = target
-        allowance = options.others.allowance
-        run = partial(certify_engine, peers[0], target, rounded=rounded, drafts=drafts, allowance=allowance)
-        parts = [Part.GREEDY, Part.SAMPLED, Part.BEHAVIOUR]
+        run = partial(certify_engine, rounded=rounded, drafts=drafts, allowance=options.others.allowance)
+        reader, judge = target, [target]
+        parts[1] = Part.SAMPLED
     room = max(1, reader.context_length // 2)
     ids = [encode_prompt(reader, each.prompt)[:room] for each in prompts]
     with terminal.progress("certify", len(parts) * _STEPS) as show:
+        bar = _EngineBar(parts, show)
         return run(
+            *(_Watched(peer, bar.answered) for peer in peers),
+            *judge,
             ids,
             replace(options.sampling, seed=_first_seed(options)),
             together=options.check.batch,
             seconds=options.check.minutes * 60.0,
             tokens=options.others.tokens,
             sends_seeds=options.others.seed_per_request,
-            tell=lambda part, done: show(int((parts.index(part) + done) * _STEPS), part.value),
+            tell=bar.tell,
         )
+
+
+class _EngineBar:
+    """How far a run has come, and how many answers it has: a round of a slow engine's takes minutes.
+
+    Args:
+        parts: of the run, in their order.
+        show: moves the bar.
+    """
+
+    def __init__(self, parts: Sequence[Part], show: Progress) -> None:
+        self._parts, self._show = parts, show
+        self._part, self._done, self._answers = parts[0], 0, 0
+
+    def tell(self, part: Part, done: float) -> None:
+        """A part has come so far."""
+        self._part, self._done = part, int((self._parts.index(part) + done) * _STEPS)
+        self.answered(0)
+
+    def answered(self, count: int = 1) -> None:
+        """So many answers came."""
+        self._answers += count
+        self._show(self._done, f"{self._part.value}; {self._answers:,} came in all")
+
+
+class _Watched(Peer):
+    """A peer that tells of each answer as it comes."""
+
+    def __init__(self, peer: Peer, tell: Callable[[], None]) -> None:
+        self.facts = peer.facts
+        self._peer = peer
+        self._tell = tell
+
+    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
+        found = dict(self.answers(questions))
+        return [found[number] for number in range(len(questions))]
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        for answer in self._peer.answers(questions):
+            self._tell()
+            yield answer
 
 
 def _judges(options: CertifyOptions) -> tuple[LanguageModel, LanguageModel | None]:
