@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result
+from truedraft.errors import ModelError
 
 Run = Callable[..., Result]
 
@@ -67,6 +68,21 @@ def test_a_lossy_rule_is_measured_and_that_is_done(run: Run, target: str, draft:
     divergence = next(f for f in done.record["findings"] if f["part"] == "divergence")
     low, high = divergence["total_variation_ci95"]
     assert low <= divergence["total_variation"] <= high
+
+
+def crash(*_: object, **__: object) -> None:
+    raise ModelError("the target broke")
+
+
+def test_a_target_that_breaks_is_no_check_that_failed(
+    run: Run, target: str, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truedraft.certify.certify", crash)
+    done = run("certify", "--model", target, "--drafter", "prompt-lookup", "--prompts", prompts, "--json")
+    assert (done.status, done.record["status"]) == (3, 3)
+    again = "nothing was decided; run the same command again when that is mended"
+    assert done.record["error"] == f"the target broke; {again}"
+    assert done.err == f"truedraft: error: {done.record['error']}\n"
 
 
 @pytest.mark.parametrize("name", ["certificate.md", "certificate.json"])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from cli.tiny import Result
-from support.faulty_engines import named
+from peers.scripted_server import Made, models, scripted
+from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
+from truedraft.certify import Part
+from truedraft.cli.terminal import Terminal
+from truedraft.errors import DataError
+from truedraft.peers import Recorded
 
 Run = Callable[..., Result]
 FUNCTION = """
@@ -76,10 +83,15 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
     kept = tmp_path / "kept.jsonl"
     words = (
         *("certify", "--process", f"{module}:breaks_down", "--model", target, "--prompts", prompts),
-        *("--tokens", "200", "--transcript", str(kept)),
+        *("--tokens", "200", "--transcript", str(kept), "--junit", str(tmp_path / "junit.xml"), "--json"),
     )
     done = run(*words)
-    assert done.status == 3
+    assert done.status == 3 == done.record["status"]
+    assert "the machine is gone" in done.record["error"]
+    suite = ElementTree.fromstring((tmp_path / "junit.xml").read_text())
+    assert (suite.attrib["errors"], suite.attrib["failures"], len(suite)) == ("1", "0", 1)
+    error = suite[0].find("error")
+    assert error is not None and error.attrib["message"] == done.record["error"]
     assert "the machine is gone" in done.err
     assert f"kept in {kept}" in " ".join(done.err.split())
     lines = kept.read_text().splitlines()
@@ -101,26 +113,180 @@ def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run,
         assert done.status == 3, done.out
         assert done.record["failures"] == []
         assert "NOT ENOUGH EVIDENCE" in done.out
-        other = run("certify", "--endpoint", url, "--against", url, *words, "--tokens", "120", "--json")
-        assert other.status == 0, other.out
-        assert other.record["against"]["name"] == other.record["engine"]["name"]
+
+
+def test_a_transcript_is_of_one_seed(run: Run, target: str, prompts: str, module: str, tmp_path: Path) -> None:
+    """Answers to seeds that both runs send would be given back, and a finding would repeat by itself."""
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+    words = (*words, "--seed-per-request", "--tokens", "60", "--transcript", str(tmp_path / "kept.jsonl"), "--json")
+    first = run(*words, "--seed", "3")
+    assert (first.status, first.record["seed"]) == (1, 3)
+    assert run(*words, "--seed", "3").status == 1
+    other = run(*words, "--seed", "4")
+    assert other.status == 2
+    assert "--seed was 3 and is now 4" in other.err
+
+
+def crash(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("in the middle")
+
+
+def test_a_crash_decides_nothing(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit status 1 would say that the engine deviates."""
+    xml = tmp_path / "junit.xml"
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    monkeypatch.setattr("truedraft.certify.engines.certify_engine", crash)
+    done = run(*words, "--junit", str(xml))
+    assert (done.status, done.record["status"]) == (3, 3)
+    assert "ZeroDivisionError: in the middle" in done.record["error"] and "--transcript FILE" in done.record["error"]
+    assert "Traceback" not in done.err
+    assert ElementTree.fromstring(xml.read_text()).attrib["errors"] == "1"
+
+
+def test_an_interrupt_says_how_to_go_on(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("truedraft.certify.engines.certify_engine", interrupt)
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
+    assert done.status == 130 == done.record["status"]
+    assert "interrupted; what was answered is kept in" in done.record["error"]
+    assert "the same command goes on from there" in done.record["error"]
+    assert "with --transcript FILE" in run(*words).record["error"]
+
+
+def test_the_bar_tells_of_each_answer(
+    run: Run, target: str, prompts: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of a slow engine takes minutes, in which nothing else would be seen to move."""
+    shown: list[tuple[int, str]] = []
+
+    @contextlib.contextmanager
+    def progress(*_: object) -> Iterator[Callable[[int, str], None]]:
+        yield lambda done, remark: shown.append((done, remark))
+
+    monkeypatch.setattr(Terminal, "progress", progress)
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+    assert run(*words, "--seed-per-request", "--tokens", "60").status == 1
+    greedy = [remark for done, remark in shown if done == 0]
+    assert greedy == [f"{Part.GREEDY.value}; {count} came in all" for count in range(1, 5)]
+    assert shown == sorted(shown, key=lambda each: each[0])
+    assert shown[-1][0] == 3000
+
+
+def test_a_disk_that_is_full_decides_nothing(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Recorded._write
+
+    def full(self: Recorded, record: Mapping[str, Any]) -> None:
+        if "reply" in record:
+            raise DataError("the transcript cannot be written (No space left on device)")
+        write(self, record)
+
+    monkeypatch.setattr(Recorded, "_write", full)
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
+    assert (done.status, done.record["status"]) == (3, 3)
+    assert "No space left on device" in done.record["error"]
+
+
+def test_files_at_home_and_files_that_cannot_be_written(
+    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    words = (*words, "--seed-per-request", "--tokens", "60", "--minutes", "10")
+    done = run(*words, "--junit", "~/junit.xml", "--transcript", "~/kept.jsonl")
+    assert done.status == 1, done.err
+    assert (tmp_path / "junit.xml").exists() and (tmp_path / "kept.jsonl").exists()
+    full = run(*words, "--junit", "/dev/full")  # told last, and the verdict stands
+    assert full.status == 1
+    assert full.record["deviates"] is True
+    assert "error: cannot write '/dev/full': No space left on device" in full.err
+
+
+def test_two_servers_are_compared_without_weights(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_servers = embedded_models()
+    monkeypatch.setattr("truedraft.models.loading.load_model", crash)
+    words = ("--model", "embedded:target", "--batch", "8", "--seed-per-request", "--tokens", "120", "--json")
+    kept = tmp_path / "kept.jsonl"
+    with serve(FaultyPeer(named("plain"), of_servers)) as url:
+        other = run("certify", "--endpoint", url, "--against", url, *words, "--transcript", str(kept))
+    assert other.status == 0, other.out
+    assert other.record["against"]["name"] == other.record["engine"]["name"]
+    assert kept.exists() and (tmp_path / "kept-against.jsonl").exists()
+
+
+def test_a_busy_server_is_waited_for_no_longer_than_the_run_takes(run: Run, target: str, prompts: str) -> None:
+    with scripted() as server:
+        server.handlers["/v1/models"] = models("vllm", "m")
+        server.handlers["/v1/completions"] = lambda _: Made(b"", 429, {"Retry-After": "30"})
+        words = ("--model", target, "--prompts", prompts, "--minutes", "0.05", "--json")
+        done = run("certify", "--endpoint", server.url, *words)
+    assert done.status == 3
+    assert "would be waited for 30 s, of at most 3 s" in done.record["error"]
 
 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "down": (("--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
-    "no address": (("--endpoint", "nonsense"), "nonsense"),
+    "no address": (("--endpoint", "nonsense"), "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
     "two things": (("--endpoint", "http://127.0.0.1:9", "--sampler", "a:b"), "two things to certify"),
     "against nobody": (("--against", "http://127.0.0.1:9"), "--against is for --endpoint alone"),
     "junit of ours": (("--junit", "x.xml"), "--junit is for --endpoint or --process alone"),
+    "a drafter of nobody": (
+        ("--endpoint", "http://127.0.0.1:9", "--drafter", "none"),
+        "--drafter says nothing of an engine that is asked from outside; leave it out, got none",
+    ),
+    "a rule of nobody": (("--process", "os:getcwd", "--rule", "block"), "--rule says nothing of a function"),
+    "a length of nobody": (("--process", "os:getcwd", "--max-tokens", "9"), "--max-tokens says nothing of a function"),
+    "a server of a function": (("--process", "os:getcwd", "--timeout", "9"), "--timeout says nothing of a function"),
+    **{
+        f"no judge, {words[0]}": (
+            ("--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9", *words),
+            f"{words[0]} says nothing of two servers that are compared, where no model judges; leave it out",
+        )
+        for words in (
+            ("--draft-model", "m"),
+            ("--allowance", "1"),
+            ("--no-float32",),
+            ("--dtype", "float32"),
+            ("--controller", "goodput"),
+        )
+    },
+    "a seed that is sent to nobody": (
+        ("--endpoint", "http://127.0.0.1:9", "--seed", "3"),
+        "--seed is for --seed-per-request alone; give that, too",
+    ),
+    "no temperature": (
+        ("--process", "os:getcwd"),
+        "--process 'os:getcwd' has no argument temperature; name it in the function's signature, or leave the option "
+        "out (the temperature is 1 by default; 0 asks for greedy answers)",
+    ),
+    "no seeds": (
+        ("--process", "os:getcwd", "--temperature", "0", "--seed-per-request"),
+        "--process 'os:getcwd' has no argument seed; name it in the function's signature, or leave the option out\n",
+    ),
     "no such function": (("--process", "os:nothing"), "nothing"),
     "no key": (("--endpoint", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
     "no time": (("--endpoint", "http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
+    "a folder": (("--process", "os:getcwd", "--junit", "/tmp"), "--junit is a folder, '/tmp'; name a file"),
+    "no home": (("--process", "os:getcwd", "--transcript", "~nobody-at-all/x"), "the home folder of nobody"),
     "no folder": (("--process", "os:getcwd", "--junit", "nowhere/x.xml"), "nowhere"),
 }
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_bad_input_is_one_sentence(run: Run, target: str, prompts: str, name: str) -> None:
+def test_bad_input_is_one_sentence(
+    run: Run, target: str, prompts: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before weights are loaded, which may take minutes."""
+    monkeypatch.setattr("truedraft.models.loading.load_model", crash)
     words, told = BAD[name]
     done = run("certify", "--model", target, "--prompts", prompts, *words)
     assert done.status == 2, done.out

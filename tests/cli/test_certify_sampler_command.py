@@ -51,6 +51,31 @@ def test_a_function_of_ones_own(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     assert done.record["diagnosis"]["fault"] == "keeps every drafted token"
 
 
+def test_a_crash_of_ours_is_no_deviation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("in the middle")
+
+    monkeypatch.setattr("truedraft.certify.samplers.certify_sampler", crash)
+    done = run("certify", "--sampler", f"{OURS}eagle", "--json")
+    assert (done.status, done.record["status"]) == (3, 3)
+    assert "ZeroDivisionError: in the middle" in done.record["error"]
+
+
+def test_a_report_that_cannot_be_written_is_told_last(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that was over in no time: 3 it stays."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = run("certify", "--sampler", f"{OURS}eagle", "--minutes", "0.000001", "--out", str(tmp_path), "--json")
+    assert done.status == 3
+    assert done.record["status"] == "not enough evidence"
+    assert "No space left on device" in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

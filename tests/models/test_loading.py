@@ -29,13 +29,14 @@ from transformers import (
 
 from support.tiny_models import VOCAB, stock, stock_greedy
 from truedraft import Engine, SamplingParams, TruedraftError, load_model, machine
+from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
 from truedraft.machine import pick_device, pick_dtype
 from truedraft.models import HuggingFaceModel, loading
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.loading import fastest_backend
+from truedraft.models.loading import fastest_backend, load_reader
 
 PROMPT = [5, 9, 11, 3, 60]
 CPU = torch.device("cpu")
@@ -104,6 +105,34 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     assert answer.prompt_tokens == 5
     assert answer.text
     assert max(answer.token_ids) < WORDS
+
+
+@pytest.mark.parametrize("ends", [None, '{"eos_token_id": [3, 4]}'])
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_how_a_model_reads_is_known_without_its_weights(tmp_path: Path, ends: str | None, has_tokenizer: bool) -> None:
+    folder = save(stock("llama"), tmp_path / "words")
+    if has_tokenizer:
+        save_tokenizer(folder)
+    if ends is not None:
+        (folder / "generation_config.json").write_text(ends)
+    model = load_model(folder, dtype="float32")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    reader = load_reader(str(folder))
+    for name in ("name", "vocab_size", "context_length", "eos_token_ids", "sources"):
+        assert getattr(reader, name) == getattr(model, name)
+    assert (reader.tokenizer is not None) is has_tokenizer
+    prompt = "w5 w9" if has_tokenizer else [5, 9]
+    assert encode_prompt(reader, prompt) == encode_prompt(model, prompt)
+
+
+def test_a_model_whose_reading_cannot_be_known(llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "silent")
+    with pytest.raises(ModelNotFoundError):
+        load_reader(str(tmp_path / "nowhere"))
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"generation_config.json of .* holds a list"):
+        load_reader(str(folder))
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -327,7 +327,7 @@ def test_the_key_goes_to_the_server(server: ScriptedServer, tokenizer: Tokenizer
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(OptionError, match="endpoint must be an address such as"):
+    with pytest.raises(OptionError, match="is no address; give one such as http"):
         Endpoint.open(url)
 
 

@@ -196,11 +196,16 @@ def test_a_closed_connection_is_tried_again(server: ScriptedServer) -> None:
         (Made(b"", 403), "the key was refused: 403; give one by --api-key-env NAME"),
         (Made({"detail": "Not Found"}, 404), "has no /v1/completions, or not this model: 404 ('Not Found')"),
         (Made(b"", 302, {"Location": "https://elsewhere/"}), "sends us on to 'https://elsewhere/'; give that address"),
-        (Made({"choices": []}), "answered JSON that is no completion (IndexError"),
-        (Made({"choices": [{"text": "", "token_ids": ["x"]}]}), "answered JSON that is no completion (ValueError"),
-        (Made({"choices": [{"text": 5}]}), "answered JSON that is no completion (TypeError: a text is a int)"),
-        (Made({"choices": [{"text": ""}], "model": 5}), "answered JSON that is no completion (TypeError"),
-        (Made({"choices": 3}), "answered JSON that is no completion (TypeError"),
+        (Made({"choices": []}), "answered JSON that is no completion (no choices)"),
+        (Made({"choices": None}), "answered JSON that is no completion (no choices)"),
+        (Made({"choices": 3}), "answered JSON that is no completion (no choices)"),
+        *((Made(b'{"choices": [{"text": "", "token_ids": [%s]}]}' % wrong.encode()),
+           f"answered JSON that is no completion (a token id is {read!r}, and no whole number)")
+          for wrong, read in (("1e999", "inf"), ("5.5", "5.5"), ("true", "True"), ('"5"', "5"), ("NaN", "nan"))),
+        (Made({"choices": [{"text": 5}]}), "answered JSON that is no completion (a text is a int)"),
+        (Made({"choices": [{"text": ""}], "model": 5}), "answered JSON that is no completion (a text is a int)"),
+        (Made(b'{"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [1%s]}}]}' % (b"0" * 400)),
+         "answered JSON that is no completion (OverflowError"),
         (Made({"id": "x"}), "answered JSON that is no completion (KeyError: 'choices')"),
     ],
 )  # fmt: skip
@@ -213,6 +218,16 @@ def test_a_key_that_is_missing(server: ScriptedServer) -> None:
     server.handlers["/v1/models"] = lambda _: Made(b"", 401)
     with pytest.raises(PeerError, match="it wants a key"):
         Endpoint.open(server.url)
+
+
+@pytest.mark.parametrize("info", [None, [], "1", {}])
+def test_a_server_that_hardly_says_what_it_is(server: ScriptedServer, info: Any) -> None:
+    script(server, lambda asked, count: good(asked))
+    server.handlers["/v1/models"] = lambda _: Made({"data": [{"id": [1], "owned_by": "truedraft"}, {}]})
+    server.handlers["/openapi.json"] = lambda _: Made({"info": info})
+    with Endpoint.open(server.url, vocab_size=100) as endpoint:
+        assert (endpoint.facts.name, endpoint.facts.version, endpoint.model) == ("truedraft", "", None)
+        assert endpoint.ask([Question(GOOD, SamplingParams())]) == [Reply(ANSWER, "")]
 
 
 @pytest.mark.parametrize(

@@ -77,15 +77,32 @@ def test_ids_of_any_kind_and_their_end(made: Any) -> None:
     [
         ("text", "must return a list of token ids, got 'text'"),
         (None, "must return a list of token ids, got None"),
-        ([[1, 2]], "must return a list of token ids"),
-        ([1.5], "must return a list of token ids"),
-        ([True], "must return a list of token ids"),
+        ([[1, 2]], "must return a list of token ids, which are whole numbers, got [1, 2] in it"),
+        ([1.5], "must return a list of token ids, which are whole numbers, got 1.5 in it"),
+        ([True], "got True in it"),
+        (torch.tensor([7.0, 0.0]), "got 7.0 in it"),
+        (torch.tensor([True]), "got True in it"),
+        ([torch.tensor(7.0)], "got tensor(7.) in it"),
+        ([torch.tensor(True)], "got tensor(True) in it"),
+        ([torch.tensor([1, 2])], "got tensor([1, 2]) in it"),
+        ([np.bool_(True)], "got np.True_ in it"),
+        ([np.array([1, 2])], "got array([1, 2]) in it"),
+        (np.array([7, "x"], dtype=object), "got 'x' in it"),
+        (np.array([7, None], dtype=object), "got None in it"),
+        (np.array([7.5]), "got 7.5 in it"),
         (torch.tensor(3), "must return a list of token ids"),
         ([8], "token id 8, outside a vocabulary of 8"),
     ],
 )
 def test_what_is_no_answer(made: Any, message: str) -> None:
     assert message in str(ask(ProcessPeer(lambda prompt: made, vocab_size=8)))
+
+
+def test_what_stands_behind_an_end_of_text_is_part_of_the_answer() -> None:
+    """Padding, too: an engine that went on behind its end would look the same."""
+    peer = ProcessPeer(lambda prompt: [7, 0, 0], eos_token_ids=(0,))
+    assert ask(peer) == Reply((7, 0), finish_reason="stop")
+    assert ask(ProcessPeer(lambda prompt: [10**6])) == Reply((10**6,), finish_reason="stop")  # no size, no refusal
 
 
 def test_an_exception_is_the_error_of_its_question() -> None:

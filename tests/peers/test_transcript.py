@@ -133,12 +133,16 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes) 
     assert file.read_bytes() == content
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+ENDLESS = json.dumps({"prompt": [1], "params": {}, "occurrence": 0, "reply": Reply((float("inf"),)).as_dict()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("broken", [b'{"prompt": [1]}', ENDLESS.encode(), b"[" * 100_000])
+def test_a_broken_line_is_named(tmp_path: Path, broken: bytes) -> None:
     file = tmp_path / "kept.jsonl"
     with Recorded(Counting(), file) as first:
         first.ask(QUESTIONS)
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join([*lines[:2], b'{"prompt": [1]}\n', *lines[2:]]))
+    file.write_bytes(b"".join([*lines[:2], broken + b"\n", *lines[2:]]))
     with pytest.raises(DataError, match="line 3 of"):
         Recorded(Counting(), file)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.failures import DONE, FAILED, UNDECIDED
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED, UndecidedError, exit_status, report
+from truedraft.cli.parameters import defaults_of
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions, seeded
 from truedraft.control.specs import controller_from_spec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from truedraft.engine import Engine
 
 _STEPS = 100
+_AGAIN = "nothing was decided; run the same command again when that is mended"
 _JSON, _MARKDOWN = "certificate.json", "certificate.md"
 
 
@@ -62,7 +64,7 @@ class OthersOptions:
     allowance: float | None = option(
         None, "How far its log-probabilities may lie from the model's.", "X", shown_default="measured"
     )
-    tokens: int = option(4000, "Sampled tokens that a server is asked for.", "N", least=1)
+    tokens: int = option(8000, "Sampled tokens that a server is asked for.", "N", least=1)
     timeout: float = option(120.0, "Seconds that a server may take for one answer.", "S")
     transcript: Path | None = option(
         None, "Keep questions and answers in this file, and go on from it after an interruption.", "FILE"
@@ -103,16 +105,26 @@ class CertifyOptions:
 def certify(options: CertifyOptions) -> int:
     """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
-    Exit status 0 if so, 1 if not, 3 if there was not enough time to tell. A lossy rule is measured instead, which is
-    exit status 0 unless another check fails. With --endpoint, --process or --sampler the work of others is certified.
+    Exit status 0 if so, 1 if not, 3 if there was not enough time to tell or something broke on the way. A lossy rule is
+    measured instead, which is exit status 0 unless another check fails. With --endpoint, --process or --sampler the
+    work of others is certified.
     """
+    try:
+        return _certified(options)
+    except Exception as error:
+        if exit_status(error) != FAILED:
+            raise
+        raise UndecidedError.because(error, _AGAIN) from error
+
+
+def _certified(options: CertifyOptions) -> int:
     from truedraft.cli.session import check_rule
 
     if not 0.0 < options.check.minutes < 1e6:
         raise OptionError(f"must be above 0, got {options.check.minutes:g}", field="minutes")
     params = seeded(options.sampling)
     folder = None if options.report.out is None else _folder(options.report.out)
-    _check_whose(options.others)
+    _check_whose(options)
     if options.others.sampler is not None:
         from truedraft.cli.certify_samplers import certify_one_sampler
 
@@ -120,32 +132,61 @@ def certify(options: CertifyOptions) -> int:
     if options.others.endpoint is not None or options.others.process is not None:
         from truedraft.cli.certify_engines import certify_one_engine
 
-        # Seed 0 unless one is given: an interrupted run must find its questions again.
-        return certify_one_engine(
-            options, dataclasses.replace(options.sampling, seed=options.sampling.seed or 0), folder
-        )
+        return certify_one_engine(options, folder)
     check_rule(options.stack.rule, params)
     return _run(options, read_prompts(None, options.check.prompts), params, folder)
 
 
-def _check_whose(others: OthersOptions) -> None:
+def _check_whose(options: CertifyOptions) -> None:
     """Refuse to certify two things at once, and options that would be looked at by nobody."""
+    others = options.others
     given = [name for name in ("endpoint", "process", "sampler") if getattr(others, name) is not None]
     if len(given) > 1:
         raise OptionError(f"and --{given[0]} name two things to certify; leave one of them out", field=given[1])
-    plain = OthersOptions()
-    takes = _TAKEN_BY.get(given[0] if given else "", ())
-    for each in dataclasses.fields(OthersOptions):
-        if each.name not in (*given, *takes) and getattr(others, each.name) != getattr(plain, each.name):
-            needs = " or ".join(f"--{name}" for name, taken in _TAKEN_BY.items() if each.name in taken)
-            raise OptionError(f"is for {needs} alone; give that, too", field=each.name)
+    mode = "against" if given == ["endpoint"] and others.against is not None else "".join(given)
+    defaults = defaults_of(CertifyOptions)
+    for name, value in _values(options):
+        if name not in defaults or value == defaults[name]:
+            continue
+        if mode and name not in _TAKEN_BY[mode]:
+            got = "" if value is True else f", got {value}"
+            raise OptionError(f"says nothing of {_WORDS[mode]}; leave it out{got}", field=name)
+        if not mode and name in _OTHERS:
+            needs = " or ".join(f"--{each}" for each in ("endpoint", "process", "sampler") if name in _TAKEN_BY[each])
+            raise OptionError(f"is for {needs} alone; give that, too", field=name)
+    if mode in _ENGINES and options.sampling.seed is not None and not others.seed_per_request:
+        raise OptionError("is for --seed-per-request alone; give that, too", field="seed")
 
 
-_OF_PROCESS = ("seed_per_request", "draft_model", "allowance", "tokens", "transcript", "junit")
+def _values(options: Any) -> Iterator[tuple[str, Any]]:
+    for each in dataclasses.fields(options):
+        value = getattr(options, each.name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value)
+        else:
+            yield each.name, value
+
+
+_OTHERS = {each.name for each in dataclasses.fields(OthersOptions)}
+# An engine is asked for answers of lengths of its own, and what it says of them is asked for where it can tell.
+_ASKED = {each.name for each in dataclasses.fields(SamplingParams)} - {"max_tokens", "logprobs", "logprobs_mode"}
+_ASKED |= {"model", "prompts", "batch", "minutes", "seed_per_request", "tokens", "transcript", "junit", "out", "json"}
+_JUDGED = _ASKED | {"pad_to", "merge_adapter", "draft_model", "allowance", "no_float32"}
+_JUDGED |= {each.name for each in dataclasses.fields(MachineOptions)}
+_SERVED = {"endpoint", "against", "served_model", "api_key_env", "timeout"}
 _TAKEN_BY = {
-    "endpoint": ("against", "served_model", "api_key_env", "timeout", *_OF_PROCESS),
-    "process": _OF_PROCESS,
+    "endpoint": _JUDGED | _SERVED,
+    "against": _ASKED | _SERVED,
+    "process": _JUDGED | {"process"},
+    "sampler": {"sampler", "minutes", "seed", "out", "json"},
 }
+_WORDS = {
+    "endpoint": "an engine that is asked from outside",
+    "against": "two servers that are compared, where no model judges",
+    "process": "a function that is asked from outside",
+    "sampler": "a sampler, which is run by itself",
+}
+_ENGINES = ("endpoint", "against", "process")
 
 
 def _folder(out: Path) -> Path:
@@ -165,7 +206,7 @@ def _folder(out: Path) -> Path:
 
 
 def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, folder: Path | None) -> int:
-    from truedraft.certify import Part, Stack, meaning, verdict
+    from truedraft.certify import Part, Stack, markdown, meaning, verdict
     from truedraft.certify import certify as certify_stack
     from truedraft.cli.session import load_engine
     from truedraft.cli.terminal import Terminal
@@ -191,17 +232,10 @@ def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: Sampli
         )
     show_findings(certificate.findings, verdict(certificate), meaning(certificate), terminal)
     record = _record(certificate, engine, options.stack, params)
-    if folder is not None:
-        from truedraft.certify import markdown
-
-        left_out = {"command", "findings", "failures", "undecided", "certified"}
-        circumstances = {name: value for name, value in record.items() if name not in left_out}
-        write_report(folder, markdown(certificate, circumstances), record, terminal)
-    if options.report.json:
-        terminal.json(record)
-    if certificate.failures:
-        return FAILED
-    return UNDECIDED if certificate.undecided else DONE
+    left_out = {"command", "findings", "failures", "undecided", "certified"}
+    page = markdown(certificate, {name: value for name, value in record.items() if name not in left_out})
+    status = FAILED if certificate.failures else UNDECIDED if certificate.undecided else DONE
+    return concluded(status, options, record, terminal, lambda: write_report(folder, page, record, terminal))
 
 
 def _ids(engine: Engine, prompts: Sequence[NamedPrompt]) -> list[list[int]]:
@@ -257,16 +291,50 @@ def show_findings(findings: Sequence[Finding], bold: str, lines: Sequence[str], 
         terminal.note(line)
 
 
-def write_report(folder: Path, page: str, record: dict[str, Any], terminal: Terminal) -> None:
+def concluded(
+    status: int, options: CertifyOptions, record: dict[str, Any], terminal: Terminal, *writes: Callable[[], None]
+) -> int:
+    """Write files, tell the record if it is wanted, and give the exit status.
+
+    A file that cannot be written is told last, and changes no status but that of "done".
+
+    Args:
+        status: by the verdict.
+        options: of the command.
+        record: of the certificate.
+        terminal: where it is told.
+        writes: each writes files; DataError where that cannot be done.
+    """
+    unwritten: list[DataError] = []
+    for write in writes:
+        try:
+            write()
+        except DataError as error:
+            unwritten.append(error)
+    if options.report.json:
+        terminal.json(record)
+    statuses = [report(error) for error in unwritten]
+    return status or max(statuses, default=DONE)
+
+
+def write_report(folder: Path | None, page: str, record: dict[str, Any], terminal: Terminal) -> None:
     """Write a certificate as a page and as a record.
+
+    Args:
+        folder: that is written into; None writes nothing.
+        page: in Markdown.
+        record: of the certificate.
+        terminal: where it is said.
 
     Raises:
         DataError: that cannot be done.
     """
+    if folder is None:
+        return
     try:
-        (folder / _MARKDOWN).write_text(page, encoding="utf-8")
+        (folder / _MARKDOWN).write_text(page, encoding="utf-8", errors="backslashreplace")
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
-        (folder / _JSON).write_text(text + "\n", encoding="utf-8")
+        (folder / _JSON).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
     terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.certify import CertifyOptions, write_report
+from truedraft.cli.certify import CertifyOptions, concluded, write_report
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED
-from truedraft.cli.parameters import defaults_of
 from truedraft.cli.session import seeded
-from truedraft.errors import OptionError
 
 if TYPE_CHECKING:
     from truedraft.certify.samplers import SamplerCertificate
     from truedraft.cli.terminal import Terminal
 
 _STEPS = 1000
-_TAKEN = {"sampler", "minutes", "seed", "out", "json"}
 
 
 def certify_one_sampler(options: CertifyOptions, folder: Path | None) -> int:
@@ -32,13 +27,12 @@ def certify_one_sampler(options: CertifyOptions, folder: Path | None) -> int:
         Exit status 0 if it is lossless, 1 if it deviates, 3 if there was not enough evidence.
 
     Raises:
-        OptionError: it is no sampler, failed, or options were given that it has no use for.
+        OptionError: it is no sampler, or failed.
     """
     from truedraft.certify.checks import Status
     from truedraft.certify.samplers import certify_sampler, load_sampler, markdown
     from truedraft.cli.terminal import Terminal
 
-    _refuse_useless(options)
     sampler = load_sampler(options.others.sampler or "")
     terminal = Terminal()
     with terminal.progress("certify", _STEPS) as show:
@@ -50,30 +44,9 @@ def certify_one_sampler(options: CertifyOptions, folder: Path | None) -> int:
         )
     record, circumstances = _record(certificate)
     _show(certificate, terminal)
-    if folder is not None:
-        write_report(folder, markdown(certificate, circumstances), record, terminal)
-    if options.report.json:
-        terminal.json(record)
-    return {Status.HOLDS: DONE, Status.FAILS: FAILED}.get(certificate.status, UNDECIDED)
-
-
-def _refuse_useless(options: CertifyOptions) -> None:
-    """Options that were typed and would be looked at by nobody."""
-    defaults = defaults_of(CertifyOptions)
-    for name, given in _values(options):
-        if name in defaults and name not in _TAKEN and given != defaults[name]:
-            raise OptionError(
-                f"says nothing of a sampler, which is run by itself; leave it out, got {given}", field=name
-            )
-
-
-def _values(options: Any) -> Iterator[tuple[str, Any]]:
-    for each in dataclasses.fields(options):
-        value = getattr(options, each.name)
-        if dataclasses.is_dataclass(value):
-            yield from _values(value)
-        else:
-            yield each.name, value
+    status = {Status.HOLDS: DONE, Status.FAILS: FAILED}.get(certificate.status, UNDECIDED)
+    page = markdown(certificate, circumstances)
+    return concluded(status, options, record, terminal, lambda: write_report(folder, page, record, terminal))
 
 
 def _record(certificate: SamplerCertificate) -> tuple[dict[str, Any], dict[str, Any]]:

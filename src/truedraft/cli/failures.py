@@ -1,6 +1,7 @@
 """From exceptions to one line on standard error, a JSON object where one was asked for, and an exit status.
 
-0 done; 1 the check or run failed; 2 unusable arguments; 3 not enough evidence (certify); 130 interrupted.
+0 done; 1 the check or run failed; 2 unusable arguments; 3 not enough evidence (certify); 130 interrupted. In certify 1
+says that a check failed, and nothing else does: whatever breaks on the way is 3.
 """
 
 from __future__ import annotations
@@ -37,10 +38,23 @@ class InterruptedCommandError(TruedraftError):
     """Ctrl-C ended a command before it had anything to show."""
 
 
+class UndecidedError(TruedraftError):
+    """A certificate ended before its verdict: nothing was found, and nothing was shown."""
+
+    @classmethod
+    def because(cls, error: BaseException, advice: str) -> UndecidedError:
+        """What ended it, and what to do now."""
+        undecided = cls(f"{describe(error)}; {advice}")
+        undecided.field = getattr(error, "field", None)
+        return undecided
+
+
 def exit_status(error: BaseException) -> int:
     """The exit status that an error ends the command with."""
     if isinstance(error, KeyboardInterrupt | InterruptedCommandError):
         return INTERRUPTED
+    if isinstance(error, UndecidedError):
+        return UNDECIDED
     if isinstance(error, _UNUSABLE) or _is_usage_error(error):
         return UNUSABLE
     return FAILED

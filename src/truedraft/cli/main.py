@@ -15,7 +15,7 @@ from truedraft.cli.bench import bench
 from truedraft.cli.certify import certify
 from truedraft.cli.chat import chat
 from truedraft.cli.export import export
-from truedraft.cli.failures import DONE, FAILED, error_record, report, warnings_as_lines
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED, error_record, report, warnings_as_lines
 from truedraft.cli.generate import generate
 from truedraft.cli.info import info
 from truedraft.cli.parameters import command
@@ -70,13 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those after the program's name; None takes them from the system.
 
     Returns:
-        The exit status: 0 done, 1 the check or run failed, 2 unusable arguments, 130 interrupted.
+        The exit status: 0 done, 1 the check or run failed, 2 unusable arguments, 3 not enough evidence (certify), 130
+        interrupted.
     """
     prepare_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if not output_is_open():
-        return FAILED
-    status = _run(list(sys.argv[1:] if arguments is None else arguments))
-    return status if output_was_taken() else FAILED
+        return _untold(words, DONE)
+    status = _run(words)
+    return status if output_was_taken() else _untold(words, status)
 
 
 def _run(words: list[str]) -> int:
@@ -87,7 +89,7 @@ def _run(words: list[str]) -> int:
             warnings.simplefilter("ignore")
             status = app.main(args=words, prog_name="truedraft", standalone_mode=False)
     except SystemExit as stop:  # typer ends so where standard output was closed by its reader
-        return stop.code if isinstance(stop.code, int) else FAILED
+        return stop.code if isinstance(stop.code, int) and stop.code != FAILED else _untold(words, DONE)
     except typer.Abort:
         return _failed(words, KeyboardInterrupt())
     except (Exception, KeyboardInterrupt) as error:
@@ -98,11 +100,16 @@ def _run(words: list[str]) -> int:
 def _failed(words: Sequence[str], error: BaseException) -> int:
     """Tell what went wrong, to people and to programs."""
     if not output_was_taken():
-        return FAILED
+        return _untold(words, DONE)
     status = report(error)
     if "--json" in words:
         sys.stdout.write(json_line(error_record(_command_in(words), error)))
     return status
+
+
+def _untold(words: Sequence[str], status: int) -> int:
+    """The exit status of a command whose output nobody could read; in certify 1 is a check that failed, and no more."""
+    return UNDECIDED if _command_in(words) == "certify" and status != FAILED else FAILED
 
 
 def _command_in(words: Sequence[str]) -> str | None:

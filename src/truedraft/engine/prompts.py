@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PromptError, TruedraftError
-from truedraft.models.base import LanguageModel
+from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.multimodal import MultimodalPrompt
 
 TextPrompt: TypeAlias = str | Sequence[int]
@@ -51,7 +51,7 @@ def params_of_each(
     return params
 
 
-def encode_prompt(target: LanguageModel, prompt: TextPrompt) -> list[int]:
+def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
     """Token ids of a prompt, checked against the target's ids and context.
 
     Raises:
@@ -82,14 +82,14 @@ def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:
     return _within_context(target, ids if target.sources is None else target.sources.heard(prompt.inputs, ids))
 
 
-def _check_ids(target: LanguageModel, ids: Sequence[int]) -> None:
+def _check_ids(target: Reader, ids: Sequence[int]) -> None:
     vocab = target.vocab_size
     wrong = next((token for token in ids if not 0 <= token < vocab), None)
     if wrong is not None:
         raise PromptError(f"token id {wrong} is outside 0 to {vocab - 1}, the ids of {target.name!r}")
 
 
-def _within_context(target: LanguageModel, ids: list[int]) -> list[int]:
+def _within_context(target: Reader, ids: list[int]) -> list[int]:
     context = target.most_tokens(ids)
     if len(ids) >= context:
         raise PromptError(
@@ -117,7 +117,7 @@ def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
         raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text behind it")
 
 
-def _encode_text(target: LanguageModel, prompt: str) -> list[int]:
+def _encode_text(target: Reader, prompt: str) -> list[int]:
     if target.tokenizer is None:
         raise PromptError(f"{target.name!r} has no tokenizer; give a prompt as a list of token ids, not text")
     if not prompt:

@@ -66,8 +66,8 @@ class ForwardOutput:
     layers: tuple[Tensor, ...] = ()
 
 
-class LanguageModel(ABC):
-    """A causal language model that runs many token trees in one forward.
+class Reader:
+    """How a language model reads texts and ends them: what is known of it without its weights.
 
     Attributes:
         name: what the user called it.
@@ -75,6 +75,29 @@ class LanguageModel(ABC):
         vocab_size: ids that exist, padding of the embedding not counted.
         context_length: most tokens of one request.
         eos_token_ids: ids that end an answer.
+        sources: how its texts are laid out; None without an encoder.
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    sources: Sources | None = None
+
+    def source_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of a text's first tokens an encoder reads; options about texts look at what follows."""
+        return 0 if self.sources is None else self.sources.length(tokens) or 0
+
+    def most_tokens(self, tokens: Sequence[int]) -> int:
+        """Of a request that begins so, prompt and answer together."""
+        return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
+
+
+class LanguageModel(Reader, ABC):
+    """A causal language model that runs many token trees in one forward.
+
+    Attributes:
         device: where its tensors live.
         dtype: of its weights.
         fast_paths: what is switched on beyond the plain forward, in words, for reports.
@@ -86,18 +109,12 @@ class LanguageModel(ABC):
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
         layers: decoder layers, those that padding added not counted; 0 where they are not known.
         adapters: that a segment may name.
-        sources: how its texts are laid out; None without an encoder.
         shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
         placeholders: ids of tokens that this takes the place of.
         failure: why it cannot run, in a sentence, where its weights are made late and could not be; None while it can.
     """
 
-    name: str
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    context_length: int
-    eos_token_ids: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
     fast_paths: tuple[str, ...] = ()
@@ -108,7 +125,6 @@ class LanguageModel(ABC):
     shown_layers: int = 0
     layers: int = 0
     adapters: tuple[str, ...] = ()
-    sources: Sources | None = None
     shared_ids: Tensor | None = None
     input_names: frozenset[str] = frozenset()
     placeholders: frozenset[int] = frozenset()
@@ -166,14 +182,6 @@ class LanguageModel(ABC):
             self.forward([Segment(cache, tokens, shape, (), prompt=len(ids), inputs=self.opening_inputs)])
             cache.commit(range(len(ids)))
         return cache
-
-    def source_tokens(self, tokens: Sequence[int]) -> int:
-        """How many of a text's first tokens an encoder reads; options about texts look at what follows."""
-        return 0 if self.sources is None else self.sources.length(tokens) or 0
-
-    def most_tokens(self, tokens: Sequence[int]) -> int:
-        """Of a request that begins so, prompt and answer together."""
-        return self.context_length if self.sources is None else self.source_tokens(tokens) + self.sources.limit
 
     def most_drafted(self, tokens: Sequence[int]) -> int:
         """Tokens of its own that it may write behind a text, one below another: the last of them it never reads."""

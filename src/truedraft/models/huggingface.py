@@ -83,11 +83,11 @@ class HuggingFaceModel(LanguageModel):
             raise UnsupportedModelError(f"{name} has no LM head; truedraft needs a causal language model")
         rows = int(head.weight.shape[0])
         self.vocab_size = min(rows, tokenizer.vocab_size) if tokenizer is not None else rows
-        self.context_length, self._context_note = _context_of(config)
+        self.context_length, self._context_note = context_of(config)
         if model.config.is_encoder_decoder:
             self.sources = Sources.of(model, self.context_length)
             self.context_length += self.sources.source_limit  # the encoder's text, and the decoder's
-        self.eos_token_ids = _eos_ids(model, tokenizer)
+        self.eos_token_ids = eos_ids(getattr(model, "generation_config", None), config, tokenizer)
         self.device = model.device
         self.dtype = model.dtype
         self.parameters = sum(weight.numel() for weight in model.parameters())
@@ -387,19 +387,15 @@ def _bytes_read(model: PreTrainedModel) -> int:
     return sum(read.values())
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end an answer: what generation would use, else the configuration's, else the tokenizer's."""
-    generation = getattr(model, "generation_config", None)
-    for given in (
-        getattr(generation, "eos_token_id", None),
-        getattr(model.config.get_text_config(), "eos_token_id", None),
-    ):
+def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end an answer: what generation would use, else the text's configuration's, else the tokenizer's."""
+    for given in (getattr(generation, "eos_token_id", None), getattr(config, "eos_token_id", None)):
         if given is not None:
             return (given,) if isinstance(given, int) else tuple(given)
     return () if tokenizer is None else tokenizer.eos_token_ids
 
 
-def _context_of(config: Any) -> tuple[int, str | None]:
+def context_of(config: Any) -> tuple[int, str | None]:
     """Most tokens of a request, and what to say where these are fewer than the model itself could read."""
     whole = next((given for name in _CONTEXT_NAMES if (given := getattr(config, name, None))), _ENDLESS)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import (
@@ -42,7 +43,8 @@ from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.backends.whole_text import WholeTextBackend
-from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.base import Reader
+from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
@@ -116,6 +118,36 @@ def load_model(
         del model
         # Read again each time: what was tried may have taken its weights apart.
         return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, reread)
+
+
+def load_reader(name: str) -> Reader:
+    """How a model reads and ends texts, without its weights.
+
+    Args:
+        name: as of `load_model`.
+
+    Raises:
+        ModelNotFoundError: no such folder or name, or the hub cannot be reached.
+        ModelError: its files cannot be read, or do not say how many ids there are.
+    """
+    source = resolve_source(name)
+    config = load_config(source, name, None).get_text_config()
+    refuse_broken_generation_config(source, name, None)
+    generation = None
+    with contextlib.suppress(OSError):  # there is none
+        generation = GenerationConfig.from_pretrained(source)
+    reader = Reader()
+    reader.name, reader.tokenizer = name, Tokenizer.load(source)
+    told = [getattr(config, "vocab_size", None), None if reader.tokenizer is None else reader.tokenizer.vocab_size]
+    sizes = [size for size in told if size is not None]
+    if not sizes:
+        raise ModelError(
+            f"neither config.json nor a tokenizer of {name!r} says how many token ids there are; fetch its files again"
+        )
+    reader.vocab_size = min(sizes)
+    reader.context_length, _ = context_of(config)
+    reader.eos_token_ids = eos_ids(generation, config, reader.tokenizer)
+    return reader
 
 
 def _read_merged(

@@ -310,7 +310,7 @@ def _root(url: str) -> httpx2.URL:
         if found.scheme not in ("http", "https") or not found.host:
             raise httpx2.InvalidURL("no host")
     except httpx2.InvalidURL as error:
-        raise OptionError(f"must be an address such as http://127.0.0.1:8000, got {url!r}", field="endpoint") from error
+        raise OptionError(f"{url!r} is no address; give one such as http://127.0.0.1:8000") from error
     path = found.path.rstrip("/").removesuffix("/v1")
     return found.copy_with(path=path or "/", query=None, fragment=None)
 

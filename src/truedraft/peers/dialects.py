@@ -15,6 +15,8 @@ from truedraft.core.params import SamplingParams
 from truedraft.peers.asking import FILTERS
 
 _TOKEN_ID = "token_id:"
+_QUOTED = 40
+"""Characters of a server's own words that are shown."""
 _PLAIN = ("max_tokens", "temperature", "top_p", "seed", "stop", "logprobs")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPEN_MODELS = (
@@ -67,7 +69,7 @@ class Dialect:
         filters: its order, of `FILTERS`.
         takes: names of `SamplingParams` that it understands as we do.
         fields: of a request, from its parameters.
-        read: from what it answered; KeyError, TypeError, ValueError or IndexError where that has another form.
+        read: from what it answered; an error of Python's where that has another form, ValueError with a sentence.
         tells_ids: whether it tells the ids of an answer.
         takes_ids: whether a prompt may be ids.
         logprobs: "raw" or "processed", as it gives them where it is not told; "" for unknown.
@@ -150,7 +152,10 @@ def _llama_cpp_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def _read_openai(content: Mapping[str, Any]) -> Told:
-    choice = content["choices"][0]
+    choices = content["choices"]
+    if not isinstance(choices, list) or not choices:
+        raise ValueError("no choices")
+    choice = choices[0]
     usage = content.get("usage") or {}
     names, logprobs, top = _read_logprobs(choice.get("logprobs"))
     return Told(
@@ -214,7 +219,7 @@ def _read_entries(found: Sequence[Mapping[str, Any]] | None) -> _Logprobs:
 
 
 def _entry_name(entry: Mapping[str, Any]) -> str | int:
-    return int(entry["id"]) if "id" in entry else _name(entry["token"])
+    return _id(entry["id"]) if "id" in entry else _name(entry["token"])
 
 
 def _name(name: str) -> str | int:
@@ -226,11 +231,17 @@ def _name(name: str) -> str | int:
 def _text(found: object) -> str | None:
     if found is None or isinstance(found, str):
         return found
-    raise TypeError(f"a text is a {type(found).__name__}")
+    raise ValueError(f"a text is a {type(found).__name__}")
+
+
+def _id(found: object) -> int:
+    if type(found) is not int:  # no bool either
+        raise ValueError(f"a token id is {str(found)[:_QUOTED]!r}, and no whole number")
+    return found
 
 
 def _ids(found: Sequence[Any] | None) -> tuple[int, ...] | None:
-    return None if found is None else tuple(map(int, found))
+    return None if found is None else tuple(map(_id, found))
 
 
 TRUEDRAFT = Dialect(

@@ -110,13 +110,13 @@ class Endpoint(Peer):
             served = _served(caller)
             entry = _chosen(caller, served, model)
             if model is None and len(served) > 1:
-                tell(f"{caller.url} serves {len(served)} models, and the first is asked: {entry['id']!r}")
+                tell(f"{caller.url} serves {len(served)} models, and the first is asked: {entry.get('id')!r}")
             dialect, version = _recognised(caller, entry)
-            named = model if model is not None else entry.get("id")
+            named = model if model is not None else _text_of(entry.get("id"))
             if dialect is OPENAI:
                 dialect = _tried(caller, named, recovery, _ANY_IDS if tokenizer is None else tokenizer.encode(_ANY))
-            names = [name for name in (entry.get("id"), entry.get("root")) if isinstance(name, str)]
-            return cls(caller, dialect, named, recovery, names=names, version=version)
+            names = [_text_of(entry.get(field)) for field in ("id", "root")]
+            return cls(caller, dialect, named, recovery, names=[*filter(None, names)], version=version)
         except BaseException:
             caller.close()
             raise
@@ -205,6 +205,10 @@ def _is_model(said: str, name: str) -> bool:
     return re.fullmatch(re.escape(name) + r"(-[\d-]+)?", said) is not None
 
 
+def _text_of(found: object) -> str | None:
+    return found if isinstance(found, str) else None
+
+
 def _served(caller: Caller) -> list[Mapping[str, Any]]:
     """What the server says of its models; nothing where it lists none.
 
@@ -235,7 +239,8 @@ def _recognised(caller: Caller, entry: Mapping[str, Any]) -> tuple[Dialect, str]
     """Which engine it is, and its version."""
     dialect = BY_OWNER.get(str(entry.get("owned_by")))
     if dialect is TRUEDRAFT:
-        return TRUEDRAFT, str(_asked(caller, "/openapi.json").get("info", {}).get("version", ""))
+        info = _asked(caller, "/openapi.json").get("info")
+        return TRUEDRAFT, str(info.get("version", "")) if isinstance(info, Mapping) else ""
     if dialect is VLLM:
         return VLLM, str(_asked(caller, "/version").get("version", ""))
     props = _asked(caller, "/props")
@@ -295,7 +300,6 @@ def _read(caller: Caller, dialect: Dialect, body: Mapping[str, Any], over: threa
     content = caller.post(dialect.path, body, over)
     try:
         return dialect.read(content)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise PeerError(
-            f"{caller.url} answered JSON that is no completion ({type(error).__name__}: {error})"
-        ) from error
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise PeerError(f"{caller.url} answered JSON that is no completion ({why})") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +54,9 @@ class ProcessPeer(Peer):
     It is called with the token ids of a prompt, a list, and with those of `max_tokens`, `temperature`, `top_p`,
     `top_k`, `min_p`, `seed` and `stop` that its signature names; it returns the new token ids. Where it does not name
     `max_tokens`, what it returns is cut there. An exception of its own is the error of that question.
+
+    An answer that ended by itself may end with its end of text. What stands behind an end of text counts as tokens that
+    were written behind it, which is a fault: return a list without padding.
 
     Args:
         function: as described.
@@ -127,8 +132,15 @@ def _named(function: Callable[..., Any]) -> tuple[str, ...]:
 def _ids(name: str, found: Any) -> tuple[int, ...]:
     """Token ids of a list, a tuple, an array or a tensor."""
     values = found.tolist() if hasattr(found, "tolist") else found
-    if not isinstance(values, list | tuple) or not all(
-        hasattr(each, "__index__") and not isinstance(each, bool) for each in values
-    ):
+    if not isinstance(values, list | tuple):
         raise PeerError(f"{name} must return a list of token ids, got {repr(found)[:80]}")
-    return tuple(each.__index__() for each in values)
+    return tuple(_id(name, each) for each in values)
+
+
+def _id(name: str, found: Any) -> int:
+    """A whole number of Python, numpy or torch; a bool is none."""
+    if not isinstance(found, bool) and "bool" not in str(getattr(found, "dtype", "")):
+        # What is no whole number raises TypeError; a tensor of several numbers another error by its version.
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            return operator.index(found)
+    raise PeerError(f"{name} must return a list of token ids, which are whole numbers, got {repr(found)[:80]} in it")

@@ -115,7 +115,7 @@ class Recorded(Peer):
                     replies[words, int(record["occurrence"])] = Reply.from_dict(record["reply"])
                 elif record[_HEAD] != _VERSION:
                     raise ValueError(f"version {record[_HEAD]!r}")
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
                 raise DataError(
                     f"line {number + 1} of {str(self._file)!r} is no part of a transcript "
                     f"({type(error).__name__}: {error}); name another file"

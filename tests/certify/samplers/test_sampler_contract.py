@@ -80,6 +80,7 @@ def test_global_states_are_seeded_and_left_as_they_were(world: SamplerWorld) -> 
         [torch.tensor([0]), [1, 2], [0, 1, 2], [2], [2], [1]],
         torch.tensor([[0, -1, -1], [1, 2, -1], [0, 1, 2], [2, -1, -1], [2, -1, -1], [1, -1, -1]], dtype=torch.int32),
         np.array([[0, -1, -1], [1, 2, -1], [0, 1, 2], [2, -1, -1], [2, -1, -1], [1, -1, -1]]),
+        np.array([[-1, -1, 0], [-1, 2, 1], [2, 1, 0], [-1, -1, 2], [-1, -1, 2], [-1, -1, 1]])[:, ::-1],
     ],
 )
 def test_tokens_in_every_form(world: SamplerWorld, given: Any) -> None:
@@ -95,6 +96,13 @@ def test_tokens_in_every_form(world: SamplerWorld, given: Any) -> None:
         (torch.zeros(6, 2, dtype=torch.int64), "gave back the shape [6, 2]"),
         (torch.full((6, 3), torch.nan), "gave back NaN where ids are wanted"),
         (torch.zeros(6, 3), "gave back numbers of torch.float32"),
+        (torch.zeros(6, 3, dtype=torch.complex64), "gave back numbers of torch.complex64"),
+        (torch.zeros(6, 3, dtype=torch.bool), "gave back numbers of torch.bool"),
+        (np.zeros((6, 3), dtype=bool), "gave back numbers of torch.bool"),
+        (np.zeros((6, 3), dtype=object), "gave back an array of object where ids are wanted"),
+        (np.full((6, 3), "x"), "gave back an array of <U1 where ids are wanted"),
+        ([[torch.zeros(1, requires_grad=True)]] * 6, "for row 0"),
+        ([[True]] * 6, "gave back [True] for row 0"),
         (torch.full((6, 3), 3), "emitted the id 3; there are 0 to 2"),
         (torch.full((6, 3), -2), "emitted the id -2"),
         (torch.full((6, 3), -1), "emitted nothing for row 0"),

@@ -179,12 +179,15 @@ def _tensor(given: Any, batch: int, width: int, name: str) -> Tensor:
     if isinstance(given, list | tuple):
         given = _filled(given, batch, width, name, shape)
     if isinstance(given, np.ndarray):
-        given = torch.from_numpy(given)
+        try:
+            given = torch.from_numpy(np.ascontiguousarray(given))
+        except (TypeError, ValueError) as error:  # an array of objects, or of another machine's byte order
+            raise _refused(name, f"gave back an array of {given.dtype} where ids are wanted; give {shape}") from error
     if not isinstance(given, Tensor):
         raise _refused(name, f"gave back a {type(given).__name__}; give {shape}")
     if tuple(given.shape) != (batch, width):
         raise _refused(name, f"gave back the shape {list(given.shape)}; give {shape}")
-    if given.is_floating_point():
+    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
         bad = "NaN" if bool(given.isnan().any()) else f"numbers of {given.dtype}"
         raise _refused(name, f"gave back {bad} where ids are wanted; give {shape}")
     return given.detach().to("cpu", torch.int64)
@@ -197,7 +200,7 @@ def _filled(rows: list[Any] | tuple[Any, ...], batch: int, width: int, name: str
     for number, row in enumerate(rows):
         try:
             ids = np.asarray(row.tolist() if isinstance(row, Tensor) else row)
-        except ValueError:
+        except (TypeError, ValueError, RuntimeError):  # the last two are torch's, for tensors in a list
             ids = np.asarray(None)
         if ids.ndim != 1 or len(ids) > width or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
             raise _refused(name, f"gave back {row!r} for row {number}; give {shape}")
