@@ -302,14 +302,19 @@ class _Watched(Peer):
 
 
 def _judges(options: CertifyOptions) -> tuple[LanguageModel, LanguageModel | None]:
-    """The model that scores, in float32 if that is not too large, and the same in its own dtype, for rounding."""
+    """The model that scores, in float32 if that is not too large, and the same in the engine's dtype, for rounding.
+
+    "auto" is bfloat16 here: what this machine is fast at says nothing of the engine's.
+    """
     from truedraft.cli.session import load_target
 
     with errors_about("model"):
-        own = load_target(options.stack, options.machine)
+        machine = options.machine
         if options.check.no_float32:
-            return own, None
-        return load_target(options.stack, replace(options.machine, dtype="float32")), own
+            return load_target(options.stack, machine), None
+        coarse = replace(machine, dtype="bfloat16") if machine.dtype == "auto" else machine
+        rounded = load_target(options.stack, coarse)
+        return load_target(options.stack, replace(machine, dtype="float32")), rounded
 
 
 def _drafts(options: CertifyOptions) -> Mapping[str, LanguageModel]:

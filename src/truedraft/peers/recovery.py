@@ -95,9 +95,8 @@ class Recovery:
         size = self._vocab_size
         wrong = next((token for token in ids if token < 0 or (size is not None and token >= size)), None)
         if wrong is not None:
-            raise PeerError(
-                f"it answered token id {wrong}, outside a vocabulary of {size}: its tokenizer is another one"
-            )
+            known = "no model has such" if size is None else f"outside a vocabulary of {size}"
+            raise PeerError(f"it answered token id {wrong}, {known}: its tokenizer is another one")
 
     def _check_prompt(self, told: Told, question: Question) -> None:
         sent = question.prompt

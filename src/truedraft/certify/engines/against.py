@@ -25,6 +25,7 @@ from truedraft.certify.engines.asked import (
     TOKENS,
     Asked,
     Tell,
+    check_prompts,
     greedy_answers,
     refuse_unusable,
 )
@@ -55,6 +56,7 @@ def compare_engines(
 
     Args and errors are those of `certify_engine`; each engine is asked for half of the tokens.
     """
+    check_prompts(prompts, math.inf)
     for each in (peer, other):
         refuse_unusable(each, params, together, seconds, sends_seeds)
     began, deadline = now(), Deadline(seconds)

@@ -114,7 +114,7 @@ def streams(prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
     return itertools.cycle(cut)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], context_length: int) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], context_length: float) -> None:
     """Refuse prompts that leave no room.
 
     Raises:

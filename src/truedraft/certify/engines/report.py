@@ -104,12 +104,13 @@ def engine_verdict(report: EngineReport) -> str:
 def engine_meaning(report: EngineReport) -> list[str]:
     """What the report says and does not say, in sentences."""
     lines = [
-        f"A sound engine reaches evidence of {ALARM:g} in any one part with probability {1.0 / ALARM:g} at most, "
+        f"A sound engine reaches evidence of {ALARM:g} in any one check with probability {1.0 / ALARM:g} at most, "
         "whenever one looks; what would have been found stands in the lines.",
         "It holds for these options, this version and these prompts, as far as was tested here.",
     ]
     if report.deviates:
-        lines.insert(1, f"Call it a fault where the evidence reaches {CERTAIN:g} and comes back with another --seed.")
+        again = "and comes back in another run, with other seeds"
+        lines.insert(1, f"Call it a fault where the evidence reaches {CERTAIN:g} {again}.")
     if report.dropped or any(report.unsure.values()):
         lines.append(
             f"{sum(report.dropped.values())} answers were dropped and the token ids of {sum(report.unsure.values())} "
