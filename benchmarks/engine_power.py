@@ -1,6 +1,6 @@
 """What a certificate of engines finds in how many tokens: each planted fault, and sound engines; counts, and no times.
 
-    python benchmarks/engine_power.py [--only NAME ...] [--seeds 0] [--tokens 3000] [--out FILE]
+    python benchmarks/engine_power.py [--only NAME ...] [--seeds 0] [--tokens 3000] [--unnamed] [--out FILE]
 
 The engines of `tests/support/faulty_engines.py`, asked in process: once with the draft model named, once without. A
 line of JSON for each run, written as soon as it is done; runs that the file has are passed over.
@@ -67,17 +67,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[each.name for each in (*FAULTS, *SOUND)])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--tokens", type=int, default=3000)
+    parser.add_argument("--unnamed", action="store_true", help="only without the draft model named")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
-    done = {(line["engine"], line["seed"], line["knows_draft"]) for line in lines}
+    done = {(line["engine"], line["seed"], line["knows_draft"], line["most_tokens"]) for line in lines}
     engines = [planted for planted in (*FAULTS, *SOUND) if planted.name in asked.only]
-    for knows_draft, seed, planted in itertools.product((True, False), asked.seeds, engines):
-        if (planted.name, seed, knows_draft) in done:
+    for knows_draft, seed, planted in itertools.product((True, False)[asked.unnamed :], asked.seeds, engines):
+        if (planted.name, seed, knows_draft, asked.tokens) in done:
             continue
         report = certified(planted, seed, asked.tokens, knows_draft=knows_draft)
         own = {"engine": planted.name, "sound": planted in SOUND, "seed": seed, "knows_draft": knows_draft}
-        line = json.dumps(own | line_of(report))
+        line = json.dumps(own | {"most_tokens": asked.tokens, "took_s": round(report.seconds, 1)} | line_of(report))
         print(line, flush=True)
         with asked.out.open("a") as file:
             file.write(line + "\n")

@@ -92,3 +92,11 @@ def test_rows_are_judged_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     target = model()
     found, _ = measured_allowance(target, target, [telling(target, 0.0)])
     assert found.log_ratio == pytest.approx(1.5e-4)
+
+
+@pytest.mark.parametrize("told", [(float("nan"),) * len(LONG), (0.0,) * (len(LONG) - 1)])
+def test_what_are_no_log_probabilities_measures_nothing(told: tuple[float, ...]) -> None:
+    target = model()
+    asked, answer = telling(target, 0.0)
+    found, differences = measured_allowance(target, None, [(asked, replace(answer, logprobs=told))])
+    assert differences is None and found.log_ratio == pytest.approx(0.015)

@@ -178,3 +178,13 @@ def test_a_nucleus_among_few_tokens_is_the_same(monkeypatch: pytest.MonkeyPatch,
     few = filtered(rows(200), params, FILTERS, within(off))
     for name in ("probs", "doubtful", "within", "gain"):
         torch.testing.assert_close(getattr(few, name), getattr(every, name))
+
+
+def test_of_equals_at_the_edge_of_a_nucleus_either_may_stay() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.3]], dtype=torch.float64).log()
+    found = filtered(logits, SamplingParams(temperature=1.0, top_p=0.6), FILTERS)
+    assert found.within.tolist() == [[True, True, True]] and found.doubtful.tolist() == [[False, True, True]]
+
+
+def test_a_log_ratio_beyond_all_measure_overflows_nowhere() -> None:
+    assert within(0.05).at(SamplingParams(temperature=1e-5)) == 300.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +15,12 @@ from truedraft import SamplingParams
 from truedraft.certify.checks import Status
 from truedraft.certify.engines import EngineReport, certify_engine, compare_engines
 from truedraft.certify.engines.allowance import EXACT
+from truedraft.certify.engines.alternatives import COPIED, alternatives_for, ngram_candidates
 from truedraft.certify.engines.behaviour import lengths
+from truedraft.certify.engines.bets import WEIGHTS, Bets
 from truedraft.certify.engines.evidence import Evidence
-from truedraft.certify.engines.law import Judge
+from truedraft.certify.engines.law import Judge, Law
+from truedraft.certify.engines.run import drafted
 from truedraft.errors import OptionError, PeerError
 from truedraft.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
 from truedraft.testing import MarkovModel
@@ -230,14 +234,105 @@ def test_answers_that_end_where_the_engines_context_is_full_are_not_short() -> N
     assert kept.status is Status.FAILS
 
 
-def test_bets_stop_where_an_answer_was_dropped_and_events_go_on() -> None:
-    law = Judge(TARGET, FILTERS, EXACT).laws(
-        [(Question((1, 2), SamplingParams(temperature=1.0)), Reply((0, 1, 2, 3)))]
-    )[0]
+def law_of(*tokens: int, target: MarkovModel = TARGET) -> Law:
+    question = Question((1, 2), SamplingParams(temperature=1.0, max_tokens=len(tokens)))
+    (law,) = Judge(target, FILTERS, EXACT).laws([(question, Reply(tokens))])
+    return law
+
+
+def test_bets_pay_for_answers_that_were_dropped_and_other_evidence_stands_still() -> None:
     evidence = Evidence(6, SamplingParams(temperature=1.0), FILTERS, [], 0.0)
-    evidence.add(law, {}, repeated=True)
+    evidence.add(law_of(0, 1, 2, 3), {}, repeated=True)
     before = evidence.log_parts()
-    evidence.lost = 0.1
-    evidence.add(law, {}, repeated=True)
+    evidence.lose(1, 4)
+    paid = evidence.log_parts()
+    assert {name for name in before if before[name] != paid[name]} == {"bets"} and paid["bets"] < before["bets"]
+    evidence.add(law_of(0, 1, 2, 3), {}, repeated=True)
     after = evidence.log_parts()
-    assert {name for name in before if before[name] != after[name]} == {"events", "outside"}
+    assert {name for name in before if paid[name] != after[name]} == {"bets", "outside"}
+    assert all(test.tokens == 8 for test in evidence.events() if "half" in test.name)
+
+
+def test_no_choice_among_answers_gains_more_than_what_was_paid_for_them() -> None:
+    """Whatever an answer that was dropped said, bets would have been as low at the least as they are after paying."""
+    params = SamplingParams(temperature=1.0)
+    for tokens in itertools.product(range(6), repeat=2):
+        known, unknown = (Bets(alternatives_for(params, FILTERS, [COPIED])) for _ in range(2))
+        law = law_of(*tokens)
+        known.add(law, {COPIED: ngram_candidates(law)})
+        unknown.lose(2, 0.0)
+        assert (unknown._logs <= known._logs + 1e-12).all()
+
+
+def test_an_engine_whose_answers_are_dropped_for_what_they_say_is_not_called_faulty() -> None:
+    """Every answer that ends with token 3, so that what is left lacks it."""
+    peer = Drawing()
+    plain = peer.answer
+
+    def answer(question: Question) -> Reply | PeerError:
+        reply = plain(question)
+        assert isinstance(reply, Reply)
+        return PeerError("half a character") if reply.token_ids[-1] == 3 else reply
+
+    peer.answer = answer  # type: ignore[method-assign]
+    report = certified(peer, tokens=4000)
+    assert sum(report.dropped.values()) > 20
+    assert not report.deviates
+
+
+def test_two_servers_one_of_which_drops_answers_are_not_called_different() -> None:
+    one, two = Drawing(), Drawing()
+    plain = two.answer
+
+    def answer(question: Question) -> Reply | PeerError:
+        reply = plain(question)
+        assert isinstance(reply, Reply)
+        return PeerError("half a character") if reply.token_ids[0] == 3 and not question.params.greedy else reply
+
+    two.answer = answer  # type: ignore[method-assign]
+    params = SamplingParams(temperature=1.0)
+    report = compare_engines(one, two, PROMPTS, params, tokens=6000, sends_seeds=False, together=4)
+    finding = report.findings[0]
+    assert finding.status is Status.NOT_ENOUGH and "were dropped" in finding.summary
+
+
+def test_a_draft_without_some_ids_gains_nothing_on_average() -> None:
+    """Whether there is a draft at a token must not hang on that token."""
+    small = MarkovModel.random(4, seed=2)
+    alternatives = alternatives_for(SamplingParams(temperature=1.0), FILTERS, ["small"])
+    judge = Judge(TARGET, FILTERS, EXACT)
+    mean = torch.zeros(len(alternatives), len(WEIGHTS), dtype=torch.float64)
+    for token in range(6):
+        law = law_of(0, token)
+        drafts = drafted(law, {"small": small}, judge)
+        assert drafts["small"].sum(dim=-1).tolist() == pytest.approx([1.0, 1.0])
+        first, both = Bets(alternatives), Bets(alternatives)
+        first.add(law_of(0), {name: q[:1] for name, q in drafts.items()})
+        both.add(law, drafts)
+        mean += law.probs[1, token] * (both._logs - first._logs).exp()
+    assert float(mean.max()) <= 1.0 + 1e-9
+
+
+def test_the_order_of_ends_of_text_changes_no_bet() -> None:
+    logs = []
+    for ends in ((4, 5), (5, 4)):
+        target = MarkovModel.random(6, seed=1, eos_token_ids=ends)
+        params = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=8)
+        laws = Judge(target, FILTERS, EXACT).laws([(Question((1, 2), params), Reply((0, 3, 1), finish_reason="stop"))])
+        bets = Bets(alternatives_for(params, FILTERS, []))
+        bets.add(laws[0], {})
+        logs.append(bets._logs)
+    # all but what looks at ids: the last token again
+    torch.testing.assert_close(logs[0], logs[1])
+
+
+def test_a_fault_of_greedy_answers_is_told_though_the_engine_fails_afterwards() -> None:
+    peer = Drawing()
+    peer.answer = lambda question: (  # type: ignore[method-assign]
+        Reply((0,) * 32) if question.params.greedy else PeerError("gone")
+    )
+    report = certified(peer)
+    assert status_of(report, "greedy tokens at their own prefixes") is Status.FAILS
+    peer.answer = lambda question: PeerError("gone")  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="gone"):
+        certified(peer)

@@ -80,24 +80,28 @@ def _alike_sampled(
 ) -> Finding:  # fmt: skip
     samples = TwoSamples()
     beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in prompts[: 2 * REPEATED_PROMPTS]])
-    first = 0
+    first, level, spoiled = 0, 0.0, False
     while sum(each.tokens for each in both) < tokens and not deadline.over:
         beginning = next(beginnings)
         answers = [
             each.ask([each.open(beginning, params, REPEATED_TOKENS) for _ in range(each.together)]) for each in both
         ]
+        # What is left of one engine's answers is a choice among them, and ids of a text are not those of another's.
+        spoiled = spoiled or any(each.dropped or any(each.unsure.values()) for each in both)
         for (_, one), (_, two) in zip(*answers, strict=False):
             samples.add(beginning, one.token_ids, two.token_ids)
-        level = samples.log10
+        level = level if spoiled else samples.log10
         if level >= math.log10(ALARM):
             first = first or sum(each.tokens for each in both)
         if level >= math.log10(CERTAIN):
             break
         tell(Part.AGAINST, max(deadline.fraction, sum(each.tokens for each in both) / tokens))
-    level = samples.log10
     summary = f"{samples.pairs:,} pairs of answers, {samples.different:,} different: evidence {evidence_words(level)}"
     summary += f"; evidence of 1,000 after {first:,} tokens" if first else ""
     enough = sum(each.tokens for each in both) >= tokens
+    if spoiled and samples.log10 > level:
+        summary += f"; {evidence_words(samples.log10)} with pairs since answers were dropped or read from their text"
+        enough = enough and samples.log10 < math.log10(ALARM)
     status = Status.FAILS if level >= math.log10(ALARM) else (Status.HOLDS if enough else Status.NOT_ENOUGH)
     facts = {"pairs": samples.pairs, "different": samples.different, "log10_evidence": level}
     return Finding(Part.AGAINST, "both draw from the same distribution", status, summary, facts)

@@ -31,9 +31,11 @@ class Allowance:
 
     def at(self, params: SamplingParams) -> float:
         """The log ratio of the distributions that options make; greedy compares logits as they are."""
-        return self.log_ratio * stretch(params) / (1.0 if params.greedy else params.temperature)
+        return min(self.log_ratio * stretch(params) / (1.0 if params.greedy else params.temperature), FAR)
 
 
+FAR = 300.0
+"""Log ratio from which on nothing can be said; more would overflow."""
 EXACT = Allowance(0.0, 0.0, "nothing is rounded")
 
 
@@ -90,7 +92,7 @@ def measured_allowance(
 
 def _told_differences(judge: LanguageModel, answered: Sequence[tuple[Question, Reply]]) -> Tensor:
     """Log-probabilities as the engine tells them less the judge's, of all tokens that have any, `[tokens]`."""
-    told = [(question, reply) for question, reply in answered if reply.token_ids and reply.logprobs is not None]
+    told = [(question, reply) for question, reply in answered if _tells(reply)]
     rows = judging_logits(judge, [(question.prompt, reply.token_ids) for question, reply in told])
     found = [torch.empty(0, dtype=torch.float64)]
     for logits, (_, reply) in zip(rows, told, strict=True):
@@ -98,6 +100,12 @@ def _told_differences(judge: LanguageModel, answered: Sequence[tuple[Question, R
         own = torch.log_softmax(logits.double(), dim=-1).gather(-1, places)[:, 0]
         found.append(torch.tensor(reply.logprobs, dtype=torch.float64) - own)
     return torch.cat(found)
+
+
+def _tells(reply: Reply) -> bool:
+    """Whether there is a log-probability of each token, and a number."""
+    values = reply.logprobs or ()
+    return bool(values) and len(values) == len(reply.token_ids) and all(map(math.isfinite, values))
 
 
 def _rounding(

@@ -101,12 +101,6 @@ class Asked:
             return ""
         return f"it answered token id {most}, and the model has {self.vocab_size}: its tokenizer is another one"
 
-    @property
-    def dropped_share(self) -> float:
-        """Of all answers, what was dropped: so far may the distribution of the others be off."""
-        lost = sum(self.dropped.values())
-        return lost / max(1, self.answers + lost)
-
 
 def streams(prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
     """Prompts in turn, over and over: whole ones and beginnings."""

@@ -125,9 +125,10 @@ def seeds(asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams
     once, again = ask_alone.ask(questions), ask_alone.ask(questions)
     others = [asked.open(prompt, params, _SEED_TOKENS) for prompt in prompts[-max(1, asked.together - 1) :]]
     company = replace_together(asked, asked.together + 1)
-    beside = [pair for question in questions for pair in company.ask([question, *others[: asked.together]])[:1]]
+    beside = [pair for question in questions for pair in company.ask([question, *others[: asked.together]])]
     for each in (ask_alone, company):
         asked.tokens, asked.answers = asked.tokens + each.tokens, asked.answers + each.answers
+        asked.dropped += each.dropped
     return [
         _alike("the same seed, the same answer", once, again),
         _alike("the same seed beside other requests, the same answer", once, beside),
@@ -140,9 +141,10 @@ def replace_together(asked: Asked, together: int) -> Asked:
 
 
 def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Finding:
-    pairs = list(zip(one, other, strict=False))
-    same = sum(a.token_ids == b.token_ids for (_, a), (_, b) in pairs)
-    status = Status.HOLDS if same == len(pairs) else Status.MEASURED
+    others = {(question.prompt, question.params.seed): reply for question, reply in other}  # some may be dropped
+    pairs = [(reply, others[key]) for each, reply in one if (key := (each.prompt, each.params.seed)) in others]
+    same = sum(a.token_ids == b.token_ids for a, b in pairs)
+    status = Status.HOLDS if pairs and same == len(pairs) else Status.MEASURED
     facts = {"answers": len(pairs), "same": same}
     return Finding(Part.BEHAVIOUR, name, status, f"{same} of {len(pairs)} answers are the same", facts)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.engines.alternatives import Alternative
-from truedraft.certify.engines.law import Law
+from truedraft.certify.engines.law import LEAST_SURE, Law
 
 WEIGHTS = (0.1, 0.3, 0.6, 0.9, 0.99)
 _FLOOR = 1e-4
@@ -71,6 +71,15 @@ class Bets:
         p, doubtful = law.folded(law.probs), law.folded(law.doubtful.double()) > 0.0
         for number, alternative in enumerate(self._alternatives):
             self._logs[number] += self._growth(law, p, alternative.probs(law, drafts), ~doubtful, number)
+
+    def lose(self, tokens: int, log_ratio: float) -> None:
+        """Pay for tokens that were drawn and are not known, so that what is left gains nothing by the choice.
+
+        A bet that is lost leaves 1 - w, and what rounding may give is taken off as where it is most.
+        """
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+        most = math.expm1(2.0 * log_ratio) / LEAST_SURE + _FORBIDDEN / _FLOOR
+        self._logs += tokens * (torch.log1p(-weights) - torch.log1p(weights * most + _SUMMING))
 
     def _growth(self, law: Law, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
         """The logarithms by which bets on one alternative grow over an answer, `[weights]`."""

@@ -49,9 +49,9 @@ class Evidence:
         slack: the allowance at the request's temperature.
 
     Attributes:
-        lost: part of the answers so far that may have been dropped for what they said. From the first on only events
-            go on, with so much more allowed: what is left is a choice among the answers. Other parts stay where they
-            were.
+        dropped: answers so far that were dropped, maybe for what they said: what is left is a choice among all. Bets
+            pay for each as if they had lost on all of its tokens; from the first on the evidence of events and counts
+            stays where it was, and events go on to say only what would have been seen.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class Evidence:
         self._repeated = Repeated()
         self._reached: dict[float, int] = {}
         self._most = 0.0
-        self.lost = 0.0
+        self._slack = slack
+        self._events_were: float | None = None
+        self._answers = 0
+        self.dropped = 0
         self.tokens = 0
         self.sure = 0
         self.outside = 0
@@ -77,12 +80,12 @@ class Evidence:
             drafts: by name the draft's distributions `[tokens, vocab]`.
             repeated: whether its prompt is asked many times.
         """
-        if not self.lost:
-            self._bets.add(law, drafts)
-            if repeated:
-                self._repeated.add(law)
+        self._answers += 1
+        self._bets.add(law, drafts)
+        if repeated and not self.dropped:
+            self._repeated.add(law)
         self._outside.add(torch.full((len(law.tokens), 1), _OUTSIDE, dtype=torch.float64), law.outside[:, None])
-        self._processes.add(*self._of_events(law), self.lost)
+        self._processes.add(*self._of_events(law), self.dropped / (self._answers + self.dropped))
         self.tokens += len(law.tokens)
         self.sure += int(law.sure.sum())
         self.outside += int(law.outside.sum())
@@ -92,6 +95,13 @@ class Evidence:
         for bound in (ALARM, CERTAIN):
             if log >= math.log(bound):
                 self._reached.setdefault(bound, self.tokens)
+
+    def lose(self, answers: int, tokens: int) -> None:
+        """Go on without answers of at most so many tokens each, whose ids are not known."""
+        if answers and self._events_were is None:
+            self._events_were = self.log_parts()["events"]
+        self.dropped += answers
+        self._bets.lose(answers * tokens, self._slack)
 
     def _of_events(self, law: Law) -> tuple[Tensor, Tensor]:
         """Events of the tokens whose distribution is sure."""
@@ -105,6 +115,8 @@ class Evidence:
         """The logarithm of each part's evidence so far; each is an e-process, and so is their mean."""
         events = self._processes.log_evidence()
         parts = {"events": float(torch.logsumexp(events, dim=0)) - math.log(len(events))}
+        if self._events_were is not None:
+            parts["events"] = self._events_were
         parts["outside"] = float(self._outside.log_evidence()[0])
         return parts | {"bets": self._bets.log_evidence, "counts": self._repeated.log_evidence}
 
@@ -157,6 +169,7 @@ class Evidence:
             "tokens": self.tokens,
             "tokens_away_from_edges": self.sure,
             "tokens_outside": self.outside,
+            "answers_dropped": self.dropped,
             "log10_evidence": self.log10,
             "log10_of_parts": {name: value / math.log(10.0) for name, value in self.log_parts().items()},
             "tokens_until": {f"{one.evidence:g}": one.tokens for one in self.milestones},

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.certify.engines.allowance import EXACT, Allowance, judging_logits, stretch
+from truedraft.certify.engines.allowance import EXACT, FAR, Allowance, judging_logits, stretch
 from truedraft.core.params import SamplingParams
 from truedraft.core.shaping import Shaping
 from truedraft.models.base import LanguageModel
@@ -41,6 +41,7 @@ class Law:
             on and p; infinite where nothing can be said.
         likeliest: `[tokens, kept]`: the ids that are told apart for bets; None where all are. A bet may take tokens
             together, as long as which ones hangs on the text before alone: it gains no more by rounding, then.
+        ends: ids that end a text.
     """
 
     question: Question
@@ -51,6 +52,7 @@ class Law:
     outside: Tensor
     gain: Tensor
     likeliest: Tensor | None = None
+    ends: Sequence[int] = ()
 
     @property
     def sure(self) -> Tensor:
@@ -64,7 +66,7 @@ class Law:
 
     def under(self, params: SamplingParams, filters: Sequence[str]) -> Tensor:
         """The distributions that other options, or another order of filters, would make: `[tokens, vocab]`."""
-        return filtered(self.logits, params, filters).probs
+        return with_one_end(filtered(self.logits, params, filters).probs, self.ends)
 
     def folded(self, values: Tensor) -> Tensor:
         """Masses of tokens `[tokens, vocab]` as those of the likeliest and, last, of all others together."""
@@ -114,20 +116,25 @@ class Judge:
         shaping = Shaping(params, question.prompt, len(question.prompt), ends, (), self.target.vocab_size)
         shaped = shaping.of_paths(logits, [tokens[:place] for place in range(len(tokens))]).double()
         found = filtered(shaped, params, self.filters, self.allowance)
-        probs, doubtful, within = found.probs, found.doubtful, found.within
-        if ends[1:]:
-            probs, doubtful, within = probs.clone(), doubtful.clone(), within.clone()
-            probs[:, ends[0]] += probs[:, ends[1:]].sum(dim=-1)
-            probs[:, ends[1:]] = 0.0
-            for each in (doubtful, within):
-                each[:, ends[0]] = each[:, ends].any(dim=-1)
+        probs, doubtful, within = (with_one_end(each, ends) for each in (found.probs, found.doubtful, found.within))
         outside = ~within.gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
         few = min(_TOLD_APART, probs.shape[-1])
         likeliest = None if few == probs.shape[-1] else shaped.topk(few, dim=-1).indices
-        return Law(question, tokens, shaped, probs, doubtful, outside, found.gain, likeliest)
+        return Law(question, tokens, shaped, probs, doubtful, outside, found.gain, likeliest, ends)
 
 
 _TOLD_APART = 8192
+
+
+def with_one_end(values: Tensor, ends: Sequence[int]) -> Tensor:
+    """Masses of tokens, or whether something is said of them, `[rows, vocab]`, with all ends of a text as the first."""
+    if len(ends) < 2:
+        return values
+    one = values.clone()
+    one[:, list(ends)] = False
+    several = values[:, list(ends)]
+    one[:, ends[0]] = several.any(dim=-1) if values.dtype is torch.bool else several.sum(dim=-1)
+    return one
 
 
 def ended_tokens(target: LanguageModel, question: Question, reply: Reply) -> list[int]:
@@ -190,7 +197,7 @@ def filtered(
         filters: names of `FILTERS`, in their order; those missing are not applied.
         allowance: how far log-probabilities may be off.
     """
-    off, edge = (min(each * stretch(params), _FAR) for each in (allowance.log_ratio, allowance.edge))
+    off, edge = (min(each * stretch(params), FAR) for each in (allowance.log_ratio, allowance.edge))
     if params.greedy:
         return _greedy(logits, edge)
     scores = logits
@@ -199,7 +206,7 @@ def filtered(
     for name in filters:
         if name == "temperature":
             scores = scores / params.temperature
-            off, edge = (min(each / params.temperature, _FAR) for each in (off, edge))
+            off, edge = (min(each / params.temperature, FAR) for each in (off, edge))
             continue
         found = _EDGES[name](scores, params, edge)
         if found is not None:
@@ -234,12 +241,10 @@ def _gain(logits: Tensor, params: SamplingParams, doubtful: Tensor, within: Tens
         return torch.full((len(logits),), math.expm1(2.0 * off), dtype=torch.float64)
     whole = torch.softmax((logits / params.temperature).masked_fill(~within, -math.inf), dim=-1)
     left = (whole * ~doubtful).sum(dim=-1)
-    return torch.where(left < _LEAST_SURE, math.inf, math.expm1(2.0 * off) / left)
+    return torch.where(left < LEAST_SURE, math.inf, math.expm1(2.0 * off) / left)
 
 
-_LEAST_SURE = 0.5
-_FAR = 300.0
-"""Log ratio from which on nothing can be said; more would overflow."""
+LEAST_SURE = 0.5
 _Edge = tuple[Tensor, Tensor, Tensor]
 """Which tokens are kept, which may be, and which surely are."""
 
@@ -272,14 +277,13 @@ def _nucleus(probs: Tensor, p: float, off: float, count: int) -> _Edge | None:
     every = count >= probs.shape[-1]
     ordered, order = probs.sort(dim=-1, descending=True, stable=True) if every else probs.topk(count, dim=-1)
     sums = torch.nn.functional.pad(ordered.cumsum(dim=-1), (1, 0))
-    kept = may = surely = sums[:, :-1] < p
-    if off > 0.0:
-        factor, rising = math.exp(2.0 * off), -ordered  # rising is what `searchsorted` needs
-        least = sums.gather(-1, torch.searchsorted(rising, rising * factor))
-        most = sums.gather(-1, torch.searchsorted(rising, rising / factor, right=True)) - ordered
-        may = least / (least + (1.0 - least).clamp_min(0.0) * factor) < p + _NUCLEUS
-        surely = most / (most + (1.0 - most).clamp_min(0.0) / factor) < p - _NUCLEUS
-        surely[:, 0] |= ordered[:, 0] > factor * ordered[:, 1]  # nothing comes before it
+    kept = sums[:, :-1] < p
+    factor, rising = math.exp(2.0 * off), -ordered  # rising is what `searchsorted` needs
+    least = sums.gather(-1, torch.searchsorted(rising, rising * factor))
+    most = sums.gather(-1, torch.searchsorted(rising, rising / factor, right=True)) - ordered
+    may = least / (least + (1.0 - least).clamp_min(0.0) * factor) < p + _NUCLEUS
+    surely = most / (most + (1.0 - most).clamp_min(0.0) / factor) < p - _NUCLEUS
+    surely[:, 0] |= ordered[:, 0] > factor * ordered[:, 1]  # nothing comes before it
     if not every and bool((may[:, -1] | (sums[:, -1] < p + _NUCLEUS)).any()):
         return None
     nothing = torch.zeros_like(probs, dtype=torch.bool)

@@ -113,8 +113,8 @@ def engine_meaning(report: EngineReport) -> list[str]:
         lines.insert(1, f"Call it a fault where the evidence reaches {CERTAIN:g} {again}.")
     if report.dropped or any(report.unsure.values()):
         lines.append(
-            f"{sum(report.dropped.values())} answers were dropped and the token ids of {sum(report.unsure.values())} "
-            "read from their text; their share of all answers is allowed for."
+            f"{sum(report.dropped.values())} answers were dropped, which evidence paid for, and the token ids of "
+            f"{sum(report.unsure.values())} read from their text, by which nothing is called a fault."
         )
     return lines
 

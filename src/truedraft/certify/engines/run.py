@@ -26,7 +26,7 @@ from truedraft.certify.engines.asked import (
     refuse_unusable,
 )
 from truedraft.certify.engines.evidence import ALARM, CERTAIN, Evidence
-from truedraft.certify.engines.law import Judge, Law, filtered
+from truedraft.certify.engines.law import Judge, Law, filtered, with_one_end
 from truedraft.certify.engines.report import EngineReport, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
@@ -92,8 +92,10 @@ def certify_engine(
     findings = [_of_greedy(judge, greedy, known, asked)]
     all_answers = list(greedy)
     if not params.greedy:
-        finding, answers = _sampled(judge, asked, prompts, params, known, deadline, tokens, tell)
+        finding, answers, failed = _sampled(judge, asked, prompts, params, known, deadline, tokens, tell)
         findings.insert(0, finding)
+        if failed is not None and not any(each.status is Status.FAILS for each in findings):
+            raise failed  # what was answered decides nothing
         all_answers += answers
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
     findings += _promises(asked, prompts, params, greedy, all_answers, judge)
@@ -113,7 +115,7 @@ def _of_greedy(
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
     evidence = _evidence(judge, params, drafts)
     for law in judge.laws(answered):
-        evidence.add(law, _drafted(law, drafts, judge), repeated=False)
+        evidence.add(law, drafted(law, drafts, judge), repeated=False)
     ties = evidence.tokens - evidence.sure
     summary = (
         f"{evidence.tokens:,} tokens, {ties} of them at near ties; {evidence.outside} are not the likeliest token by "
@@ -140,21 +142,26 @@ def _tokens_finding(
 def _sampled(
     judge: Judge, asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams,
     drafts: Mapping[str, LanguageModel], deadline: Deadline, tokens: int, tell: Tell,
-) -> tuple[Finding, list[Answered]]:  # fmt: skip
-    """Sampled tokens until they are enough, the evidence is certain, or the time is over."""
+) -> tuple[Finding, list[Answered], PeerError | None]:  # fmt: skip
+    """Sampled tokens until they are enough, the evidence is certain, the time is over, or the engine fails."""
     evidence = _evidence(judge, params, drafts)
     kept: list[Answered] = []
+    failed: PeerError | None = None
     for questions, repeated in groups(asked, prompts, params):
         if evidence.tokens >= tokens or deadline.over or evidence.log10 >= math.log10(CERTAIN):
             break
-        answered = asked.ask(questions)
+        try:
+            answered = asked.ask(questions)
+        except PeerError as error:
+            failed = error
+            break
         kept += answered
-        evidence.lost = asked.dropped_share
+        evidence.lose(len(questions) - len(answered), questions[0].params.max_tokens)
         for law in judge.laws(answered):
-            evidence.add(law, _drafted(law, drafts, judge), repeated=repeated)
+            evidence.add(law, drafted(law, drafts, judge), repeated=repeated)
         tell(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
     tell(Part.SAMPLED, 1.0)
-    return _sampled_finding(evidence, judge, asked), kept
+    return _sampled_finding(evidence, judge, asked), kept, failed
 
 
 def _sampled_finding(evidence: Evidence, judge: Judge, asked: Asked) -> Finding:
@@ -170,6 +177,8 @@ def _sampled_finding(evidence: Evidence, judge: Judge, asked: Asked) -> Finding:
         summary += f"; evidence of 1,000 after {until[0]:,} tokens{certain}; what it looks like: {evidence.fault}"
     if evidence.outside:
         summary += f"; {evidence.outside} tokens that the options forbid"
+    if evidence.dropped:
+        summary += f"; {evidence.dropped} answers were dropped: bets paid for them, and the other evidence stood still"
     name, enough = "sampled tokens at their own prefixes", detectable <= ENOUGH
     return _tokens_finding(Part.SAMPLED, name, evidence, asked, enough, summary, evidence.facts())
 
@@ -180,20 +189,23 @@ def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, Languag
     )  # fmt: skip
 
 
-def _drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
+def drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
     """The drafts' distributions at the tokens of an answer, under its options."""
     found = {COPIED: ngram_candidates(law)}
     for name, model in drafts.items():
         found[name] = torch.zeros_like(law.probs)
         known = next((place for place, token in enumerate(law.text) if token >= model.vocab_size), len(law.text))
-        first, last = len(law.question.prompt), min(known, model.context_length)
-        if last <= first:  # a draft that cannot read the text guesses nothing
+        # A row is of what stands before its token: it may be one that the draft does not have, and must not matter.
+        first, last = len(law.question.prompt), min(known + 1, len(law.text), model.context_length)
+        if known < first or last <= first:  # a draft that cannot read the text guesses nothing
             continue
-        (logits,) = judging_logits(model, [(law.question.prompt, law.text[first:last])])
+        behind = [*law.text[first : last - 1], 0]  # no row sees the last
+        (logits,) = judging_logits(model, [(law.question.prompt, behind)])
         ids = min(model.vocab_size, judge.target.vocab_size)
         rows = torch.full((len(logits), judge.target.vocab_size), -math.inf, dtype=torch.float64)
         rows[:, :ids] = logits[:, :ids]
-        found[name][: len(rows)] = filtered(rows, law.question.params, judge.filters).probs
+        probs = filtered(rows, law.question.params, judge.filters).probs
+        found[name][: len(rows)] = with_one_end(probs, law.ends)
     return found
 
 
