@@ -31,7 +31,7 @@ def last_again(prompt, max_tokens, temperature, seed):
     return [prompt[-1]] * max_tokens
 
 def breaks_down(prompt, max_tokens, temperature, top_p):
-    if len(calls) > 3:
+    if len(calls) > 1:
         raise RuntimeError("the machine is gone")
     calls.append(None)
     return [prompt[-1]] * max_tokens
@@ -95,7 +95,7 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
     assert "the machine is gone" in done.err
     assert f"kept in {kept}" in " ".join(done.err.split())
     lines = kept.read_text().splitlines()
-    assert len(lines) > 4
+    assert len(lines) == 3  # the head and what was answered
     again = run(*words)  # it breaks down at once, so what is kept was not asked for again
     assert again.status == 3
     assert kept.read_text().splitlines() == lines

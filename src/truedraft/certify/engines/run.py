@@ -80,29 +80,32 @@ def certify_engine(
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
-    asked = Asked(peer, together, params.seed or 0, sends_seeds, target.vocab_size)
-    known = dict(drafts or {})
+    asked, known = Asked(peer, together, params.seed or 0, sends_seeds, target.vocab_size), dict(drafts or {})
     greedy = greedy_answers(asked, prompts, params, tokens, deadline)
     tell(Part.GREEDY, 1.0)
-    raw = peer.facts.logprobs == "raw"  # others are of the distribution behind temperature and filters, or unknown
-    told = [(question, reply if raw else replace(reply, logprobs=None)) for question, reply in greedy]
-    measured, differences = measured_allowance(target, rounded, told)
+    measured, differences = measured_allowance(target, rounded, _with_raw(peer, greedy))
     allowed = measured if allowance is None else Allowance(allowance, allowance, "as it was stated")
     judge = Judge(target, peer.facts.filters, allowed)
     findings = [_of_greedy(judge, greedy, known, asked)]
-    all_answers = list(greedy)
+    answers: list[Answered] = []
     if not params.greedy:
         finding, answers, failed = _sampled(judge, asked, prompts, params, known, deadline, tokens, tell)
         findings.insert(0, finding)
         if failed is not None and not any(each.status is Status.FAILS for each in findings):
             raise failed  # what was answered decides nothing
-        all_answers += answers
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
-    findings += _promises(asked, prompts, params, greedy, all_answers, judge)
+    findings += _promises(asked, prompts, params, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
     lost = {"dropped": dict(asked.dropped), "unsure": dict(+asked.unsure)}
     return EngineReport(findings, peer.facts, params, together, asked.tokens, now() - began, **lost, more=more)
+
+
+def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
+    """Answers with the model's own log-probabilities or none: others are behind temperature and filters, or unknown."""
+    if peer.facts.logprobs == "raw":
+        return answered
+    return [(question, replace(reply, logprobs=None)) for question, reply in answered]
 
 
 # ---------------------------------------------------------------------------------------- tokens
