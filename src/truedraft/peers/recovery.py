@@ -17,10 +17,8 @@ from functools import cached_property
 from truedraft.errors import PeerError
 from truedraft.peers.asking import Question, Reply
 from truedraft.peers.dialects import Told
-from truedraft.text import Tokenizer
+from truedraft.text import REPLACEMENT, Tokenizer
 
-_HALF = "\ufffd"
-"""What stands where bytes make no character."""
 _BY_TEXT = "the server hides ids: these are of its text, and another split into tokens makes the same text"
 
 
@@ -153,7 +151,7 @@ class Recovery:
             if text in found:
                 twice.add(text)
             found[text] = token
-        return {text: token for text, token in found.items() if text not in twice and _HALF not in text}
+        return {text: token for text, token in found.items() if text not in twice and REPLACEMENT not in text}
 
     def _says(self, ids: tuple[int, ...], told: Told, question: Question) -> bool:
         """Whether ids mean the text that was told.
@@ -166,7 +164,7 @@ class Recovery:
         before = self._tokenizer.decode(question.prompt)
         within = self._tokenizer.decode((*question.prompt, *ids))
         readings = [self._tokenizer.decode(ids)]
-        if within.startswith(before.rstrip(_HALF)):
+        if within.startswith(before.rstrip(REPLACEMENT)):
             readings.append(within[len(before) :])
         cut = bool(question.params.stop) and told.finish_reason == "stop"
         return any(_same(reading, told.text, cut) for reading in readings)
@@ -178,7 +176,7 @@ class Recovery:
             )
         if not told.text:
             return ()
-        if _HALF in told.text:
+        if REPLACEMENT in told.text:
             raise PeerError(
                 "it hides the token ids of its answer, whose text has half a character, so they are unknown"
             )
@@ -198,7 +196,7 @@ class Recovery:
 
 def _same(reading: str, told: str, cut: bool) -> bool:
     """Whether a text is what was told, up to where bytes make no character, or to a stop text."""
-    whole, half, _ = reading.partition(_HALF)
+    whole, half, _ = reading.partition(REPLACEMENT)
     if half:
-        return told.startswith(whole) or (cut and whole.startswith(told.partition(_HALF)[0]))
+        return told.startswith(whole) or (cut and whole.startswith(told.partition(REPLACEMENT)[0]))
     return whole == told or (cut and whole.startswith(told))

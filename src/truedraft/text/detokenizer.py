@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-_BROKEN = "\ufffd"
+REPLACEMENT = "\ufffd"
+"""What stands where bytes make no character."""
 
 # Tokens kept as context for those that follow. The text of a token depends on what is before it in two ways only:
 # a decoder may drop a space at the very beginning (one token of context is enough to tell), and bytes may join to
@@ -108,4 +109,4 @@ class StreamDetokenizer:
 
 def _final_length(text: str) -> int:
     """How much of the text stays, whatever bytes follow: an unfinished character shows as one U+FFFD."""
-    return len(text) - text.endswith(_BROKEN)
+    return len(text) - text.endswith(REPLACEMENT)

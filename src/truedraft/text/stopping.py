@@ -10,9 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from truedraft.errors import OptionError
-from truedraft.text.detokenizer import Decoder, StreamDetokenizer
-
-_BROKEN = "\ufffd"
+from truedraft.text.detokenizer import REPLACEMENT, Decoder, StreamDetokenizer
 
 
 class StopScanner:
@@ -171,7 +169,7 @@ class TextStream:
             return False
         pending = self._detokenizer.pending()
         # A run of bytes that is unfinished or broken shows as U+FFFD for each: no text yet.
-        return not pending.endswith(_BROKEN) and self._scanner.would_stop(text + pending)
+        return not pending.endswith(REPLACEMENT) and self._scanner.would_stop(text + pending)
 
     @property
     def _is_early(self) -> bool:

@@ -181,6 +181,10 @@ def test_an_engine_that_refuses_log_probabilities_is_asked_without() -> None:
     report = certified(peer)
     assert status_of(report, "greedy tokens at their own prefixes") is Status.HOLDS
     assert not report.dropped
+    peer.asked.clear()
+    report = certify_engine(peer, TARGET, PROMPTS, SamplingParams(), tokens=4000, sends_seeds=False, together=4)
+    plain_ones = [question for question in peer.asked if question.params.logprobs is None]
+    assert len(plain_ones) == len(PROMPTS)  # as many as with them
 
 
 def test_ids_that_the_model_has_not_are_dropped_and_told() -> None:

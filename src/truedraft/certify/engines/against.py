@@ -60,9 +60,9 @@ def compare_engines(
     for each in (peer, other):
         refuse_unusable(each, params, together, seconds, sends_seeds)
     began, deadline = now(), Deadline(seconds)
-    both = [Asked(each, together, params.seed or 0, sends_seeds) for each in (peer, other)]
     # Seeds of the second engine lie elsewhere, so that equal noise does not make answers alike.
-    both[1] = Asked(other, together, (params.seed or 0) + (1 << 31), sends_seeds)
+    seeds = ((params.seed or 0), (params.seed or 0) + (1 << 31))
+    both = [Asked(each, together, seed, sends_seeds) for each, seed in zip((peer, other), seeds, strict=True)]
     findings = [_alike_greedily(both, prompts, params, tokens, deadline)]
     if not params.greedy:
         findings.insert(0, _alike_sampled(both, prompts, params, deadline, tokens, tell))

@@ -156,11 +156,12 @@ def greedy_answers(
     for first in range(0, len(questions), asked.together):
         if deadline.over and len(found) >= GREEDY_PROMPTS:
             break
-        found += asked.ask(questions[first : first + asked.together])
-        if told and not found:  # there are servers that offer log-probabilities and refuse them
+        answered = asked.ask(questions[first : first + asked.together])
+        if told and not first and not answered:  # there are servers that offer log-probabilities and refuse them
             asked.dropped.clear()
-            plain = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
-            return asked.ask(plain[:GREEDY_PROMPTS])
+            questions = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
+            answered = asked.ask(questions[: asked.together])
+        found += answered
     return found
 
 

@@ -16,7 +16,7 @@ from truedraft.certify.engines.law import Judge, unknown_end
 from truedraft.core.params import SamplingParams
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Question, Reply
-from truedraft.text.tokenizer import Tokenizer
+from truedraft.text import REPLACEMENT, Tokenizer
 
 _STOP_TOKENS = 24
 _STOP_PLACES = (3, 6, 10)
@@ -24,8 +24,6 @@ _STOP_PLACES = (3, 6, 10)
 _SEED_TOKENS = 24
 _SEED_PROMPTS = 3
 _SHOWN = 60
-_HALF = "\ufffd"
-"""What stands where a token's bytes make no character: no engine can look for it."""
 
 
 def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding]:
@@ -70,7 +68,8 @@ def stop_questions(asked: Asked, tokenizer: Tokenizer, greedy: Sequence[Answered
         for place in _STOP_PLACES:
             text = tokenizer.decode(reply.token_ids)
             behind = tokenizer.decode(reply.token_ids[place : place + 1])
-            usable = behind.strip() and behind in text and _HALF not in behind
+            # Half a character stands in no text, so no engine can look for it.
+            usable = behind.strip() and behind in text and REPLACEMENT not in behind
             if place < len(reply.token_ids) and usable and "stop" in asked.peer.facts.takes:
                 params = replace(question.params, stop=(behind,), max_tokens=_STOP_TOKENS)
                 found.append(Question(question.prompt, params))

@@ -186,9 +186,7 @@ class Filtered:
     gain: Tensor
 
 
-def filtered(
-    logits: Tensor, params: SamplingParams, filters: Sequence[str], allowance: Allowance = EXACT
-) -> Filtered:  # fmt: skip
+def filtered(logits: Tensor, params: SamplingParams, filters: Sequence[str], allowance: Allowance = EXACT) -> Filtered:
     """Distributions made by filters in an order, and where rounding might have cut otherwise.
 
     Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,11 +32,9 @@ class Repeated:
         self._counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
         self._last: dict[tuple[int, ...], int] = {}
         self._logs = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
-        self.answers = 0
 
     def add(self, law: Law) -> None:
         """Go on with an answer."""
-        self.answers += 1
         for place, token in enumerate(law.tokens):
             beginning = (*law.question.prompt, -1, *law.tokens[:place])
             if bool(law.gain[place].isfinite()) and not bool(law.doubtful[place, token]):
@@ -74,19 +71,6 @@ class Repeated:
     def log_shared(self) -> float:
         """The same of the bets that answers are alike."""
         return float(torch.logsumexp(self._logs[len(_TRUST) :], dim=0)) - math.log(len(_SAME))
-
-    def distances(self, laws: Sequence[Law]) -> dict[tuple[int, ...], float]:
-        """For each beginning of these laws how far its counts lie from p, in total variation, with noise and all."""
-        found = {}
-        for law in laws:
-            for place in range(len(law.tokens)):
-                beginning = (*law.question.prompt, -1, *law.tokens[:place])
-                counts = self._counts[beginning]
-                total = sum(counts.values())
-                if total:
-                    p = law.probs[place]
-                    found[beginning] = sum(max(0.0, n / total - float(p[token])) for token, n in counts.items())
-        return found
 
 
 def _step(weight: float, ratio: float, distance: float, gain: float) -> float:

@@ -187,9 +187,8 @@ def _sampled_finding(evidence: Evidence, judge: Judge, asked: Asked) -> Finding:
 
 
 def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, LanguageModel]) -> Evidence:
-    return Evidence(
-        judge.target.vocab_size, params, judge.filters, [*drafts, COPIED], judge.allowance.at(params)
-    )  # fmt: skip
+    slack = judge.allowance.at(params)
+    return Evidence(judge.target.vocab_size, params, judge.filters, [*drafts, COPIED], slack)
 
 
 def drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
