@@ -209,5 +209,5 @@ def test_a_lossy_rule_may_depend_on_budgets_but_on_nothing_else() -> None:
 
 def test_the_alternating_budget_is_a_function_of_the_request() -> None:
     controller, limits = AlternatingBudget(), Budget(4, 2, 9)
-    views = [RequestView(n, SamplingParams(), 0, 5, 9, {"any": limits}, Counters(target_calls=n)) for n in range(4)]
+    views = [RequestView(n, SamplingParams(), 5, 9, {"any": limits}, Counters(target_calls=n)) for n in range(4)]
     assert [decision.budget for decision in controller.decide(views)] == [NO_DRAFT, Budget(1, 2, 9), limits, NO_DRAFT]

@@ -135,7 +135,7 @@ class Comparison:
         pairs: at least one.
         all: what was measured over all of them.
         runs: how often each way.
-        must_agree: whether the tokens are promised to be identical (temperature 0, or coupled, and a lossless rule).
+        must_agree: whether the tokens are promised to be identical (temperature 0 or a seed, and a lossless rule).
         lossless: whether the rule keeps the target's distribution.
     """
 
@@ -302,7 +302,7 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
     for pair in [pair for pair in comparison.pairs if pair.difference is not None][:_SHOWN_DIFFERENCES]:
         assert pair.difference is not None
         terminal.out.print(visible(f"  prompt {pair.name} {pair.difference.describe()}"), soft_wrap=True)
-    if many and not all(each.greedy for each in params):
+    if many and any(each.seeded for each in params):
         seeds = ", ".join(f"{pair.name}: {pair.group.params.seed}" for pair in comparison.pairs)
         terminal.out.print(visible(f"seeds: {seeds}"), style="dim", soft_wrap=True)
     if comparison.repeated_8grams is not None:
@@ -327,11 +327,8 @@ def _where_and_how(engine: Engine, drafter: str, each: Sequence[SamplingParams],
 
 def _drawing(each: Sequence[SamplingParams]) -> str:
     """How tokens were drawn, in words."""
-    how = {
-        "greedy" if params.greedy else f"temperature {params.temperature:g}" + (", coupled" if params.coupled else "")
-        for params in each
-    }
-    seeds = {params.seed for params in each if not params.greedy}
+    how = {"greedy" if params.greedy else f"temperature {params.temperature:g}" for params in each}
+    seeds = {params.seed for params in each if params.seeded}
     seed = ", a seed for each prompt" if len(seeds) > 1 else "".join(f", seed {one}" for one in seeds)
     return (how.pop() if len(how) == 1 else "each prompt by its own options") + seed
 

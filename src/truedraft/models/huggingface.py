@@ -121,7 +121,7 @@ class HuggingFaceModel(LanguageModel):
 
     @cached_property
     def equality(self) -> str:
-        """What speculation promises of greedy and coupled answers here, in words; found by a few small forwards."""
+        """What speculation promises of greedy and seeded answers here, in words; found by a few small forwards."""
         if self._whole is not None:
             return self._whole.equality
         vary = self._backend.rows_vary or rows_depend_on_their_number(self)

@@ -249,7 +249,7 @@ class SamplingFields(Ignored):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
     stop: Texts | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -267,7 +267,6 @@ class SamplingFields(Ignored):
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredFields | None = None
     # What is this server's own.
-    coupled: bool | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
 
@@ -318,7 +317,6 @@ class SamplingFields(Ignored):
             "allowed_token_ids": self.allowed_token_ids,
             "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
             "logprobs_mode": self.logprobs_mode,
-            "coupled": self.coupled,
             "logprobs": logprobs,
             "structured": form if form is not None else own,
             "prediction": None if self.prediction is None else self.prediction.text or None,
