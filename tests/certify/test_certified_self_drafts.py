@@ -33,7 +33,7 @@ def target() -> HuggingFaceModel:
     [
         SamplingParams(max_tokens=24),
         SamplingParams(max_tokens=24, temperature=0.8, seed=1),
-        SamplingParams(max_tokens=24, temperature=0.8, seed=1, coupled=True),
+        SamplingParams(max_tokens=24, temperature=0.8, seed=1),
     ],
     ids=["greedy", "sampled", "coupled"],
 )

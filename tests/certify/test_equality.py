@@ -31,7 +31,7 @@ from truedraft.verification.specs import rule_from_spec
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 GREEDY = SamplingParams(max_tokens=24)
-COUPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, coupled=True, seed=5)
+COUPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=5)
 
 
 def chain(seed: int = 0) -> Drafter:
@@ -79,7 +79,7 @@ def test_correct_stacks_are_equal(drafter: type[Drafter]) -> None:
 
 def test_a_llama_with_a_tree_is_equal() -> None:
     own = stack(packed("llama"), DraftModel(noisy("llama", 0.1), branching=(2, 1)))
-    params = SamplingParams(max_tokens=10, temperature=0.8, coupled=True, seed=1)
+    params = SamplingParams(max_tokens=10, temperature=0.8, seed=1)
     found = Equality().run(Context(own, [PROMPTS[0], PROMPTS[2]], params, 2))
     assert [finding.status for finding in found] == [Status.MEASURED] + [Status.HOLDS] * 4
     assert all(finding.facts["identical"] for finding in found[1:])
@@ -159,7 +159,7 @@ def test_rounding_between_rows_gives_near_ties_only() -> None:
 def test_rounding_decides_perturbed_margins_too() -> None:
     """Even distributions at a low temperature: the gaps between the best two of log p + G are about 0.02 in logits."""
     target = row_noise(markov(0, sharpness=0.02), 3e-4)
-    params = SamplingParams(max_tokens=24, temperature=0.02, coupled=True, seed=2)
+    params = SamplingParams(max_tokens=24, temperature=0.02, seed=2)
     own = stack(target, DraftModel(markov(0, sharpness=0.02)))
     prompts = [[a, b] for a in range(5) for b in range(2)]
     found = {finding.name: finding for finding in Equality().run(Context(own, prompts, params, 5))}
@@ -241,7 +241,7 @@ def test_the_lead_that_a_token_needs() -> None:
 
 def test_the_lead_of_a_perturbed_choice_is_its_gap_times_the_temperature() -> None:
     row, gumbel = torch.tensor([2.0, 1.5, -1.0]), torch.tensor([0.1, 0.3, 2.0], dtype=torch.float64)
-    params = SamplingParams(temperature=0.5, coupled=True)
+    params = SamplingParams(temperature=0.5, seed=1)
 
     def choose(logits: torch.Tensor) -> int:
         return int(coupled_choice(probs_from_logits(logits[None], params), gumbel))

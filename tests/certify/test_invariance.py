@@ -27,7 +27,7 @@ TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7]]
 KINDS = {
     "greedy": SamplingParams(max_tokens=20),
     "sampled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=3),
-    "coupled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, coupled=True, seed=3),
+    "coupled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=3),
 }
 WAYS = {"streamed", "cancelled and asked again", "in a batch of 4"}
 BUDGETS = {"without drafting", "one drafted token at most on a path", "drafting now and then"}

@@ -46,7 +46,7 @@ from truedraft.verification import SpeculativeSampling
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 GREEDY = SamplingParams(max_tokens=16)
 WARM = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
-COUPLED = SamplingParams(max_tokens=16, temperature=1.0, seed=1, coupled=True)
+COUPLED = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
 
 
 def healthy() -> Stack:

@@ -157,7 +157,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         coupled=np.True_,
         stop_token_ids=[np.int64(1)],
     )
-    plain = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=7, coupled=True, stop_token_ids=(1,))
+    plain = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=7, stop_token_ids=(1,))
     assert given == plain
     assert repr(given) == repr(plain)  # they are kept as Python's own
     with pytest.raises(OptionError, match="max_tokens"):

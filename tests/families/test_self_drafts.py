@@ -83,7 +83,7 @@ STOCK: dict[str, Callable[[], PretrainedConfig]] = {
 }
 WORDS = ("self:int8", "self:int4", "early-exit:2")
 GREEDY = SamplingParams(max_tokens=48)
-COUPLED = SamplingParams(max_tokens=48, temperature=0.8, seed=3, coupled=True)
+COUPLED = SamplingParams(max_tokens=48, temperature=0.8, seed=3)
 
 
 def stock(family: str) -> PreTrainedModel:

@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SEEDS = {"bart": 3}  # whose answers wander
 WAYS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=COUNT),
-    "coupled": SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5, coupled=True),
+    "coupled": SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5),
 }
 
 
@@ -177,7 +177,7 @@ def test_samples_of_one_prompt_share_what_the_encoder_read() -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5, n=3)
     engine = Engine(target("bart"), DraftModel(target("bart", 0.05), 4), controller="fixed")
     alone = Engine(target("bart"), prefix_cache_bytes=0)
-    coupled = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5, n=3, coupled=True)
+    coupled = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5, n=3)
     assert [each.token_ids for each in engine.generate([source, source], coupled)] == [
         each.token_ids for each in alone.generate([source, source], coupled)
     ]

@@ -68,13 +68,11 @@ def test_logprobs_are_those_of_emitted_tokens_however_many_drafts_were_rejected(
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1.3, "seed": 5, "coupled": True, "logprobs": 1}
     _, _, found = post(running.url, body)
     assert found["speculation"]["num_accepted_tokens"] < found["speculation"]["num_draft_tokens"]
-    expected = plain(running, max_tokens=40, temperature=1.3, seed=5, coupled=True, logprobs=1)
+    expected = plain(running, max_tokens=40, temperature=1.3, seed=5, logprobs=1)
     values = [each.logprob for each in expected.logprobs]  # type: ignore[attr-defined]
     assert found["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(values)
     _, _, cooler = post(running.url, body | {"logprobs_mode": "processed"})
-    processed = plain(
-        running, max_tokens=40, temperature=1.3, seed=5, coupled=True, logprobs=1, logprobs_mode="processed"
-    )
+    processed = plain(running, max_tokens=40, temperature=1.3, seed=5, logprobs=1, logprobs_mode="processed")
     values = [each.logprob for each in processed.logprobs]  # type: ignore[attr-defined]
     assert cooler["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(values)
     assert cooler["choices"][0]["text"] == found["choices"][0]["text"]
