@@ -140,7 +140,7 @@ def test_a_draft_hears_the_same_sound(family: str) -> None:
 
 @pytest.mark.parametrize("drafted", ["prompt-lookup", "chain", "tree"])
 @pytest.mark.parametrize("family", ["whisper"])
-def test_coupled_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
+def test_seeded_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
     params = [SamplingParams(max_tokens=COUNT, temperature=1.0, seed=seed) for seed in range(3)]
     plain = Engine(target(family)).generate(prompts(family), params)
     found = Engine(target(family), drafters(family)[drafted], controller="fixed").generate(prompts(family), params)

@@ -65,7 +65,7 @@ def test_penalties_count_drafted_tokens_as_if_they_stood(running: Running) -> No
 
 
 def test_logprobs_are_those_of_emitted_tokens_however_many_drafts_were_rejected(running: Running) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1.3, "seed": 5, "coupled": True, "logprobs": 1}
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1.3, "seed": 5, "logprobs": 1}
     _, _, found = post(running.url, body)
     assert found["speculation"]["num_accepted_tokens"] < found["speculation"]["num_draft_tokens"]
     expected = plain(running, max_tokens=40, temperature=1.3, seed=5, logprobs=1)

@@ -56,9 +56,7 @@ def test_a_completion(running: Running, client: Any) -> None:
 
 def test_completions_of_many_prompts_and_samples(running: Running, client: Any) -> None:
     prompts = [PROMPT, "import os\n", "def f("]
-    found = client.completions.create(
-        model="alias", prompt=prompts, max_tokens=8, temperature=1, seed=4, n=2, extra_body={"coupled": True}
-    )
+    found = client.completions.create(model="alias", prompt=prompts, max_tokens=8, temperature=1, seed=4, n=2)
     assert [choice.index for choice in found.choices] == list(range(6))
     for number, prompt in enumerate(prompts):
         plain = expected(running, prompt, max_tokens=8, temperature=1.0, seed=4, n=2)
