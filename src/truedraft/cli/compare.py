@@ -156,6 +156,11 @@ class Comparison:
         return self.identical_prompts == len(self.pairs) if self.must_agree else None
 
     @property
+    def tells_identical(self) -> bool:
+        """Whether identical tokens say something: they are promised, or a lossy rule alone may be why they differ."""
+        return self.must_agree or not (self.lossless or any(not pair.group.params.greedy for pair in self.pairs))
+
+    @property
     def repeated_8grams(self) -> float | None:
         """Mean over the prompts whose plain answer has an 8-gram."""
         shares = [share for pair in self.pairs if (share := pair.repeated_8grams) is not None]
@@ -163,8 +168,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
-        # Identical tokens say something where they are promised, or where a lossy rule may be why they differ.
-        told, sides = self.must_agree or not self.lossless, self.all.as_dict()
+        told, sides = self.tells_identical, self.all.as_dict()
         return {
             "tokens_per_s": sides[_SPECULATIVE]["tokens_per_s"],
             "speedup": self.all.ratio.mean,
@@ -354,10 +358,10 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _verdict(comparison: Comparison) -> str:
+    if not comparison.tells_identical:
+        return "same distribution; tokens differ" if comparison.lossless else "lossy: another distribution"
     if not comparison.lossless:
         return f"lossy: {comparison.identical_prompts} of {len(comparison.pairs)} answers identical to plain decoding"
-    if comparison.identical is None:
-        return "same distribution; tokens differ"
     word = "yes" if comparison.identical else "no"
     if len(comparison.pairs) == 1:
         return f"identical: {word}"
