@@ -137,6 +137,6 @@ def test_each_request_follows_the_target(controller: str, ahead: int) -> None:
 
 def test_noise_that_two_share_is_caught() -> None:
     controller = Mixing()
-    first, second, _ = counts_of(controller, 2, 5 * PAIRS // 4, controller.pairing)
+    first, second, _ = counts_of(controller, 2, 2 * PAIRS, controller.pairing)
     assert p_value(first, exact_dist()) > FALSE_ALARM, "the one that is ahead knows nothing"
     assert p_value(second, exact_dist()) < FALSE_ALARM**3, "half as many pairs would have done"
