@@ -169,7 +169,7 @@ def test_structured_outputs(client: Any) -> None:
         body = {"structured_outputs": form}
         text = client.completions.create(model="tiny", prompt="x", max_tokens=40, extra_body=body).choices[0]
         assert text.finish_reason == "length" or check(text.text)
-    with pytest.raises(openai.BadRequestError, match="structured cannot be read"):
+    with pytest.raises(openai.BadRequestError, match="structured_outputs cannot be read"):
         client.completions.create(model="tiny", prompt="x", extra_body={"structured_outputs": {"regex": "("}})
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from truedraft.errors import OptionError, PromptError, TruedraftError
+from truedraft.errors import FormMemoryError, OptionError, PromptError, TruedraftError
 
 _TYPES = {
     401: "authentication_error",
@@ -85,12 +85,21 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
     @classmethod
-    def of(cls, error: BaseException) -> ApiError:
-        """An error of the library as clients see it: what they can mend is told, all else is an error of the server."""
+    def of(cls, error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
+        """An error of the library as clients see it: what they can mend is told, all else is an error of the server.
+
+        Args:
+            error: of any kind.
+            names: what the client calls fields, where these are not the library's words.
+        """
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, TruedraftError) and names:
+            error.call_fields(names)
+        if isinstance(error, FormMemoryError):
+            return cls(429, str(error), param=_called(error.field, names), headers={"Retry-After": "1"})
         if isinstance(error, OptionError | PromptError):
-            return cls(400, str(error), param=error.field, code="invalid_value")
+            return cls(400, str(error), param=_called(error.field, names), code="invalid_value")
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
@@ -98,6 +107,10 @@ class ApiError(Exception):
         if isinstance(error, TruedraftError):
             return cls(500, f"the model failed ({error})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
+
+
+def _called(field: str | None, names: Mapping[str, str] | None) -> str | None:
+    return field if field is None else (names or {}).get(field, field)
 
 
 async def answer_api_error(_: Request, error: Exception) -> JSONResponse:

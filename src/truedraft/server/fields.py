@@ -206,7 +206,9 @@ class StructuredFields(Fields):
         given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             raise ApiError(
-                400, f"give one of json, regex, choice, grammar and json_object, got {len(given)}", param="structured"
+                400,
+                f"give one of json, regex, choice, grammar and json_object, got {len(given)}",
+                param="structured_outputs",
             )
         ((kind, value),) = given.items()
         return Structured(kind, True if kind == "json_object" else value)
@@ -275,6 +277,14 @@ class SamplingFields(Ignored):
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
 
+    @property
+    def form_field(self) -> str:
+        """The field by which a form is asked for, where one is."""
+        if getattr(self, "tool_choice", None) not in (None, "none", "auto"):
+            return "tools"
+        asked = ("structured_outputs", "response_format", "text")
+        return next((name for name in asked if getattr(self, name, None) is not None), asked[0])
+
     def sampling(
         self, max_tokens: int, *, logprobs: int | None = None, form: Structured | None = None
     ) -> SamplingParams:
@@ -299,7 +309,9 @@ class SamplingFields(Ignored):
                 raise ApiError(400, f"{name} holds {len(values)} entries, of at most {most}", param=name)
         own = None if self.structured_outputs is None else self.structured_outputs.asked
         if form is not None and own is not None:
-            raise ApiError(400, "structured_outputs and another form are asked for; leave one out", param="structured")
+            raise ApiError(
+                400, "structured_outputs and another form are asked for; leave one out", param="structured_outputs"
+            )
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,

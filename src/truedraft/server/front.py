@@ -16,7 +16,7 @@ import numpy as np
 from fastapi import Request as HttpRequest
 
 from truedraft.core.logprobs import TokenLogprobs
-from truedraft.core.params import SamplingParams
+from truedraft.core.params import SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
 from truedraft.engine.decisions import Decisions, ForwardSeconds
@@ -28,6 +28,7 @@ from truedraft.server.fields import SamplingFields
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
+from truedraft.text.forms import Prepared
 from truedraft.verification import Rule
 
 _log = logging.getLogger("truedraft.server.requests")
@@ -120,17 +121,33 @@ class Front:
         self._check_count(len(prompts) * count)
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        answering = Answering(self.service, deadline)
-        asked = (prompts, params, fields, client, count)
-        if params.structured is not None:
-            requests = await asyncio.to_thread(self._prepared, *asked)
-        else:
-            requests = await self.apart(http, self._prepared, *asked)
+        names = {"structured": fields.form_field}
+        answering = Answering(self.service, deadline, names)
+        try:
+            # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
+            form = (
+                None
+                if params.structured is None
+                else await self._form(http, params.structured, deadline, len(prompts) * count)
+            )
+            requests = await self.apart(http, self._prepared, prompts, params, fields, client, count)
+            del form
+        except TruedraftError as error:
+            raise ApiError.of(error, names) from error
         traced = fields.speculation is not None and fields.speculation.trace
+        late = getattr(http.state, "reserved", None) is not None
         self.release(http)  # nobody else takes the places, for nothing is awaited until they are taken
-        answering.start(requests, client, shows_steps=traced)
+        answering.start(requests, client, shows_steps=traced, late=late)
         http.state.answering = answering
         return answering
+
+    async def _form(
+        self, http: HttpRequest, structured: Structured, deadline: float | None, count: int
+    ) -> Prepared | None:
+        """A form, for which a request waits where its places in the queue are kept."""
+        if getattr(http.state, "reserved", None) is None:
+            self.reserve(http, count)
+        return await unless_gone(http, self.service.forms.prepared(structured, deadline))
 
     def _check_count(self, count: int) -> None:
         if count > self.max_samples:
@@ -167,14 +184,11 @@ class Front:
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
         scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
-        try:
-            return [
-                self.service.engine.prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope)
-                for prompt in prompts
-                for sample in range(count)
-            ]
-        except TruedraftError as error:
-            raise ApiError.of(error) from error
+        return [
+            self.service.engine.prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope)
+            for prompt in prompts
+            for sample in range(count)
+        ]
 
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
+from truedraft.server.preparing import STOPPING, FormQueue
 
 _log = logging.getLogger("truedraft.server")
 
@@ -28,7 +29,6 @@ _LINGERING = 0.05  # of the last step's time, at most, is waited for requests th
 _MOST_LINGERING_S = 0.02
 _WORTH_WAITING = 0.25  # of these waits must bring a request
 _TRIED_AGAIN = 16  # ends of answers later
-_STOPPING = "the server is being stopped; ask again, elsewhere or in a moment"
 
 
 ShownStep: TypeAlias = tuple[StepItem, StepOutcome]
@@ -94,24 +94,28 @@ class Answering:
     Args:
         service: that answers.
         deadline: by `time.monotonic`, when it gives up; None never.
+        names: what the client calls fields, where these are not the library's words.
     """
 
-    def __init__(self, service: Service, deadline: float | None = None) -> None:
+    def __init__(self, service: Service, deadline: float | None = None, names: Mapping[str, str] | None = None) -> None:
         self.streams: list[Stream] = []
+        self._names = names or {}
         self._service = service
         self._deadline = deadline
         self._news: deque[News] = deque()
         self._there = asyncio.Event()
         self._failure: ApiError | None = None
 
-    def start(self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False) -> None:
-        """Queue the requests.
+    def start(
+        self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False, late: bool = False
+    ) -> None:
+        """Queue the requests; late ones had a place before, and come also where the server takes no new ones.
 
         Raises:
             ApiError: there is no room for them, or the server is being stopped.
         """
         self.streams = [Stream(each, client, number, self, shows_steps) for number, each in enumerate(requests)]
-        self._service.open(self.streams)
+        self._service.open(self.streams, late=late)
 
     def take(self, news: News) -> None:
         """Something has come; called in the event loop."""
@@ -140,7 +144,7 @@ class Answering:
                     left -= answer is not None
                     error = self.streams[each.number].request.error
                     if answer is not None and error is not None:
-                        raise ApiError.of(error)
+                        raise ApiError.of(error, self._names)
                     if answer is not None and answer.finish_reason == "cancelled":  # by nobody who reads this
                         raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
@@ -198,6 +202,7 @@ class Service:
 
     Attributes:
         engine: as given.
+        forms: prepares those of structured answers.
         listeners: each is called in the event loop with every stream that is over.
         draining: whether no more requests are taken.
     """
@@ -211,8 +216,10 @@ class Service:
         max_waiting_bytes: int = 1 << 30,
     ) -> None:
         self.engine = engine
+        self.forms = FormQueue(engine.forms)
         self.listeners: list[Callable[[Stream], None]] = []
         self.draining = False
+        self._ending = False  # whether what is open is broken off, too
         self._max_queue = max_queue
         self._max_per_client = max_per_client
         self._max_waiting_bytes = max_waiting_bytes
@@ -279,8 +286,8 @@ class Service:
             self._reserved -= count
             self._leave(client, count)
 
-    def open(self, streams: Sequence[Stream]) -> None:
-        """Queue the samples of one HTTP request, all or none.
+    def open(self, streams: Sequence[Stream], *, late: bool = False) -> None:
+        """Queue the samples of one HTTP request, all or none; late ones also where the server takes no new ones.
 
         Raises:
             ApiError: the queue is full or holds too much, the client has too many open requests, or the server is being
@@ -288,16 +295,16 @@ class Service:
         """
         client = streams[0].client
         with self._guard:
-            self._refuse_where_full(client, len(streams))
+            self._refuse_where_full(client, len(streams), late=late)
             self._refuse_what_is_large(streams)
             self._waiting.setdefault(client, deque()).extend(streams)
             self._open[client] = self._open.get(client, 0) + len(streams)
         self._work.set()
 
-    def _refuse_where_full(self, client: Client, count: int) -> None:
+    def _refuse_where_full(self, client: Client, count: int, *, late: bool = False) -> None:
         later = {"Retry-After": str(self._free_in_s())}
-        if self.draining:
-            raise ApiError(503, _STOPPING, headers=later)
+        if self.draining and (not late or self._ending):
+            raise ApiError(503, STOPPING, headers=later)
         most = self._max_per_client
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
@@ -344,17 +351,18 @@ class Service:
 
     def abort(self) -> None:
         """Take no more requests, and end those that are open with an error that says they may be asked again."""
-        self.draining = True
+        self.draining = self._ending = True
+        self.forms.abort()
         with self._guard:
             streams = [stream for queue in self._waiting.values() for stream in queue] + list(self._running)
         for stream in streams:
-            stream.answering.fail(ApiError(503, _STOPPING, headers={"Retry-After": "1"}))
+            stream.answering.fail(ApiError(503, STOPPING, headers={"Retry-After": "1"}))
             self.cancel(stream)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits or runs."""
-        return not self.running and not self.waiting
+        """Whether nothing waits, runs or is being made."""
+        return not self.running and not self.waiting and not self._reserved
 
     def _forget(self, stream: Stream) -> None:
         """A stream is over; the guard is held."""
@@ -391,7 +399,7 @@ class Service:
             self.draining = True
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
-            self._tell_all(left, ApiError(503, _STOPPING))
+            self._tell_all(left, ApiError(503, STOPPING))
 
     def _linger(self, ended: int, most_s: float) -> None:
         """Wait a moment for the requests that the clients of ended answers send next.

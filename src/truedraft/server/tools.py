@@ -79,7 +79,11 @@ class CallStyle:
     def grammar(self, tools: Sequence[ToolFields], *, parallel: bool) -> Structured:
         """Calls of these functions, at least one, in Lark's notation."""
         calls = [json.dumps(self._schema(tool), ensure_ascii=False) for tool in tools]
-        rules = [f"call_{number}: %json {schema}" for number, schema in enumerate(calls)]
+        # What cannot be read in a schema is told with the comment before it.
+        rules = [
+            f"// function {json.dumps(tool.function.name)}\ncall_{number}: %json {schema}"
+            for number, (tool, schema) in enumerate(zip(tools, calls, strict=True))
+        ]
         any_call = " | ".join(f"call_{number}" for number in range(len(calls)))
         one = " ".join(part for part in (_literal(self.opening), "any_call", _literal(self.closing)) if part)
         more = f' ("\\n" {one})*' if parallel else ""
