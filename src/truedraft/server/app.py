@@ -20,7 +20,7 @@ from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.server.chat import chat_router, template_of
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable
+from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable, error_answer
 from truedraft.server.fields import Fields, Items
 from truedraft.server.front import Front
 from truedraft.server.keys import ApiKeys
@@ -142,7 +142,7 @@ class _Gate:
             self._check_length(int(http.headers.get("content-length") or 0))
             await self._app(scope, self._counting(http, receive), noting)
         except (ApiError, HTTPException) as error:
-            await ApiError.of(error).response()(scope, receive, noting)
+            await error_answer(http, error)(scope, receive, noting)
         finally:
             self._front.release(http)
             if scope["path"] not in _OPEN:
