@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered: OpenAI's form of an error, or Anthropic's, and the status."""
+"""What clients are told whose request cannot be answered: OpenAI's form of an error, or Anthropic's, and status codes."""
 
 from __future__ import annotations
 
@@ -164,9 +164,8 @@ def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:
     found: list[int | str] = []
     loc = error["loc"][1:]  # behind where it was: the body, the path
     for number, part in enumerate(loc, start=1):
-        if isinstance(part, int) and isinstance(body, list) and part < len(body):
-            body = body[part]
-        elif isinstance(body, dict) and part in body:
+        within = 0 <= part < len(body) if isinstance(part, int) and isinstance(body, list) else False
+        if within or (isinstance(body, dict) and part in body):
             body = body[part]
         elif not (isinstance(body, dict) and error["type"] == "missing" and number == len(loc)):
             continue

@@ -23,7 +23,6 @@ from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
 from truedraft.server.fields import Fields, Items, SamplingFields, checked_logprobs
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
-from truedraft.server.service import Answering
 from truedraft.server.items import (
     Callable,
     Choice,
@@ -36,8 +35,10 @@ from truedraft.server.items import (
     messages_of,
     urls_in,
 )
+from truedraft.server.service import Answering
 from truedraft.server.tools import ToolUse
-from truedraft.text.notations import AnswerReader, Call, Reasoning
+from truedraft.text.calls import Call
+from truedraft.text.notations import AnswerReader, Reasoning
 
 _log = logging.getLogger("truedraft.server")
 _Event: TypeAlias = tuple[str, dict[str, Any]]
@@ -107,8 +108,13 @@ class ResponseRequest(SamplingFields):
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as chat templates know it."""
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*first, *messages_of(self.items)]
+        told = messages_of(self.items)
+        if self.instructions is None:
+            return told
+        first = self.instructions
+        while told and told[0]["role"] == "system" and isinstance(told[0]["content"], str):
+            first = f"{first}\n\n{told.pop(0)['content']}"  # many templates take one message of the system's
+        return [{"role": "system", "content": first}, *told] if first else told
 
     @property
     def form(self) -> Structured | None:
@@ -377,8 +383,8 @@ class _Response:
             elif part.begins:
                 self._logprobs = []  # those of a call belong to no text
                 named = self._toolbox.callables.get(part.call.name)
-                text = TextReader() if named is not None and named.custom else None
-                calling = _Calling(len(self._items), part.call, named, text)
+                custom = TextReader() if named is not None and named.custom else None
+                calling = _Calling(len(self._items), part.call, named, custom)
                 yield from self._begin(calling)
                 self._writing, self._calling = None, calling
             elif self._calling is not None:
