@@ -96,6 +96,7 @@ class Processor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> MultimodalPrompt:
         """A conversation by the model's chat template; arguments as of `Tokenizer.chat`.
 
@@ -105,6 +106,7 @@ class Processor:
             tools: functions that the model may call.
             template: in place of the model's own.
             variables: what else the template knows.
+            continues: whether the answer goes on with the last message.
 
         Raises:
             PromptError: the template or the processor refuses them.
@@ -112,7 +114,7 @@ class Processor:
         """
         told = [{**each, "content": _parts(each["content"])} for each in messages]
         text = self._tokenizer.chat_text(
-            told, tools=tools, template=template or self.chat_template, variables=variables
+            told, tools=tools, template=template or self.chat_template, variables=variables, continues=continues
         )
         return self._made(text, pictures, special_tokens=False)
 

@@ -1,4 +1,4 @@
-"""What clients are told whose request cannot be answered: OpenAI's form of an error, or Anthropic's, and status codes."""
+"""What a client is told when its request cannot be answered: an error in OpenAI's form, or in Anthropic's."""
 
 from __future__ import annotations
 

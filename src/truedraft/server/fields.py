@@ -129,15 +129,16 @@ class RefusalPart(Told):
         return self.refusal
 
 
-def _text_or_parts(given: Any) -> str | None:
+def _content_kind(given: Any) -> str | None:
     return "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None
 
 
-_PARTS = Discriminator(
-    _text_or_parts, custom_error_type="content", custom_error_message="must be a text or a list of parts"
+text_or_parts = Discriminator(
+    _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of parts"
 )
+"""Which of the two a content is."""
 _TextParts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
-Content: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_TextParts, Tag("parts")], _PARTS]
+Content: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_TextParts, Tag("parts")], text_or_parts]
 
 
 class Prediction(Fields):
@@ -186,7 +187,7 @@ class InputImagePart(Told):
 
 _Part = Annotated[TextPart | RefusalPart | ImagePart | InputImagePart, Field(discriminator="type")]
 _Parts = Annotated[list[_Part], Field(fail_fast=True)]
-SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("parts")], _PARTS]
+SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("parts")], text_or_parts]
 
 
 def text_of(content: Content) -> str:

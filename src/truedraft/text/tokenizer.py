@@ -146,6 +146,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """Turn a conversation into ids by the model's chat template, up to where its answer begins.
 
@@ -154,12 +155,13 @@ class Tokenizer:
             tools: functions that the model may call, for templates that know such.
             template: in place of the model's own.
             variables: what else the template knows.
+            continues: whether the answer goes on with the last message; else it is a new one.
 
         Raises:
             PromptError: the model has no chat template, or its template refuses these messages.
             OptionError: a variable has the name of something that is not the template's.
         """
-        return list(map(int, self._templated(messages, tools, template, variables, tokenize=True)))
+        return list(map(int, self._templated(messages, tools, template, variables, continues, tokenize=True)))
 
     def chat_text(
         self,
@@ -168,9 +170,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> str:
         """The text of which `chat` makes ids; arguments and errors are the same."""
-        return str(self._templated(messages, tools, template, variables, tokenize=False))
+        return str(self._templated(messages, tools, template, variables, continues, tokenize=False))
 
     def _templated(
         self,
@@ -178,6 +181,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         template: str | None,
         variables: Mapping[str, Any] | None,
+        continues: bool,
         *,
         tokenize: bool,
     ) -> Any:
@@ -195,7 +199,8 @@ class Tokenizer:
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=template,
-                add_generation_prompt=True,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
                 tokenize=tokenize,
                 return_dict=False,
                 **more,
