@@ -222,7 +222,7 @@ def chat_router(front: Front) -> APIRouter:
         if use.forced is not None:
             form = use.forced
         params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([prompt], params, body, http)
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:
             return EventStream(made.events(), answering.close)

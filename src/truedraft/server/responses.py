@@ -209,7 +209,7 @@ def responses_router(front: Front) -> APIRouter:
         form = body.form if use.forced is None else use.forced
         room = room_for(front, prompt, body.max_output_tokens)
         params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([prompt], params, body, http)
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Response(front, body, answering, front.reader(use, prompt))
         if body.stream:
             return EventStream(made.events(), answering.close, made.failed)

@@ -121,6 +121,17 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property
+    def whole_tokens(self) -> Mapping[str, int]:
+        """The ids of tokens that are matched as a whole before a text is cut, and that grammars know by their ids."""
+        added = self.backend.added_tokens_decoder.items()
+        # llguidance takes a token in angle brackets for a control token, whatever the tokenizer says.
+        return {
+            token.content: number
+            for number, token in added
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
+    @cached_property
     def _decoder(self) -> Callable[[list[int]], str]:
         """The library's own decoder where transformers only passes ids on to it; that is called for every token."""
         from transformers import PreTrainedTokenizerFast
