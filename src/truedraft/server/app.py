@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
-from truedraft.server.chat import chat_router, template_of
+from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
 from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable
 from truedraft.server.fields import Fields, Items
@@ -209,7 +209,7 @@ def _models(front: Front) -> APIRouter:
                 "rules": list(front.rules),
                 "lossless": engine.rule.lossless and all(rule.lossless for rule in front.rules.values()),
             },
-            "chat": bool(template_of(front)),
+            "chat": bool(front.template),
         }
 
     return router

@@ -26,8 +26,10 @@ from truedraft.server.fields import (
 )
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
-from truedraft.server.tools import CallDelta, CallReader, NamedTool, ToolFields, ToolUse, arguments_for_template
+from truedraft.server.tools import NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
+from truedraft.text.calls import CallDelta
+from truedraft.text.notations import AnswerReader, Reasoning
 
 
 class CalledFunction(Fields):
@@ -116,7 +118,7 @@ async def chat_prompt(
     http: HttpRequest,
     messages: Sequence[Mapping[str, Any]],
     urls: Sequence[str],
-    use: ToolUse | None,
+    use: ToolUse,
     *,
     more: Mapping[str, Any] | None = None,
     param: str = "messages",
@@ -129,7 +131,7 @@ async def chat_prompt(
         http: the HTTP request.
         messages: as templates know them.
         urls: of the pictures in them, in order.
-        use: of tools; None for a request without.
+        use: of tools.
         more: what else the template is given.
         param: the field that holds the messages.
         samples: that are asked for, whose places are kept while pictures are read.
@@ -146,14 +148,14 @@ async def chat_prompt(
 
 
 def _chat_ids(
-    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse | None, more: Mapping[str, Any] | None
+    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse, more: Mapping[str, Any] | None
 ) -> list[int]:
     """A conversation as token ids, by the chat template.
 
     Args:
         front: what endpoints share.
         messages: as templates know them.
-        use: of tools; None for a request without.
+        use: of tools.
         more: what else the template is given.
 
     Raises:
@@ -171,20 +173,14 @@ def _chat_ids(
 
 
 def _with_tools(
-    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
+    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse
 ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools for the template; of tools that it does not know a message of the system's tells."""
-    tools = None if use is None else [tool.model_dump(exclude_none=True) for tool in use.tools]
+    tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     told = list(messages)
-    if use is not None and "tools" not in template_of(front):
-        told.insert(0, {"role": "system", "content": use.style.told(use.tools)})
-    return told, tools
-
-
-def template_of(front: Front) -> str:
-    """The chat template that is used; "" where there is none."""
-    tokenizer = front.service.engine.target.tokenizer
-    return front.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
+    if tools and "tools" not in front.template:
+        told.insert(0, {"role": "system", "content": use.notation.told(tools)})
+    return told, tools or None
 
 
 def room_for(front: Front, prompt: list[int] | MultimodalPrompt, asked: int | None) -> int:
@@ -215,7 +211,7 @@ def chat_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
-        use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, template_of(front))
+        use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, front.notation)
         messages = [each.for_template for each in body.messages]
         urls = [url for each in body.messages for url in urls_of(each.content)]
         prompt = await chat_prompt(
@@ -223,11 +219,11 @@ def chat_router(front: Front) -> APIRouter:
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         form = None if body.response_format is None else body.response_format.asked
-        if use is not None and use.forced is not None:
+        if use.forced is not None:
             form = use.forced
         params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
         answering = await front.begin([prompt], params, body, http)
-        made = _Chat(front, body, answering, use)
+        made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:
             return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
@@ -243,14 +239,14 @@ class _Chat:
         front: what endpoints share.
         body: of the request.
         answering: its samples.
-        use: of tools.
+        readers: of the samples.
     """
 
-    def __init__(self, front: Front, body: ChatRequest, answering: Answering, use: ToolUse | None) -> None:
+    def __init__(self, front: Front, body: ChatRequest, answering: Answering, readers: Sequence[AnswerReader]) -> None:
         self._front = front
         self._body = body
         self._answering = answering
-        self._use = use
+        self._readers = readers
         model = front.shown(body.model)
         self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
 
@@ -269,15 +265,14 @@ class _Chat:
     def _choice(self, stream: Stream) -> dict[str, Any]:
         answer = stream.answer
         assert answer is not None
-        reason, text = finish_reason(answer), answer.text or ""
+        reason, reader = finish_reason(answer), self._readers[stream.number]
+        text, reasoning, _ = _sorted(reader.push(answer.text or "", last=True))
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._use is not None:
-            reader = CallReader(self._use)
-            plain = "".join(part for part in reader.push(text, last=True) if isinstance(part, str))
-            message["content"] = plain
-            if reader.calls:
-                message |= {"content": plain or None, "tool_calls": [call.record for call in reader.calls]}
-                reason = "tool_calls" if reason == "stop" else reason
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if reader.calls:
+            message |= {"content": text or None, "tool_calls": [call.record for call in reader.calls]}
+            reason = "tool_calls" if reason == "stop" else reason
         logprobs = None
         if answer.logprobs is not None:
             logprobs = {"content": list(map(self._front.logprobs_entry, answer.logprobs)), "refusal": None}
@@ -292,20 +287,18 @@ class _Chat:
         """The choices piece by piece."""
         front, streams = self._front, self._answering.streams
         head = self._head | {"object": "chat.completion.chunk"}
-        readers = [None if self._use is None else CallReader(self._use) for _ in streams]
         begin = head | ({"prompt_token_ids": streams[0].prompt_ids} if self._body.return_token_ids else {})
         for stream in streams:
             yield event(begin | {"choices": [_delta(stream.number, {"role": "assistant", "content": ""})]})
             begin = head
         async for news in self._answering.news():
-            stream, reader = streams[news.number], readers[news.number]
+            stream, reader = streams[news.number], self._readers[news.number]
             answer = news.pieces[-1].answer if news.pieces else None
-            text, calls = "".join(piece.text for piece in news.pieces), list[CallDelta]()
-            if reader is not None:
-                parts = reader.push(text, last=answer is not None)
-                text = "".join(part for part in parts if isinstance(part, str))
-                calls = [part for part in parts if not isinstance(part, str)]
+            parts = reader.push("".join(piece.text for piece in news.pieces), last=answer is not None)
+            text, reasoning, calls = _sorted(parts)
             delta: dict[str, Any] = {"content": text} if text else {}
+            if reasoning:
+                delta["reasoning_content"] = reasoning
             if calls:
                 delta["tool_calls"] = list(map(_call_delta, calls))
             choice = _delta(news.number, delta)
@@ -319,8 +312,7 @@ class _Chat:
                 chunk["trace"] = trace_of(stream, news, front.token_text)
             if answer is not None:
                 reason = finish_reason(answer)
-                called = reader is not None and reader.calls and reason == "stop"
-                choice["finish_reason"] = "tool_calls" if called else reason
+                choice["finish_reason"] = "tool_calls" if reader.calls and reason == "stop" else reason
                 chunk["speculation"] = front.speculation([stream])
             if delta or entries or choice.get("token_ids") or answer is not None or stream.shows_steps:
                 yield event(chunk)
@@ -331,6 +323,13 @@ class _Chat:
 
 def _delta(number: int, delta: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": number, "delta": dict(delta), "logprobs": None, "finish_reason": None}
+
+
+def _sorted(parts: Sequence[str | Reasoning | CallDelta]) -> tuple[str, str, list[CallDelta]]:
+    """Text, reasoning, and what came of calls."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return text, reasoning, [part for part in parts if isinstance(part, CallDelta)]
 
 
 def _call_delta(new: CallDelta) -> dict[str, Any]:

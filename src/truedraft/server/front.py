@@ -22,17 +22,21 @@ from truedraft.engine import Answer, Request
 from truedraft.engine.decisions import Decisions, ForwardSeconds
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import TruedraftError
+from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
 from truedraft.server.fields import SamplingFields
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
+from truedraft.server.tools import ToolUse
+from truedraft.text.notations import AnswerReader, notation_of
 from truedraft.verification import Rule
 
 _log = logging.getLogger("truedraft.server.requests")
 _Value = TypeVar("_Value")
 
+_END_TOKENS = 16  # of a prompt, that hold what its template opens
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
 
 
@@ -87,9 +91,29 @@ class Front:
         """What a token writes; its id where the model has no tokenizer."""
         return self._token_text(token)
 
-    def __post_init__(self) -> None:
-        """Remember the texts of tokens, and what reads pictures."""
+    @property
+    def template(self) -> str:
+        """The chat template that is used; "" where there is none."""
         tokenizer = self.service.engine.target.tokenizer
+        return self.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
+
+    def reader(self, use: ToolUse, prompt: Sequence[int] | MultimodalPrompt) -> AnswerReader:
+        """What reads one answer to a prompt.
+
+        Args:
+            use: of tools.
+            prompt: of the answer.
+        """
+        tokenizer, marks = self.service.engine.target.tokenizer, use.notation.reasoning
+        if marks is None or tokenizer is None:
+            return use.reader()
+        ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
+        return use.reader(reasoning_open=marks.opens(tokenizer.shown_text(ids[-_END_TOKENS:])))
+
+    def __post_init__(self) -> None:
+        """Remember the notation, the texts of tokens, and what reads pictures."""
+        tokenizer = self.service.engine.target.tokenizer
+        self.notation = notation_of(self.template)
         self.pictures = PictureReader(self.service.engine.target)
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import Structured
 from truedraft.engine import Answer
-from truedraft.server.chat import chat_prompt, room_for, template_of
+from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
 from truedraft.server.fields import (
@@ -34,9 +34,6 @@ from truedraft.server.fields import (
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering
 from truedraft.server.tools import (
-    Call,
-    CallDelta,
-    CallReader,
     FunctionFields,
     NamedFunction,
     NamedTool,
@@ -44,6 +41,8 @@ from truedraft.server.tools import (
     ToolUse,
     arguments_for_template,
 )
+from truedraft.text.calls import Call
+from truedraft.text.notations import AnswerReader, Reasoning
 
 
 class InputMessage(Fields):
@@ -202,16 +201,16 @@ def responses_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         body.check()
         tools, choice = body.use
-        use = ToolUse.of(tools, choice, body.parallel_tool_calls, template_of(front))
+        use = ToolUse.of(tools, choice, body.parallel_tool_calls, front.notation)
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
         prompt = await chat_prompt(front, http, messages, body.urls, use, param="input")
-        form = use.forced if use is not None and use.forced is not None else body.form
+        form = body.form if use.forced is None else use.forced
         room = room_for(front, prompt, body.max_output_tokens)
         params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
         answering = await front.begin([prompt], params, body, http)
-        made = _Response(front, body, answering, use)
+        made = _Response(front, body, answering, front.reader(use, prompt))
         if body.stream:
             return EventStream(made.events(), answering.close, made.failed)
         await unless_gone(http, answering.answers())
@@ -259,14 +258,14 @@ class _Response:
         front: what endpoints share.
         body: of the request.
         answering: its one sample.
-        use: of tools.
+        reader: of it.
     """
 
-    def __init__(self, front: Front, body: ResponseRequest, answering: Answering, use: ToolUse | None) -> None:
+    def __init__(self, front: Front, body: ResponseRequest, answering: Answering, reader: AnswerReader) -> None:
         self._front = front
         self._body = body
         self._answering = answering
-        self._reader = None if use is None else CallReader(use)
+        self._reader = reader
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._id = new_id("resp")
         self._created = time.time()
@@ -367,8 +366,9 @@ class _Response:
     def _read(self, text: str, entries: Sequence[TokenLogprobs], *, last: bool) -> Iterator[str]:
         """The next text of the answer, and its tokens, as events; `last` where nothing follows."""
         self._logprobs += map(self._front.logprobs_entry, entries)
-        parts: list[str | CallDelta] = [text] if self._reader is None else self._reader.push(text, last=last)
-        for part in parts:
+        for part in self._reader.push(text, last=last):
+            if isinstance(part, Reasoning):
+                continue
             if isinstance(part, str):
                 yield from self._wrote(part)
             elif part.begins:

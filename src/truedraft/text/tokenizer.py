@@ -119,6 +119,10 @@ class Tokenizer:
         """Turn ids into text; special tokens are left out and spaces stay as the model wrote them."""
         return self._decoder(list(ids))
 
+    def shown_text(self, ids: Sequence[int]) -> str:
+        """Turn ids into text, special tokens by their names."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     @cached_property
     def _decoder(self) -> Callable[[list[int]], str]:
         """The library's own decoder where transformers only passes ids on to it; that is called for every token."""
