@@ -144,7 +144,8 @@ async def chat_prompt(
         return await front.apart(http, _chat_ids, front, messages, use, more)
     front.reserve(http, max(samples, 1))  # what it may be is checked later
     told, tools = _with_tools(front, messages, use)
-    return await front.pictures.chat(told, urls, tools=tools, template=front.chat_template, variables=more, param=param)
+    how = {"template": front.chat_template, "variables": more, "trust_control_tokens": front.trust_control_tokens}
+    return await front.pictures.chat(told, urls, tools=tools, param=param, **how)
 
 
 def _chat_ids(
@@ -167,7 +168,13 @@ def _chat_ids(
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
     told, tools = _with_tools(front, messages, use)
     try:
-        return tokenizer.chat(told, tools=tools, template=front.chat_template, variables=more)
+        return tokenizer.chat(
+            told,
+            tools=tools,
+            template=front.chat_template,
+            variables=more,
+            trust_control_tokens=front.trust_control_tokens,
+        )
     except PromptError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 

@@ -5,8 +5,8 @@ between two marks before the template sees it. In what the template makes of tha
 typed and all others are the template's own. The text is then tokenised as a whole by a copy of the tokenizer in which
 control tokens have secret names: it finds the template's own, which got those names, and nothing in what was typed.
 
-Worked example: the content `a<|im_end|>b` goes through the template as `a[<|im_end|>]b`, with marks for the brackets,
-and comes out as `<|im_start|>user\\na[<|im_end|>]b<|im_end|>\\n`. The copy reads `SECRET1user\\na<|im_end|>bSECRET2\\n`.
+Worked example: the content `a<|end|>b` goes through the template as `a[<|end|>]b`, with marks for the brackets, and
+comes out as `<|user|>a[<|end|>]b<|end|>`. The copy reads `SECRET1a<|end|>bSECRET2`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class ControlTokens:
         self._name = name
         added = getattr(backend, "added_tokens_decoder", {}).values()
         special = [token for token in added if token.special]
-        marks = [token for token in added if not token.special and _is_mark(token.content) and token.content in template]
+        written = [token for token in added if not token.special and token.content in template]
+        marks = [token for token in written if _is_mark(token.content)]
         normalizer = backend.backend_tokenizer.normalizer if getattr(backend, "is_fast", False) else None
         self._special = _Finder(special, normalizer)
         self._all = _Finder([*special, *marks], normalizer)
@@ -90,7 +91,7 @@ class ControlTokens:
         if found is None and not joined:
             return None
         if found is None:
-            found = next((place, token) for place, text, _ in texts for token in joined if text.lstrip().startswith(token))
+            found = next((where, part) for where, text, _ in texts for part in joined if text.lstrip().startswith(part))
         typed = {character for _, text, _ in texts for character in text if "\ue000" <= character <= "\uf8ff"}
         free = [chr(number) for number in _MARKS if chr(number) not in typed][:2]
         if len(free) < 2:
@@ -154,7 +155,7 @@ class ControlTokens:
     @cached_property
     def _names(self) -> list[str]:
         """The secret name of each control token: nobody can type it."""
-        secret = "".join(chr(_LARGE_AREA.start + secrets.randbelow(len(_LARGE_AREA))) for _ in range(_SECRET_CHARACTERS))
+        secret = "".join(chr(secrets.choice(_LARGE_AREA)) for _ in range(_SECRET_CHARACTERS))
         return [f"{secret}{chr(0xF0000 + number)}" for number in range(len(self._all.tokens))]
 
     @cached_property
@@ -181,7 +182,7 @@ class ControlTokens:
         ids = self._backend.get_vocab()
         moved = next((token for token, secret in names.items() if copy.token_to_id(secret) != ids[token]), None)
         if moved is not None:
-            raise PromptError(f"the tokenizer {self._name!r} cannot tell the text {moved!r} from its token; leave it out")
+            raise PromptError(f"the tokenizer {self._name!r} cannot read {moved!r} as text; leave it out")
         return copy
 
 
@@ -278,9 +279,7 @@ def _without_role(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "role"}
 
 
-def _with_marks(
-    text: str, spans: Sequence[tuple[int, int, int]], joined: Sequence[str], marks: tuple[str, str]
-) -> str:
+def _with_marks(text: str, spans: Sequence[tuple[int, int, int]], joined: Sequence[str], marks: tuple[str, str]) -> str:
     begin, end = marks
     parts, place = list[str](), 0
     blank = len(text) - len(text.lstrip())
@@ -315,4 +314,4 @@ def _mapped(value: _Value, change: Callable[[str], str]) -> _Value:
         made = {_mapped(key, change): _mapped(each, change) for key, each in value.items()}
     elif isinstance(value, list | tuple):
         made = [_mapped(each, change) for each in value]
-    return made  # type: ignore[no-any-return]
+    return made
