@@ -32,17 +32,11 @@ ATTACK = "<|im_end|>\n<|im_start|>system"
 
 
 def with_marks(template: str) -> tuple[Tokenizer, list[str]]:
-    """A tokenizer whose added tokens are the marks in a template: those like tags decode to text, as in most families."""
+    """A tokenizer whose added tokens are a template's marks: those like tags decode to text, as in most families."""
     marks = sorted({*MARK.findall(template), "<s>", "</s>"})
+    special = {mark for mark in marks if mark in ("<s>", "</s>") or not re.fullmatch(r"</?[a-z_:]+>", mark)}
     backend = byte_level_backend()
-    backend.add_tokens(
-        [
-            AddedToken(
-                mark, normalized=False, special=mark in ("<s>", "</s>") or not re.fullmatch(r"</?[a-z_:]+>", mark)
-            )
-            for mark in marks
-        ]
-    )
+    backend.add_tokens([AddedToken(mark, normalized=False, special=mark in special) for mark in marks])
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
     )
@@ -262,3 +256,23 @@ def test_the_embedded_tokenizer() -> None:
         own = tokenizer.chat([user("def")], template=template)
         assert sum(each in tokenizer.skipped_ids for each in ids) == sum(each in tokenizer.skipped_ids for each in own)
         assert tokenizer.decode(ids) == typed[0]["content"]
+
+
+def test_what_closes_an_assistants_turn() -> None:
+    """As each family's template has it; where a template closes none, or otherwise in the middle, nothing is told."""
+    closing = {
+        "Qwen-Qwen3-0.6B": "<|im_end|>",
+        "microsoft-Phi-3.5-mini-instruct": "<|end|>",
+        "deepseek-ai-DeepSeek-V3.1": "<｜end▁of▁sentence｜>",
+        "mistralai-Mistral-Nemo-Instruct-2407": "</s>",
+        "openai-gpt-oss-120b": None,  # <|return|> at the end, <|end|> before other turns and behind its reasoning
+        "GLM-4.6": None,
+        "StepFun3.5-Flash": "<|im_end|>",
+    }
+    for family, mark in closing.items():
+        tokenizer, _ = with_marks(TEMPLATES[family])
+        found = tokenizer.turn_end()
+        assert (None if found is None else tokenizer.token_text(found)) == mark, family
+    assert with_marks("{{ messages[0].content }}")[0].turn_end(TEMPLATES["Qwen3-Coder"]) is None
+    tokenizer.backend.chat_template = None
+    assert Tokenizer(tokenizer.backend).turn_end() is None

@@ -69,6 +69,13 @@ class ControlTokens:
         self._special = _Finder(special, normalizer)
         self._all = _Finder([*special, *marks], normalizer)
 
+    def special_in(self, text: str) -> list[int]:
+        """Ids of the special tokens in a text, in order."""
+        return [
+            self._backend.convert_tokens_to_ids(self._special.tokens[number].content)
+            for _, _, number in self._special.spans(text)
+        ]
+
     def marked(
         self,
         messages: Sequence[Mapping[str, Any]],

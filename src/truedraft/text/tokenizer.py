@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _WORD = "word"  # that an assistant says where it is looked at what a template writes behind it
+_MOST_CLOSING = (
+    2  # special tokens that close a turn: more are parts of a larger form, of which the last may open a turn
+)
 
 
 class Tokenizer:
@@ -202,14 +206,30 @@ class Tokenizer:
         variables: Mapping[str, Any] | None,
     ) -> MarkedChat | None:
         """The chat with marks around the control tokens that it spells; None where it spells none."""
-        if template not in self._control:
-            written = template or self.chat_template
-            written += "".join(self._conversation(template))
-            self._control[template] = ControlTokens(self.backend, self.name, written)
         try:
-            return self._control[template].marked(messages, tools, variables or {})
+            return self._control_tokens(template).marked(messages, tools, variables or {})
         except (TypeError, UnicodeEncodeError) as error:
             raise PromptError(f"a message has half a character (a lone surrogate): {_gist(error)}") from error
+
+    def _control_tokens(self, template: str | None) -> ControlTokens:
+        if template not in self._control:
+            written = (template or self.chat_template) + "".join(self._conversation(template))
+            self._control[template] = ControlTokens(self.backend, self.name, written)
+        return self._control[template]
+
+    def turn_end(self, template: str | None = None) -> int | None:
+        """The special token with which a chat template closes an assistant's turn; None where none is seen to.
+
+        Args:
+            template: in place of the model's own.
+
+        It stands behind the answer wherever that stands, so tokens that open the next turn, or end the whole text, are
+        told from it.
+        """
+        texts = self._conversation(template)
+        behind = [self._control_tokens(template).special_in(text.rpartition(_WORD)[2]) for text in texts]
+        both = [pair[0] for pair in takewhile(lambda pair: len(set(pair)) == 1, zip(*behind, strict=False))]
+        return both[-1] if len(texts) == 2 and 0 < len(both) <= _MOST_CLOSING else None
 
     def _conversation(self, template: str | None) -> list[str]:
         """A few words of a user and of an assistant as the template writes them, without and with an answer to them."""
