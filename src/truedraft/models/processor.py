@@ -96,6 +96,7 @@ class Processor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
         trust_control_tokens: bool = False,
     ) -> MultimodalPrompt:
         """A conversation by the model's chat template; arguments as of `Tokenizer.chat`.
@@ -106,6 +107,7 @@ class Processor:
             tools: functions that the model may call.
             template: in place of the model's own.
             variables: what else the template knows.
+            continues: whether the answer goes on with the last message.
             trust_control_tokens: read control tokens that messages spell as the tokens.
 
         Raises:
@@ -118,6 +120,7 @@ class Processor:
             tools=tools,
             template=template or self.chat_template,
             variables=variables,
+            continues=continues,
             trust_control_tokens=trust_control_tokens,
         )
         return self._made(text, pictures, special_tokens=False)

@@ -153,6 +153,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
         trust_control_tokens: bool = False,
     ) -> list[int]:
         """Turn a conversation into ids by the model's chat template, up to where its answer begins.
@@ -162,6 +163,7 @@ class Tokenizer:
             tools: functions that the model may call, for templates that know such.
             template: in place of the model's own.
             variables: what else the template knows.
+            continues: whether the answer goes on with the last message; else it is a new one.
             trust_control_tokens: read control tokens that messages spell as the tokens; otherwise they stay text.
 
         Raises:
@@ -171,8 +173,8 @@ class Tokenizer:
         """
         marked = None if trust_control_tokens else self._marked(messages, tools, template, variables)
         if marked is None:
-            return list(map(int, self._templated(messages, tools, template, variables, tokenize=True)))
-        text = self._templated(marked.messages, marked.tools, template, marked.variables, tokenize=False)
+            return list(map(int, self._templated(messages, tools, template, variables, continues, tokenize=True)))
+        text = self._templated(marked.messages, marked.tools, template, marked.variables, continues, tokenize=False)
         return self._control[template].ids(text, marked)
 
     def chat_text(
@@ -182,6 +184,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
         trust_control_tokens: bool = False,
     ) -> str:
         """The text of which `chat` makes ids; arguments and errors are the same.
@@ -196,7 +199,7 @@ class Tokenizer:
                 f"{place} spells {token!r}, a control token of {self.name!r}, which cannot be kept as text here; "
                 "leave it out"
             )
-        return str(self._templated(messages, tools, template, variables, tokenize=False))
+        return str(self._templated(messages, tools, template, variables, continues, tokenize=False))
 
     def _marked(
         self,
@@ -237,7 +240,7 @@ class Tokenizer:
         found = []
         for messages in (talk, [*talk, {"role": "user", "content": "hi"}]):
             try:
-                found.append(str(self._templated(messages, None, template, None, tokenize=False, begin=False)))
+                found.append(str(self._templated(messages, None, template, None, False, tokenize=False, begin=False)))
             except PromptError:
                 continue
         return found
@@ -248,6 +251,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         template: str | None,
         variables: Mapping[str, Any] | None,
+        continues: bool,
         *,
         tokenize: bool,
         begin: bool = True,
@@ -266,7 +270,8 @@ class Tokenizer:
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=template,
-                add_generation_prompt=begin,
+                add_generation_prompt=begin and not continues,
+                continue_final_message=continues,
                 tokenize=tokenize,
                 return_dict=False,
                 **more,
