@@ -308,6 +308,7 @@ class Request:
             timing=Timing(first, end - self._submitted),
             error=None if self.error is None else str(self.error),
             warnings=tuple(self.warnings),
+            stop_text=self._text.stop_text,
         )
 
 

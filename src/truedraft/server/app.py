@@ -20,10 +20,11 @@ from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable
+from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable, error_answer
 from truedraft.server.fields import Fields, Items
 from truedraft.server.front import Front
 from truedraft.server.keys import ApiKeys
+from truedraft.server.messages import messages_router
 from truedraft.server.metrics import Metrics
 from truedraft.server.responses import responses_router
 from truedraft.text.tokenizer import Tokenizer
@@ -81,7 +82,7 @@ def build_app(
     app = FastAPI(
         title="truedraft", version=str(machine_facts()["truedraft"]), lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    answering = completions_router(front), chat_router(front), responses_router(front)
+    answering = completions_router(front), chat_router(front), responses_router(front), messages_router(front)
     for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
         app.include_router(router, responses=_ERRORS)
     if playground:
@@ -138,11 +139,11 @@ class _Gate:
 
         try:
             if scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
-                http.state.client = self._keys.client(http.headers.get("authorization"))
+                http.state.client = self._keys.client(_authorization(http))
             self._check_length(int(http.headers.get("content-length") or 0))
             await self._app(scope, self._counting(http, receive), noting)
         except (ApiError, HTTPException) as error:
-            await ApiError.of(error).response()(scope, receive, noting)
+            await error_answer(http, error)(scope, receive, noting)
         finally:
             self._front.release(http)
             if scope["path"] not in _OPEN:
@@ -164,6 +165,12 @@ class _Gate:
             return message
 
         return counted
+
+
+def _authorization(http: HttpRequest) -> str | None:
+    """The key of a request: a bearer, or as Anthropic's clients send it."""
+    key = http.headers.get("x-api-key")
+    return http.headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 class TokenizeRequest(Fields):

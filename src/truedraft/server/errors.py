@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered: OpenAI's form of an error, and its status codes."""
+"""What a client is told when its request cannot be answered: an error in OpenAI's form, or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ _CODES = {
     429: "rate_limit_exceeded",
     503: "server_unavailable",
     504: "timeout",
+}
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -80,9 +89,11 @@ class ApiError(Exception):
         message = self.message.encode(errors="replace").decode()  # what a client sent may hold half a character
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """As it is sent to who speaks Anthropic's protocol."""
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
 
     @classmethod
     def of(cls, error: BaseException) -> ApiError:
@@ -100,30 +111,66 @@ class ApiError(Exception):
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
 
 
-async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
+def error_answer(request: Request, error: BaseException) -> JSONResponse:
+    """An error in the form that the endpoint's clients read."""
+    told = ApiError.of(error)
+    body = told.anthropic if request.scope["path"].startswith("/v1/messages") else told.body
+    return JSONResponse(body, told.status, told.headers)
+
+
+async def answer_api_error(request: Request, error: Exception) -> JSONResponse:
     """For FastAPI: an error of ours, or of the web framework's: no such page, or not by this method."""
-    return ApiError.of(error).response()
+    return error_answer(request, error)
 
 
-async def answer_unreadable(_: Request, error: Exception) -> JSONResponse:
+async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     """For FastAPI: a body that is no JSON, or whose fields are not what they must be; the first of them is told."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]  # behind where it was: the body, the path
-    kind, message = str(first["type"]), str(first["msg"])
+    return error_answer(request, _unreadable(list(error.errors()), error.body))
+
+
+def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
+    """What is wrong with the first field that is wrong; of the members of a union, with what got the furthest."""
+    placed = [(_place(each, body), each) for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
+    place, first = max(placed, key=lambda each: len(each[0]))
+    named = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    same = [each for where, each in placed if where == place]
+    kind, message, context = str(first["type"]), str(first["msg"]), first.get("ctx", {})
     if kind == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}").response()
+        return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
     if kind == "extra_forbidden":
-        return ApiError(400, f"unrecognized request argument: {'.'.join(place)}", param=place[0]).response()
+        return ApiError(400, f"unrecognized request argument: {named}", param=named)
     if not place:
-        return ApiError(400, f"the body cannot be used: {message}").response()
+        return ApiError(400, f"the body cannot be used: {message}")
+    shown = f", got {_shown(first.get('input'))}"
     if kind == "value_error":  # ours
-        return ApiError(
-            400, f"{'.'.join(place)} {first['ctx']['error']}", param=place[0], code="invalid_value"
-        ).response()
-    given = first.get("input")
-    shown = f", got {_shown(given)}" if kind != "missing" else ""
-    return ApiError(400, f"{'.'.join(place)}: {message}{shown}", param=place[0], code="invalid_value").response()
+        told = f"{named} {context['error']}"
+    elif kind == "union_tag_invalid":
+        named += ".type"
+        told = f"{named} is {_shown(context['tag'])}, which is not known here; known are {context['expected_tags']}"
+    elif kind == "union_tag_not_found":
+        told = f"{named} must be an object with a type{shown}"
+    elif kind == "missing":
+        told = f"{named}: {message}"
+    else:
+        expected = dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
+        message = f"Input should be {' or '.join(expected)}" if len(expected) > 1 else message
+        told = f"{named}: {message}{shown}"
+    return ApiError(400, told, param=named, code="invalid_value")
+
+
+def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:
+    """Where in a body a mistake is, without the names that pydantic has for members of unions."""
+    found: list[int | str] = []
+    loc = error["loc"][1:]  # behind where it was: the body, the path
+    for number, part in enumerate(loc, start=1):
+        within = 0 <= part < len(body) if isinstance(part, int) and isinstance(body, list) else False
+        if within or (isinstance(body, dict) and part in body):
+            body = body[part]
+        elif not (isinstance(body, dict) and error["type"] == "missing" and number == len(loc)):
+            continue
+        found.append(part)
+    return tuple(found)
 
 
 def _shown(given: object) -> str:

@@ -53,6 +53,7 @@ class Front:
         timeout_s: of one; None is no limit.
         shares_prefixes: whether clients share what their requests begin with.
         chat_template: in place of the model's own.
+        trust_control_tokens: whether control tokens that messages spell are read as the tokens.
         created: when the server started, seconds since 1970.
     """
 
@@ -64,6 +65,7 @@ class Front:
     timeout_s: float | None = None
     shares_prefixes: bool = False
     chat_template: str | None = None
+    trust_control_tokens: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

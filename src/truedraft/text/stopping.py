@@ -22,6 +22,9 @@ class StopScanner:
     Args:
         stops: the stop texts; may be empty.
 
+    Attributes:
+        found: the stop text that was found.
+
     Raises:
         OptionError: a stop text is empty.
     """
@@ -32,33 +35,35 @@ class StopScanner:
         self._stops = tuple(dict.fromkeys(stops))
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
-        self._found = False
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next text; return what is safe to emit, and whether a stop text was found right after it."""
-        if self._found:
+        if self.found is not None:
             return "", True
         text = self._held + text
-        start = self._first(text)
-        self._found = start is not None
-        if start is None:
-            start = len(text) - self._beginning(text)
-        self._held = "" if self._found else text[start:]
-        return text[:start], self._found
+        first = self._first(text)
+        if first is not None:
+            start, self.found = first
+            self._held = ""
+            return text[:start], True
+        start = len(text) - self._beginning(text)
+        self._held = text[start:]
+        return text[:start], False
 
     def would_stop(self, text: str) -> bool:
         """Whether this text, if it came next, would complete a stop text; changes nothing."""
-        return self._found or self._first(self._held + text) is not None
+        return self.found is not None or self._first(self._held + text) is not None
 
     def finish(self) -> str:
         """Return the text held back, as no more follows."""
         rest, self._held = self._held, ""
         return rest
 
-    def _first(self, text: str) -> int | None:
-        """Where the stop text that is complete first begins."""
-        ends = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        return min(ends)[1] if ends else None
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Where the stop text that is complete first begins, and which that is."""
+        ends = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        return min(ends)[1:] if ends else None
 
     def _beginning(self, text: str) -> int:
         """The length of the longest end of the text with which some stop text begins."""
@@ -113,6 +118,11 @@ class TextStream:
     def stopped(self) -> bool:
         """Whether a stop text was found."""
         return self._kept is not None
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text that was found."""
+        return self._scanner.found
 
     @property
     def kept_tokens(self) -> int:
