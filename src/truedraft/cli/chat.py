@@ -41,6 +41,7 @@ class ChatTalk:
         None, f"Talk to the server at this address in place of a model here; its key is read from {_KEY}.", "URL"
     )
     system: str | None = option(None, "Tell the model how to answer.", "TEXT")
+    trust_control_tokens: bool = flag("Read control tokens that messages spell, as <|im_end|>, as the tokens.")
     show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
 
 
@@ -234,10 +235,10 @@ class _Here(_Partner):
         engine: that answers.
         params: of each answer.
         terminal: to write to.
-        show_drafts: whether tokens are marked by where they came from.
+        talk: how it goes.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, show_drafts: bool) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, talk: ChatTalk) -> None:
         tokenizer = engine.target.tokenizer
         if tokenizer is None:
             raise OptionError(f"{engine.target.name!r} has no tokenizer, so there is no text to talk in", field="model")
@@ -247,7 +248,7 @@ class _Here(_Partner):
         self._tokenizer = tokenizer
         self._params = params
         self._terminal = terminal
-        self._show_drafts = show_drafts
+        self._talk = talk
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         from truedraft.cli.generate import stream_answer
@@ -256,12 +257,12 @@ class _Here(_Partner):
 
         prompt: str | list[int]
         if self.chats:
-            prompt = self._tokenizer.chat(messages)
+            prompt = self._tokenizer.chat(messages, trust_control_tokens=self._talk.trust_control_tokens)
         else:
             prompt = "".join(each["content"] for each in messages)
         decisions = Decisions(self._engine.forwards())
         self._engine.listeners.append(decisions)
-        write = writer(self._tokenizer, self._terminal, self._show_drafts)
+        write = writer(self._tokenizer, self._terminal, self._talk.show_drafts)
         try:
             answer = stream_answer(self._engine, prompt, self._params, write)
         finally:
@@ -278,7 +279,7 @@ def _here(options: ChatOptions, terminal: Terminal) -> _Here:
 
     params = seeded(options.sampling)
     engine = load_engine(options.stack, options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
-    return _Here(engine, params, terminal, options.talk.show_drafts)
+    return _Here(engine, params, terminal, options.talk)
 
 
 class _Server(_Partner):

@@ -22,6 +22,7 @@ from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.text.detokenizer import ShownTokens
 from truedraft.text.forms import Forms
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ class Request:
         scope: it shares what it begins with with requests of this one.
         forms: makes the form of a structured answer.
         inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared as a whole.
+        shown: names of special tokens that its text shows, by their ids.
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
@@ -67,6 +69,7 @@ class Request:
         scope: Hashable = None,
         forms: Forms | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
         self.inputs = inputs
         self._source_tokens = target.source_tokens(prompt)
@@ -113,7 +116,8 @@ class Request:
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
-        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens)
+        decoder = ShownTokens(tokenizer, shown) if shown and tokenizer is not None else tokenizer
+        self._tokenizer, self._text = tokenizer, TextStream(decoder, params.stop, params.min_tokens)
         self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
         self._steps, self._submitted = 0, time.perf_counter()
         self._first_token: float | None = None

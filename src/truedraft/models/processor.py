@@ -97,6 +97,7 @@ class Processor:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         continues: bool = False,
+        trust_control_tokens: bool = False,
     ) -> MultimodalPrompt:
         """A conversation by the model's chat template; arguments as of `Tokenizer.chat`.
 
@@ -107,14 +108,20 @@ class Processor:
             template: in place of the model's own.
             variables: what else the template knows.
             continues: whether the answer goes on with the last message.
+            trust_control_tokens: read control tokens that messages spell as the tokens.
 
         Raises:
-            PromptError: the template or the processor refuses them.
+            PromptError: the template or the processor refuses them, or they spell control tokens.
             OptionError: as `Tokenizer.chat`.
         """
         told = [{**each, "content": _parts(each["content"])} for each in messages]
         text = self._tokenizer.chat_text(
-            told, tools=tools, template=template or self.chat_template, variables=variables, continues=continues
+            told,
+            tools=tools,
+            template=template or self.chat_template,
+            variables=variables,
+            continues=continues,
+            trust_control_tokens=trust_control_tokens,
         )
         return self._made(text, pictures, special_tokens=False)
 

@@ -199,7 +199,13 @@ async def chat_prompt(
         return await front.apart(http, _chat_ids, front, messages, use, more, continues, param)
     front.reserve(http, max(samples, 1))  # what it may be is checked later
     told, tools = _with_tools(front, messages, use)
-    how = {"tools": tools, "template": front.chat_template, "variables": more, "continues": continues}
+    how = {
+        "tools": tools,
+        "template": front.chat_template,
+        "variables": more,
+        "continues": continues,
+        "trust_control_tokens": front.trust_control_tokens,
+    }
     return await front.pictures.chat(told, urls, param=param, **how)
 
 
@@ -217,7 +223,14 @@ def _chat_ids(
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
     told, tools = _with_tools(front, messages, use)
     try:
-        return tokenizer.chat(told, tools=tools, template=front.chat_template, variables=more, continues=continues)
+        return tokenizer.chat(
+            told,
+            tools=tools,
+            template=front.chat_template,
+            variables=more,
+            continues=continues,
+            trust_control_tokens=front.trust_control_tokens,
+        )
     except PromptError as error:
         raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
@@ -282,7 +295,7 @@ def chat_router(front: Front) -> APIRouter:
         if use.forced is not None:
             form = use.forced
         params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([prompt], params, body, http)
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:
             return EventStream(made.events(), answering.close)

@@ -30,7 +30,7 @@ from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.server.tools import ToolUse
-from truedraft.text.notations import AnswerReader, notation_of
+from truedraft.text.notations import AnswerReader, Notation, notation_of
 from truedraft.verification import Rule
 
 _log = logging.getLogger("truedraft.server.requests")
@@ -53,6 +53,7 @@ class Front:
         timeout_s: of one; None is no limit.
         shares_prefixes: whether clients share what their requests begin with.
         chat_template: in place of the model's own.
+        trust_control_tokens: whether control tokens that messages spell are read as the tokens.
         created: when the server started, seconds since 1970.
     """
 
@@ -64,6 +65,7 @@ class Front:
     timeout_s: float | None = None
     shares_prefixes: bool = False
     chat_template: str | None = None
+    trust_control_tokens: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -113,7 +115,7 @@ class Front:
     def __post_init__(self) -> None:
         """Remember the notation, the texts of tokens, and what reads pictures."""
         tokenizer = self.service.engine.target.tokenizer
-        self.notation = notation_of(self.template)
+        self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
@@ -124,6 +126,7 @@ class Front:
         fields: SamplingFields,
         http: HttpRequest,
         samples: int | None = None,
+        notation: Notation | None = None,
     ) -> Answering:
         """Queue all samples of all prompts, prompt by prompt.
 
@@ -133,6 +136,7 @@ class Front:
             fields: of the HTTP request.
             http: the HTTP request.
             samples: of each prompt, where these are not `params.n`.
+            notation: of the answers, whose marks their texts show and whose ends end them; None for plain text.
 
         Raises:
             ApiError: something is wrong with it, or there is no room.
@@ -142,10 +146,13 @@ class Front:
             params = replace(params, adapter=fields.model)
         count = samples if samples is not None else params.n
         self._check_count(len(prompts) * count)
+        shown = {number: token for token, number in notation.special.items()} if notation is not None else None
+        if notation is not None and notation.end_ids:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *notation.end_ids))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         answering = Answering(self.service, deadline)
-        asked = (prompts, params, fields, client, count)
+        asked = (prompts, params, fields, client, count, shown)
         if params.structured is not None:
             requests = await asyncio.to_thread(self._prepared, *asked)
         else:
@@ -185,15 +192,22 @@ class Front:
         return work(*given)
 
     def _prepared(
-        self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        fields: SamplingFields,
+        client: Client,
+        count: int,
+        shown: Mapping[int, str] | None,
     ) -> list[Request]:
         speculation = fields.speculation
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
         scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
+        prepare = self.service.engine.prepare
         try:
             return [
-                self.service.engine.prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope)
+                prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
                 for prompt in prompts
                 for sample in range(count)
             ]

@@ -66,6 +66,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         options.request_timeout_s,
         options.share_prefixes,
         template,
+        options.trust_control_tokens,
     )
     for words, rule in front.rules.items():
         with errors_about("allow_rule"):
