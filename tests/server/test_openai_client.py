@@ -10,6 +10,7 @@ import pytest
 from server.conftest import TEMPLATE, Running
 from truedraft import SamplingParams
 from truedraft.server.chat import ChatRequest
+from truedraft.text import infill
 
 openai = pytest.importorskip("openai")
 
@@ -364,14 +365,27 @@ def test_echoes_alone_cost_no_tokens_and_have_logprobs_in_streams_too(client: An
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
 
-def test_arguments_of_earlier_calls_are_objects_to_templates() -> None:
+def test_histories_reach_templates_in_one_form() -> None:
     calls = [
         {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}},
-        {"id": "2", "function": {"name": "f", "arguments": "no object"}},
+        {"id": None, "index": 1, "function": {"name": "f", "arguments": "no object"}},
+        {"function": {"name": "f", "arguments": {"x": 2}}},
+        {"function": {"name": "f", "arguments": ""}},
     ]
-    body = ChatRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": calls}]})
-    shown = body.messages[0].for_template["tool_calls"]
-    assert [call["function"]["arguments"] for call in shown] == [{"x": 1}, "no object"]
+    results = [{"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "1"}]
+    results += [{"role": "tool", "content": None}, {"role": "function", "name": "f", "content": "c"}]
+    turn = {"role": "assistant", "content": [], "tool_calls": calls, "reasoning": "why", "audio": {"id": "x"}}
+    body = ChatRequest.model_validate({"messages": [turn, *results]})
+    shown, *told = body.conversation
+    assert [call["function"]["arguments"] for call in shown["tool_calls"]] == [{"x": 1}, "no object", {"x": 2}, {}]
+    ids = [call["id"] for call in shown["tool_calls"]]
+    assert ids[0] == "1" and len(set(ids)) == 4
+    assert [(each["role"], each["tool_call_id"], each["content"]) for each in told] == [
+        ("tool", "1", "a"),
+        ("tool", ids[1], ""),
+        ("tool", ids[2], "c"),
+    ]
+    assert shown["reasoning_content"] == "why" and set(shown) == {"role", "content", "tool_calls", "reasoning_content"}
 
 
 def test_a_last_message_is_continued(client: Any, running: Running) -> None:
@@ -435,3 +449,24 @@ def test_custom_tools_and_namespaces_of_responses(client: Any) -> None:
     only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "push"}]}
     (item,) = client.responses.create(**asked, tool_choice=only, parallel_tool_calls=False).output
     assert (item.name, item.namespace) == ("push", "stack")
+
+
+def test_a_text_in_the_middle(running: Running, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a family of which the embedded target has the tokens; it learnt nothing of them."""
+    tokenizer = running.engine.target.tokenizer
+    assert tokenizer is not None
+    names = [tokenizer.backend.convert_ids_to_tokens(number) for number in (400, 401, 402)]
+    monkeypatch.setattr(infill, "_FAMILIES", (infill._Family(*names),))
+    ids = [400, *tokenizer.plain_ids("def f("), 401, *tokenizer.plain_ids("\n"), 402]
+    plain = expected(running, ids, max_tokens=20, stop_token_ids=(400, 401, 402))
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "def f(", "suffix": "\n", "temperature": 0, "max_tokens": 20}
+    found = client.completions.create(**asked)
+    assert found.choices[0].text == plain.text and found.usage.prompt_tokens == len(ids)
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.text
+    for wrong, message in (
+        ({"prompt": [1, 2]}, "goes with a prompt that is text"),
+        ({"echo": True}, "echo gives the prompt back"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.completions.create(**asked | wrong)
