@@ -73,8 +73,7 @@ class Request:
         self.inputs = inputs
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
-        self.params = params
-        self.rule = rule
+        self.params, self.rule = params, rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.sample = sample
         tokenizer = target.tokenizer

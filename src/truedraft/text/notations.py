@@ -250,6 +250,14 @@ class Notation:
         """Of the tokens that end a turn."""
         return tuple(self.special[each] for each in self.ends if each in self.special)
 
+    @property
+    def described(self) -> str:
+        """What is known of it, for people."""
+        calls = "come as text: the chat template shows no known notation" if not self.shown else f"by {self.name!r}"
+        marks = self.reasoning
+        thoughts = "not marked" if marks is None else f"between {marks.opening} and {marks.closing}"
+        return f"calls of functions {calls}; reasoning {thoughts}"
+
     def told(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """What a model is told of the tools whose template does not do it.
 
