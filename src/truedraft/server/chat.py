@@ -136,12 +136,22 @@ class ChatRequest(SamplingFields):
         if self.tools:
             raise ApiError(400, "functions and tools say the same; leave functions out", param="functions")
         tools = [ToolFields(type="function", function=each) for each in self.functions]
-        choice = self.function_call
-        return (
-            tools,
-            NamedTool(type="function", function=choice) if isinstance(choice, NamedFunction) else choice,
-            False,
-        )
+        if isinstance(self.function_call, NamedFunction):
+            return tools, NamedTool(type="function", function=self.function_call), False
+        return tools, self.function_call, False
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """As chat templates know it; calls and results that come without ids go together in their order."""
+        found = [each.for_template for each in self.messages]
+        waiting: list[str] = []  # ids of calls without results
+        for place, message in enumerate(found):
+            for number, call in enumerate(message.get("tool_calls", ())):
+                waiting.append(call.setdefault("id", f"call_{place}_{number}"))
+            if message["role"] == "tool":
+                answered = message.setdefault("tool_call_id", waiting[0] if waiting else f"call_{place}")
+                waiting = [each for each in waiting if each != answered]
+        return found
 
     @property
     def continues(self) -> bool:
@@ -283,12 +293,11 @@ def chat_router(front: Front) -> APIRouter:
         if continues and use.forced is not None:
             message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
             raise ApiError(400, message, param="continue_final_message")
-        messages = [each.for_template for each in body.messages]
         urls = [url for each in body.messages for url in urls_of(each.content)]
         prompt = await chat_prompt(
             front,
             http,
-            messages,
+            body.conversation,
             urls,
             use,
             more=body.chat_template_kwargs,
