@@ -22,7 +22,6 @@ from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
-from truedraft.text.detokenizer import ShownTokens
 from truedraft.text.forms import Forms
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
@@ -74,8 +73,7 @@ class Request:
         self.inputs = inputs
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
-        self.params = params
-        self.rule = rule
+        self.params, self.rule = params, rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.sample = sample
         tokenizer = target.tokenizer
@@ -96,7 +94,6 @@ class Request:
         self.counters = Counters()
         self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them
         self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
-        self.granted: int = 0  # tokens that there is room for; no more than `most_tokens`
         self.preemptions = 0  # how often it gave its room back and began again
         self.most_depth = MOST_NODES  # of what is drafted
         self.no_room: set[str] = set()  # drafters that hold nothing for it: it does not want them, or memory is short
@@ -116,8 +113,8 @@ class Request:
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
-        decoder = ShownTokens(tokenizer, shown) if shown and tokenizer is not None else tokenizer
-        self._tokenizer, self._text = tokenizer, TextStream(decoder, params.stop, params.min_tokens)
+        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens, shown)
+        # Most tokens, and those that there is room for, which are no more.
         self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
         self._steps, self._submitted = 0, time.perf_counter()
         self._first_token: float | None = None

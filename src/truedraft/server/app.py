@@ -228,6 +228,8 @@ def _models(front: Front) -> APIRouter:
                 "lossless": engine.rule.lossless and all(rule.lossless for rule in front.rules.values()),
             },
             "chat": bool(front.template),
+            "calls": front.notation.name if front.template else None,
+            "reasoning": [marks.opening, marks.closing] if (marks := front.notation.reasoning) is not None else None,
         }
 
     return router

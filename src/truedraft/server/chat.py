@@ -248,11 +248,16 @@ def _chat_ids(
 def _with_tools(
     front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse
 ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools for the template; of tools that it does not know a message of the system's tells."""
+    """Messages and tools as the template takes them; of tools that it does not know the system's message tells."""
     tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     told = list(messages)
+    if any(message.get("tool_calls") or message.get("tool_call_id") for message in told):
+        told = list(front.history.fitted(told))
     if tools and "tools" not in front.template:
-        told.insert(0, {"role": "system", "content": use.notation.told(tools)})
+        text = use.notation.told(tools)
+        if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
+            text += "\n\n" + told.pop(0)["content"]
+        told.insert(0, {"role": "system", "content": text})
     return told, tools or None
 
 

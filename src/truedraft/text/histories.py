@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], str]
 
 _ARGUMENTS = {"probe": "value"}
 _ARGUMENTS_TEXT = json.dumps(_ARGUMENTS)
+_PARAMETERS = {"type": "object", "properties": {"probe": {"type": "string", "description": ""}}}
+PROBED_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "", "parameters": _PARAMETERS}}]
+"""What templates are given beside the small history."""
 _SHORT_ID, _LONG_ID = "abcdefghi", "call_0123456789abcdef01234567"
 _SHORT = 9  # characters of the ids that Mistral's templates insist on
 
@@ -39,9 +43,9 @@ class HistoryForm:
     def of(cls, render: Render) -> HistoryForm:
         """The form that a template takes; the plain one where it takes none."""
 
-        def shown(*, arguments: Any = _ARGUMENTS, content: Any = "", identity: str = _SHORT_ID, calls: int = 1) -> str:
+        def shown(arguments: Any, content: Any, identity: str = _SHORT_ID, calls: int = 1) -> str:
             """What it makes of a small history; "" where it refuses it."""
-            numbered = [(f"probe_{number}", identity[:-1] + str(number)) for number in range(calls)]
+            numbered = [(f"called_{number}", identity[:-1] + str(number)) for number in range(calls)]
             records = [
                 {"id": each, "type": "function", "function": {"name": name, "arguments": arguments}}
                 for name, each in numbered
@@ -55,15 +59,28 @@ class HistoryForm:
             except PromptError:
                 return ""
 
-        as_object, as_text = shown(), shown(arguments=_ARGUMENTS_TEXT)
-        text = (not as_object or "{'probe'" in as_object) and _ARGUMENTS_TEXT in as_text
-        given: Any = _ARGUMENTS_TEXT if text else _ARGUMENTS
-        empty, null = shown(arguments=given), shown(arguments=given, content=None)
+        def is_whole(text: str, arguments: Any) -> bool:
+            """Whether a call stands there as it should, and no Python object in its place."""
+            wanted = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
+            return "called_0" in text and wanted in text and "{'probe'" not in text and "None" not in text
+
+        found = next(
+            (
+                (arguments, content)
+                for content, arguments in itertools.product(("", None), (_ARGUMENTS, _ARGUMENTS_TEXT))
+                if is_whole(shown(arguments, content), arguments)
+            ),
+            None,
+        )
+        if found is None:
+            return cls()
+        arguments, content = found
+        null = shown(arguments, None)
         return cls(
-            text_arguments=text,
-            null_content=bool(null) and null != empty and null.count("None") <= empty.count("None"),
-            short_ids=bool(empty) and not shown(arguments=given, identity=_LONG_ID),
-            one_call=bool(empty) and "probe_1" not in shown(arguments=given, calls=2),
+            text_arguments=arguments is _ARGUMENTS_TEXT,
+            null_content=is_whole(null, arguments) and null != shown(arguments, ""),
+            short_ids=not shown(arguments, content, _LONG_ID),
+            one_call="called_1" not in shown(arguments, content, calls=2),
         )
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

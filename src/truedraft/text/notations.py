@@ -250,6 +250,14 @@ class Notation:
         """Of the tokens that end a turn."""
         return tuple(self.special[each] for each in self.ends if each in self.special)
 
+    @property
+    def described(self) -> str:
+        """What is known of it, for people."""
+        calls = "come as text: the chat template shows no known notation" if not self.shown else f"by {self.name!r}"
+        marks = self.reasoning
+        thoughts = "not marked" if marks is None else f"between {marks.opening} and {marks.closing}"
+        return f"calls of functions {calls}; reasoning {thoughts}"
+
     def told(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """What a model is told of the tools whose template does not do it.
 
@@ -329,6 +337,7 @@ NOTATIONS: tuple[Notation, ...] = (
         ),
         ends=("<|call|>", "<|return|>"),
         channels=True,
+        reasoning=ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"),
     ),
     Notation(
         "kimi-k2",
@@ -407,8 +416,8 @@ NOTATIONS: tuple[Notation, ...] = (
         closing="</function>\n</seed:tool_call>",
         separator="\n",
     ),
-    Notation("hermes", ("<tool_call>",), Record(), **_TOOL_CALL),
-    Notation("llama", ("tools", '"parameters"'), Record("parameters"), begin="<|python_tag|>", separator="; "),
+    Notation("hermes", ("<tool_call>", '"arguments'), Record(), **_TOOL_CALL),
+    Notation("llama", ('"parameters": dictionary',), Record("parameters"), begin="<|python_tag|>", separator="; "),
 )
 """The first one whose texts a template holds is its notation."""
 
@@ -416,7 +425,6 @@ UNKNOWN = Notation("text", (), Record(), **_TOOL_CALL)
 """Where a template shows no known notation: calls come as text, unless the model writes them as it is told."""
 
 REASONING: tuple[ReasoningMarks, ...] = (
-    ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"),
     ReasoningMarks("<think>", "</think>"),
     ReasoningMarks("[THINK]", "[/THINK]"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
@@ -432,7 +440,7 @@ def notation_of(template: str, tokens: Mapping[str, int] | None = None) -> Notat
     """
     found = next((each for each in NOTATIONS if all(text in template for text in each.shown)), UNKNOWN)
     marks = next((each for each in REASONING if each.opening in template or each.closing in template), None)
-    found = replace(found, reasoning=marks)
+    found = replace(found, reasoning=found.reasoning or marks)
     text = found.marks
     return replace(found, special={token: number for token, number in (tokens or {}).items() if token in text})
 

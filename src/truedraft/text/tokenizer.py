@@ -32,6 +32,9 @@ _MOST_CLOSING = (
 )
 
 
+_WITH_NULL = "messages_with_null"
+
+
 class Tokenizer:
     """A Hugging Face tokenizer with the few calls that this package needs.
 
@@ -276,6 +279,10 @@ class Tokenizer:
             raise OptionError(
                 f"may not hold {min(taken)!r}, a word of the tokenizer's own", field="chat_template_kwargs"
             )
+        if not continues and any(message.get("content", "") is None for message in messages):
+            # The library leaves null out, which some templates ask for; variables keep it.
+            more[_WITH_NULL] = [dict(message) for message in messages]
+            template = "{%- set messages = " + _WITH_NULL + " %}" + self.backend.get_chat_template(template, tools)
         try:
             return self.backend.apply_chat_template(
                 [dict(message) for message in messages],
