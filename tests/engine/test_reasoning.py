@@ -242,7 +242,7 @@ def test_answers(target: LanguageModel, way: str) -> None:
 
 def test_a_mark_that_is_forced_is_drafted(target: LanguageModel) -> None:
     params = SamplingParams(40, reasoning=ReasoningSpan("<think>", "</think>", True, 3), structured=CHOICE)
-    drafted = Engine(target, with_own_drafts(from_spec("prompt-lookup", target)), controller="fixed")
+    drafted = Engine(target, with_own_drafts(from_spec("prompt-lookup", target)), controller="in-turn")
     answer = drafted.generate("x", params)
     assert answer.stats.by_drafter["forced"].accepted_tokens >= 2
     assert (answer.text or "").count("</think>") == 1
