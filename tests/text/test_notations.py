@@ -11,7 +11,7 @@ from truedraft.text.calls import CallDelta
 from truedraft.text.notations import AnswerReader, Notation, Reasoning, notation_of
 
 TAGS = notation_of("")
-BARE = notation_of('{% if tools %} "parameters" {% endif %}')
+BARE = notation_of('{% if tools %} {"name": function name, "parameters": dictionary} {% endif %}')
 
 
 def read(notation: Notation, parts: list[str], **options: bool) -> tuple[str, list[tuple[str, str]], list[str]]:

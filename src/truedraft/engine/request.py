@@ -53,6 +53,7 @@ class Request:
         scope: it shares what it begins with with requests of this one.
         forms: makes the form of a structured answer.
         inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared as a whole.
+        shown: names of special tokens that its text shows, by their ids.
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
@@ -69,12 +70,12 @@ class Request:
         scope: Hashable = None,
         forms: Forms | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
         self.inputs = inputs
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
-        self.params = params
-        self.rule = rule
+        self.params, self.rule = params, rule
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.sample = sample
         tokenizer = target.tokenizer
@@ -95,7 +96,6 @@ class Request:
         self.counters = Counters()
         self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them
         self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
-        self.granted: int = 0  # tokens that there is room for; no more than `most_tokens`
         self.preemptions = 0  # how often it gave its room back and began again
         self.most_depth = MOST_NODES  # of what is drafted
         self.no_room: set[str] = set()  # drafters that hold nothing for it: it does not want them, or memory is short
@@ -115,7 +115,8 @@ class Request:
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
-        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens)
+        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens, shown)
+        # Most tokens, and those that there is room for, which are no more.
         self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
         self._steps, self._submitted = 0, time.perf_counter()
         self._first_token: float | None = None

@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +21,14 @@ from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable, error_answer
+from truedraft.server.errors import (
+    AnthropicErrorAnswer,
+    ApiError,
+    ErrorAnswer,
+    answer_api_error,
+    answer_unreadable,
+    error_answer,
+)
 from truedraft.server.fields import Fields, Items
 from truedraft.server.front import Front
 from truedraft.server.keys import ApiKeys
@@ -31,18 +39,15 @@ from truedraft.text.tokenizer import Tokenizer
 
 _OPEN = ("/", "/health", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
 """What needs no key: nothing of any request is told there."""
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": meaning}
-    for status, meaning in {
-        400: "The request cannot be used as it is.",
-        401: "No API key, or none that is known.",
-        404: "There is no such model.",
-        413: "The body is too long.",
-        429: "Too many requests wait; ask again after `Retry-After` seconds.",
-        500: "The model or the server failed.",
-        503: "The server is being stopped.",
-        504: "The answer took longer than this server allows.",
-    }.items()
+_ERRORS = {
+    400: "The request cannot be used as it is.",
+    401: "No API key, or none that is known.",
+    404: "There is no such model.",
+    413: "The body is too long.",
+    429: "Too many requests wait; ask again after `Retry-After` seconds.",
+    500: "The model or the server failed.",
+    503: "The server is being stopped.",
+    504: "The answer took longer than this server allows.",
 }
 _PLAYGROUND = "playground.html"
 _POLICY = (
@@ -82,9 +87,10 @@ def build_app(
     app = FastAPI(
         title="truedraft", version=str(machine_facts()["truedraft"]), lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    answering = completions_router(front), chat_router(front), responses_router(front), messages_router(front)
+    answering = completions_router(front), chat_router(front), responses_router(front)
     for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
-        app.include_router(router, responses=_ERRORS)
+        app.include_router(router, responses=_errors(ErrorAnswer))
+    app.include_router(messages_router(front), responses=_errors(AnthropicErrorAnswer))
     if playground:
         page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
 
@@ -105,6 +111,11 @@ def build_app(
             CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     return app
+
+
+def _errors(form: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """For the document: the errors of endpoints that tell them in a form."""
+    return {status: {"model": form, "description": meaning} for status, meaning in _ERRORS.items()}
 
 
 class _Gate:
@@ -217,6 +228,8 @@ def _models(front: Front) -> APIRouter:
                 "lossless": engine.rule.lossless and all(rule.lossless for rule in front.rules.values()),
             },
             "chat": bool(front.template),
+            "calls": front.notation.name if front.template else None,
+            "reasoning": [marks.opening, marks.closing] if (marks := front.notation.reasoning) is not None else None,
         }
 
     return router

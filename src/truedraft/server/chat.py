@@ -136,12 +136,22 @@ class ChatRequest(SamplingFields):
         if self.tools:
             raise ApiError(400, "functions and tools say the same; leave functions out", param="functions")
         tools = [ToolFields(type="function", function=each) for each in self.functions]
-        choice = self.function_call
-        return (
-            tools,
-            NamedTool(type="function", function=choice) if isinstance(choice, NamedFunction) else choice,
-            False,
-        )
+        if isinstance(self.function_call, NamedFunction):
+            return tools, NamedTool(type="function", function=self.function_call), False
+        return tools, self.function_call, False
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """As chat templates know it; calls and results that come without ids go together in their order."""
+        found = [each.for_template for each in self.messages]
+        waiting: list[str] = []  # ids of calls without results
+        for place, message in enumerate(found):
+            for number, call in enumerate(message.get("tool_calls", ())):
+                waiting.append(call.setdefault("id", f"call_{place}_{number}"))
+            if message["role"] == "tool":
+                answered = message.setdefault("tool_call_id", waiting[0] if waiting else f"call_{place}")
+                waiting = [each for each in waiting if each != answered]
+        return found
 
     @property
     def continues(self) -> bool:
@@ -238,11 +248,16 @@ def _chat_ids(
 def _with_tools(
     front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse
 ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools for the template; of tools that it does not know a message of the system's tells."""
+    """Messages and tools as the template takes them; of tools that it does not know the system's message tells."""
     tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     told = list(messages)
+    if any(message.get("tool_calls") or message.get("tool_call_id") for message in told):
+        told = list(front.history.fitted(told))
     if tools and "tools" not in front.template:
-        told.insert(0, {"role": "system", "content": use.notation.told(tools)})
+        text = use.notation.told(tools)
+        if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
+            text += "\n\n" + told.pop(0)["content"]
+        told.insert(0, {"role": "system", "content": text})
     return told, tools or None
 
 
@@ -278,12 +293,11 @@ def chat_router(front: Front) -> APIRouter:
         if continues and use.forced is not None:
             message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
             raise ApiError(400, message, param="continue_final_message")
-        messages = [each.for_template for each in body.messages]
         urls = [url for each in body.messages for url in urls_of(each.content)]
         prompt = await chat_prompt(
             front,
             http,
-            messages,
+            body.conversation,
             urls,
             use,
             more=body.chat_template_kwargs,
@@ -295,7 +309,7 @@ def chat_router(front: Front) -> APIRouter:
         if use.forced is not None:
             form = use.forced
         params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([prompt], params, body, http)
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:
             return EventStream(made.events(), answering.close)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter
@@ -75,6 +76,7 @@ class CompletionRequest(SamplingFields):
 def completions_router(front: Front) -> APIRouter:
     """The endpoint."""
     router = APIRouter()
+    infilling_of = cache(_infilling)
 
     @router.post("/v1/completions", responses=OR_STREAM)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
@@ -88,7 +90,7 @@ def completions_router(front: Front) -> APIRouter:
             params = replace(params, prompt_logprobs=body.logprobs)
         prompts = body.prompts
         if body.suffix:
-            infilling = _infilling(front)
+            infilling = infilling_of(front)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *infilling.ends))
             prompts = await front.apart(http, _infilled, infilling, prompts, body.suffix)
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)

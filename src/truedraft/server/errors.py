@@ -55,6 +55,20 @@ class ErrorAnswer(BaseModel):
     error: ErrorFields
 
 
+class AnthropicErrorFields(BaseModel):
+    """What is told of an error to who speaks Anthropic's protocol."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """The body of an answer to them that is an error."""
+
+    type: str
+    error: AnthropicErrorFields
+
+
 class ApiError(Exception):
     """A request is answered with an error.
 

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -30,7 +30,8 @@ from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.server.tools import ToolUse
-from truedraft.text.notations import AnswerReader, notation_of
+from truedraft.text.histories import PROBED_TOOLS, HistoryForm
+from truedraft.text.notations import AnswerReader, Notation, notation_of
 from truedraft.verification import Rule
 
 _log = logging.getLogger("truedraft.server.requests")
@@ -99,6 +100,14 @@ class Front:
         tokenizer = self.service.engine.target.tokenizer
         return self.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
 
+    @cached_property
+    def history(self) -> HistoryForm:
+        """What the chat template wants of earlier calls."""
+        tokenizer = self.service.engine.target.tokenizer
+        if tokenizer is None:
+            return HistoryForm()
+        return HistoryForm.of(partial(tokenizer.chat_text, tools=PROBED_TOOLS, template=self.chat_template))
+
     def reader(self, use: ToolUse, prompt: Sequence[int] | MultimodalPrompt) -> AnswerReader:
         """What reads one answer to a prompt.
 
@@ -115,7 +124,7 @@ class Front:
     def __post_init__(self) -> None:
         """Remember the notation, the texts of tokens, and what reads pictures."""
         tokenizer = self.service.engine.target.tokenizer
-        self.notation = notation_of(self.template)
+        self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
@@ -126,6 +135,7 @@ class Front:
         fields: SamplingFields,
         http: HttpRequest,
         samples: int | None = None,
+        notation: Notation | None = None,
     ) -> Answering:
         """Queue all samples of all prompts, prompt by prompt.
 
@@ -135,6 +145,7 @@ class Front:
             fields: of the HTTP request.
             http: the HTTP request.
             samples: of each prompt, where these are not `params.n`.
+            notation: of the answers, whose marks their texts show and whose ends end them; None for plain text.
 
         Raises:
             ApiError: something is wrong with it, or there is no room.
@@ -144,10 +155,13 @@ class Front:
             params = replace(params, adapter=fields.model)
         count = samples if samples is not None else params.n
         self._check_count(len(prompts) * count)
+        shown = {number: token for token, number in notation.special.items()} if notation is not None else None
+        if notation is not None and notation.end_ids:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *notation.end_ids))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         answering = Answering(self.service, deadline)
-        asked = (prompts, params, fields, client, count)
+        asked = (prompts, params, fields, client, count, shown)
         if params.structured is not None:
             requests = await asyncio.to_thread(self._prepared, *asked)
         else:
@@ -187,15 +201,22 @@ class Front:
         return work(*given)
 
     def _prepared(
-        self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        fields: SamplingFields,
+        client: Client,
+        count: int,
+        shown: Mapping[int, str] | None,
     ) -> list[Request]:
         speculation = fields.speculation
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
         scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
+        prepare = self.service.engine.prepare
         try:
             return [
-                self.service.engine.prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope)
+                prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
                 for prompt in prompts
                 for sample in range(count)
             ]

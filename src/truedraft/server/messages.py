@@ -272,7 +272,7 @@ def messages_router(front: Front) -> APIRouter:
         prompt = await prompt_of(body, use, http)
         form = body.form if use.forced is None else use.forced
         params = body.sampling(room_for(front, prompt, body.max_tokens), form=form)
-        answering = await front.begin([prompt], params, body, http)
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Message(front, body, answering, front.reader(use, prompt))
         if body.stream:
             return EventStream(made.events(), answering.close, failed)

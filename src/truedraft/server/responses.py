@@ -147,7 +147,7 @@ def responses_router(front: Front) -> APIRouter:
         form = use.forced if use.forced is not None else body.form
         room = room_for(front, prompt, body.max_output_tokens)
         params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([prompt], params, body, http)
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Response(front, body, answering, front.reader(use, prompt), toolbox)
         if body.stream:
             return EventStream(made.events(), answering.close, made.failed)

@@ -76,6 +76,19 @@ class ControlTokens:
             for _, _, number in self._special.spans(text)
         ]
 
+    def literal_ids(self, text: str) -> list[int]:
+        """The ids of a part of a text that spells them like all else.
+
+        Raises:
+            PromptError: it spells one, and this tokenizer cannot keep that as text.
+        """
+        token = self._all.first(text)
+        if not token:
+            return list(self._backend(text, verbose=False, add_special_tokens=False).input_ids)
+        if not getattr(self._backend, "is_fast", False):
+            raise PromptError(f"a text spells {token!r}, which {self._name!r} cannot keep as text; leave it out")
+        return self._read(text)
+
     def marked(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -6,10 +6,10 @@ then the token behind which the answer begins; Mistral's write the suffix first,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from truedraft.errors import PromptError
+from truedraft.text.control_tokens import ControlTokens
 from truedraft.text.tokenizer import Tokenizer
 
 
@@ -59,6 +59,7 @@ class Infilling:
 
     Attributes:
         tokenizer: as given.
+        control: its tokens that stay text where an editor's text spells them.
         prefix: token before the text that stands before the answer.
         suffix: token before the text that stands behind it.
         middle: token before the answer; None where the answer follows the prefix.
@@ -66,6 +67,7 @@ class Infilling:
     """
 
     tokenizer: Tokenizer
+    control: ControlTokens
     prefix: int
     suffix: int
     middle: int | None
@@ -78,36 +80,39 @@ class Infilling:
         Raises:
             PromptError: it has those of none.
         """
-        ids: Mapping[str, int] = tokenizer.backend.get_vocab()
-        family = next((each for each in _FAMILIES if all(name in ids for name in each.needed)), None)
-        if family is None:
-            raise PromptError(
-                f"the vocabulary of {tokenizer.name!r} has no tokens for a text in the middle, such as <|fim_middle|>; "
-                "leave the suffix out, or take a model that was trained with them",
-                field="suffix",
-            )
-        middle = None if family.middle is None else ids[family.middle]
-        ends = {ids[name] for name in (*family.needed, *family.ends) if name in ids}
-        return cls(tokenizer, ids[family.prefix], ids[family.suffix], middle, tuple(sorted(ends)))
+        backend = tokenizer.backend
+        for family in _FAMILIES:
+            names = (*family.needed, *family.ends)
+            found = dict(zip(names, map(backend.convert_tokens_to_ids, names), strict=True))
+            ids = {name: number for name, number in found.items() if number not in (None, backend.unk_token_id)}
+            if all(name in ids for name in family.needed):
+                control = ControlTokens(backend, tokenizer.name, "".join(names))
+                middle = None if family.middle is None else ids[family.middle]
+                ends = tuple(sorted(set(ids.values())))
+                return cls(tokenizer, control, ids[family.prefix], ids[family.suffix], middle, ends)
+        raise PromptError(
+            f"the vocabulary of {tokenizer.name!r} has no tokens for a text in the middle, such as <|fim_middle|>; "
+            "leave the suffix out, or take a model that was trained with them",
+            field="suffix",
+        )
 
     def prompt(self, before: str, behind: str) -> list[int]:
-        """The token ids behind which the text between two texts follows."""
-        begin = [*self._first(), self.prefix, *self.tokenizer.plain_ids(before)]
-        end = [self.suffix, *self._continued(behind)]
-        if self.middle is None:
-            return [*self._first(), *end, *begin[len(self._first()) :]]
-        return [*begin, *end, self.middle]
+        """The token ids behind which the text between two texts follows.
 
-    def _first(self) -> Sequence[int]:
-        """The token with which each text begins, where there is one."""
-        begin = self.tokenizer.backend.bos_token_id
-        return [begin] if begin is not None and self.tokenizer.encode("")[:1] == [begin] else []
+        Raises:
+            PromptError: a text spells a token that this tokenizer cannot keep as text.
+        """
+        first = self.tokenizer.backend.bos_token_id
+        begun = [first] if first is not None and self.tokenizer.encode("")[:1] == [first] else []
+        head = [self.prefix, *self.control.literal_ids(before)]
+        tail = [self.suffix, *self._continued(behind)]
+        return [*begun, *tail, *head] if self.middle is None else [*begun, *head, *tail, self.middle]
 
-    def _continued(self, text: str) -> Sequence[int]:
+    def _continued(self, text: str) -> list[int]:
         """The ids of a text in the middle of another; SentencePiece would put a space before it."""
-        ids = self.tokenizer.plain_ids(text)
+        ids = self.control.literal_ids(text)
         if not ids or not str(self.tokenizer.backend.convert_ids_to_tokens(ids[0])).startswith("\u2581"):
             return ids
-        head = self.tokenizer.plain_ids(_ANCHOR)
-        both = self.tokenizer.plain_ids(_ANCHOR + text)
-        return both[len(head) :] if both[: len(head)] == head else ids
+        anchor = self.control.literal_ids(_ANCHOR)
+        both = self.control.literal_ids(_ANCHOR + text)
+        return both[len(anchor) :] if both[: len(anchor)] == anchor else ids

@@ -7,10 +7,10 @@ begin the stop text; the third completes it, so the answer is "a " and keeps one
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from truedraft.errors import OptionError
-from truedraft.text.detokenizer import REPLACEMENT, Decoder, StreamDetokenizer
+from truedraft.text.detokenizer import REPLACEMENT, Decoder, ShownTokens, StreamDetokenizer
 
 
 class StopScanner:
@@ -81,18 +81,27 @@ class TextStream:
         tokenizer: turns ids into text; None leaves the text empty.
         stops: texts that end the answer, which ends before them.
         least_tokens: of the answer; a stop text that begins before does not count.
+        shown: names of special tokens that the text shows, by their ids.
 
     Raises:
         OptionError: stop texts without a tokenizer, or an empty one.
     """
 
-    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str] = (), least_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Decoder | None,
+        stops: Sequence[str] = (),
+        least_tokens: int = 0,
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
         self._scanner = StopScanner(stops)
         if tokenizer is None and stops:
             raise OptionError(
                 f"stop {stops!r} needs a tokenizer, and this model has none; use stop_token_ids, "
                 "or load a folder with tokenizer files"
             )
+        if tokenizer is not None and shown:
+            tokenizer = ShownTokens(tokenizer, shown)
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
         self._scans = bool(stops)

@@ -32,6 +32,9 @@ _MOST_CLOSING = (
 )
 
 
+_WITH_NULL = "messages_with_null"
+
+
 class Tokenizer:
     """A Hugging Face tokenizer with the few calls that this package needs.
 
@@ -127,6 +130,17 @@ class Tokenizer:
     def shown_text(self, ids: Sequence[int]) -> str:
         """Turn ids into text, special tokens by their names."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def whole_tokens(self) -> Mapping[str, int]:
+        """The ids of tokens that are matched as a whole before a text is cut, and that grammars know by their ids."""
+        added = self.backend.added_tokens_decoder.items()
+        # llguidance takes a token in angle brackets for a control token, whatever the tokenizer says.
+        return {
+            token.content: number
+            for number, token in added
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
 
     @cached_property
     def _decoder(self) -> Callable[[list[int]], str]:
@@ -266,6 +280,10 @@ class Tokenizer:
             raise OptionError(
                 f"may not hold {min(taken)!r}, a word of the tokenizer's own", field="chat_template_kwargs"
             )
+        if not continues and any(message.get("content", "") is None for message in messages):
+            # The library leaves null out, which some templates ask for; variables keep it.
+            more[_WITH_NULL] = [dict(message) for message in messages]
+            template = "{%- set messages = " + _WITH_NULL + " %}" + self.backend.get_chat_template(template, tools)
         try:
             return self.backend.apply_chat_template(
                 [dict(message) for message in messages],
