@@ -257,7 +257,7 @@ def _state(front: Front, metrics: Metrics) -> APIRouter:
         return JSONResponse({"status": "ok" if fine else "stopping"}, 200 if fine else 503)
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def numbers() -> PlainTextResponse:
+    def numbers() -> PlainTextResponse:  # in a thread, for it looks through the last steps
         """Numbers for Prometheus."""
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -44,7 +44,6 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         OptionError: an option cannot be used.
         TruedraftError: the target failed while it was measured.
     """
-    service = Service(engine, max_queue=options.max_queue, max_per_client=options.max_per_client)
     names = options.served_model_name or (_without_folder(name),)
     target = engine.target
     if twice := set(names) & set(target.adapters):
@@ -56,12 +55,14 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     if target.tokenizer is not None:
         target.tokenizer.name = names[0]
     forward_s = engine.forwards()
+    service = Service(
+        engine, max_queue=options.max_queue, max_per_client=options.max_per_client, forward_s=forward_s
+    )
     template = None if options.chat_template is None else _read("chat_template", options.chat_template)
     front = Front(
         service,
         names,
         {words: rule_from_spec(words) for words in options.allow_rule},
-        forward_s,
         options.max_samples,
         options.request_timeout_s,
         options.share_prefixes,
