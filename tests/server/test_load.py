@@ -49,11 +49,11 @@ def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> 
         connection.close()
 
 
-def get(url: str, path: str) -> tuple[int, str]:
+def get(url: str, path: str, **headers: str) -> tuple[int, str]:
     at = urlsplit(url)
     connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=headers)
         reply = connection.getresponse()
         return reply.status, reply.read().decode()
     finally:
@@ -72,7 +72,7 @@ def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
 def raw_request(data: bytes) -> bytes:
     head = (
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(data)}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,10 @@ _CODES = {
     503: "server_unavailable",
     504: "timeout",
 }
+
+
+_PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
+"""Where a file's path may begin."""
 
 
 class ErrorFields(BaseModel):
@@ -85,24 +90,29 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
     @classmethod
-    def of(cls, error: BaseException) -> ApiError:
-        """An error of the library as clients see it: what they can mend is told, all else is an error of the server."""
+    def of(cls, error: BaseException, shown: Mapping[str, str] | None = None) -> ApiError:
+        """An error of the library as clients see it: what they can mend is told, all else is an error of the server.
+
+        Args:
+            error: of the library, or any other.
+            shown: by what clients know names that the error may hold.
+        """
+        told = str(error)
+        for name, instead in (shown or {}).items():
+            told = told.replace(name, instead)
         if isinstance(error, ApiError):
+            error.message = told
             return error
-        if isinstance(error, OptionError | PromptError):
-            return cls(400, str(error), param=error.field, code="invalid_value")
+        if isinstance(error, OptionError | PromptError) and not _is_about_a_file(error):
+            return cls(400, told, param=error.field, code="invalid_value")
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
             return cls(400, "a text has half a character (a lone surrogate); mend how it was cut")
         if isinstance(error, TruedraftError):
-            return cls(500, f"the model failed ({error})")
+            hides = _is_about_a_file(error) or _PATH.search(told) is not None
+            return cls(500, f"the model failed ({'the log of the server says why' if hides else told})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
-
-
-async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
-    """For FastAPI: an error of ours, or of the web framework's: no such page, or not by this method."""
-    return ApiError.of(error).response()
 
 
 async def answer_unreadable(_: Request, error: Exception) -> JSONResponse:
@@ -124,6 +134,15 @@ async def answer_unreadable(_: Request, error: Exception) -> JSONResponse:
     given = first.get("input")
     shown = f", got {_shown(given)}" if kind != "missing" else ""
     return ApiError(400, f"{'.'.join(place)}: {message}{shown}", param=place[0], code="invalid_value").response()
+
+
+def _is_about_a_file(error: BaseException | None) -> bool:
+    """Whether a file of the server was at fault, which is nothing that a client could mend."""
+    while error is not None:
+        if isinstance(error, OSError) and error.filename is not None:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _shown(given: object) -> str:

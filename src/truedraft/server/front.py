@@ -183,7 +183,7 @@ class Front:
                 for sample in range(count)
             ]
         except TruedraftError as error:
-            raise ApiError.of(error) from error
+            raise self.service.api_error(error) from error
 
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:

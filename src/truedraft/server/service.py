@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -158,7 +158,7 @@ class Answering:
                     left -= answer is not None
                     error = self.streams[each.number].request.error
                     if answer is not None and error is not None:
-                        raise ApiError.of(error)
+                        raise self._service.api_error(error)
                     if answer is not None and answer.finish_reason == "cancelled":  # by nobody who reads this
                         raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
@@ -215,6 +215,7 @@ class Service:
         max_per_client: most open requests of a client; None is no limit.
         max_waiting_bytes: of what waiting requests hold beside their tokens, as pixels.
         forward_s: V of the target, for estimated speed-ups.
+        shown_names: by what clients know names that errors may hold.
 
     Attributes:
         engine: as given.
@@ -231,6 +232,7 @@ class Service:
         max_per_client: int | None = None,
         max_waiting_bytes: int = 1 << 30,
         forward_s: ForwardSeconds | None = None,
+        shown_names: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine
         self.forward_s = forward_s
@@ -239,6 +241,7 @@ class Service:
         self._max_queue = max_queue
         self._max_per_client = max_per_client
         self._max_waiting_bytes = max_waiting_bytes
+        self._shown_names = shown_names
         self._guard = threading.Lock()  # of what follows
         self._waiting: dict[Client, deque[Stream]] = {}
         self._open: dict[Client, int] = {}
@@ -269,6 +272,10 @@ class Service:
         self._work.set()
         if self._thread is not None:
             self._thread.join()
+
+    def api_error(self, error: BaseException) -> ApiError:
+        """An error as clients are told of it."""
+        return ApiError.of(error, self._shown_names)
 
     @property
     def alive(self) -> bool:
@@ -402,7 +409,7 @@ class Service:
                     busy = self.engine.step()
                 except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
                     _log.exception("a step failed")
-                    self._fail_all(ApiError.of(error))
+                    self._fail_all(self.api_error(error))
                     busy = False
                 ended = self._hand_over()
                 if ended and busy:
