@@ -336,7 +336,7 @@ class Decisions:
             return Speedup(factor, None, None, by_plain_steps)
         drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
         counts = np.bincount((drawn + len(blocks) * np.arange(_DRAWS)[:, None]).ravel(), minlength=drawn.size)
-        factors = _factors(counts.reshape(drawn.shape) @ blocks)
+        factors = _factors(counts.reshape(drawn.shape).astype(np.float64) @ blocks)
         known = factors[np.isfinite(factors)]
         if not len(known):
             return Speedup(factor, None, None, by_plain_steps)
