@@ -284,7 +284,9 @@ class Request:
             if origin is not Origin.BONUS:
                 counters.tried_per_position[position] -= 1
             position = position + 1 if origin is Origin.ACCEPTED else 0
-        for first, shares in self._drafted:
+        for first, shares in reversed(self._drafted):
+            if all(first + len(share.path) <= kept for share in shares):
+                break  # nor is anything of the steps before it taken back
             for share in shares:
                 taken = first + len(share.path) - max(first, kept)
                 counters.by_drafter[share.drafter].accepted_tokens -= max(taken, 0)

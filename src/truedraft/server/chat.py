@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.errors import PromptError
@@ -314,7 +314,7 @@ def chat_router(front: Front) -> APIRouter:
         if body.stream:
             return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 

@@ -7,19 +7,21 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import numpy as np
 from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
 
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
-from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.engine.decisions import Decisions
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
@@ -39,6 +41,7 @@ _Value = TypeVar("_Value")
 
 _END_TOKENS = 16  # of a prompt, that hold what its template opens
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
+_LONG_ANSWER = 256  # tokens of answers whose writing would
 
 
 @dataclass(eq=False)
@@ -49,7 +52,6 @@ class Front:
         service: that answers.
         names: of the model; the first is what answers say.
         rules: that a request may ask for, by their words.
-        forward_s: V of the target, for estimated speed-ups.
         max_samples: most answers to one HTTP request.
         timeout_s: of one; None is no limit.
         shares_prefixes: whether clients share what their requests begin with.
@@ -61,7 +63,6 @@ class Front:
     service: Service
     names: Sequence[str]
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    forward_s: ForwardSeconds | None = None
     max_samples: int = 16
     timeout_s: float | None = None
     shares_prefixes: bool = False
@@ -126,6 +127,7 @@ class Front:
         tokenizer = self.service.engine.target.tokenizer
         self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
     async def begin(
@@ -200,6 +202,13 @@ class Front:
             return await asyncio.to_thread(work, *given)
         return work(*given)
 
+    async def answer(self, answering: Answering, whole: Callable[[], dict[str, Any]]) -> JSONResponse:
+        """What `whole` makes of all answers, in a thread where they are long, so that other clients need not wait."""
+        tokens = sum(len(stream.answer.token_ids) for stream in answering.streams if stream.answer is not None)
+        if tokens <= _LONG_ANSWER:
+            return JSONResponse(whole())
+        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: JSONResponse(whole()))
+
     def _prepared(
         self,
         prompts: Sequence[Prompt],
@@ -221,7 +230,7 @@ class Front:
                 for sample in range(count)
             ]
         except TruedraftError as error:
-            raise ApiError.of(error) from error
+            raise self.service.api_error(error) from error
 
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:
@@ -259,22 +268,13 @@ class Front:
     def speculation(self, streams: Sequence[Stream]) -> dict[str, Any]:
         """What speculation did for some samples, under the names that vLLM gives these numbers."""
         counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
-        decisions = Decisions(self.forward_s)
-        accepted: list[int] = []
-        for stream in streams:
-            decisions += Decisions.of(stream.records, self.forward_s, stream.request.id)
-            for record in stream.records:
-                step = (
-                    record.requests[record.numbers[stream.request.id]] if stream.request.id in record.numbers else None
-                )
-                if step is not None and step.nodes and not step.prefill:
-                    accepted.append(step.accepted)
-        speedup = decisions.speedup()
+        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
+        speedup = sum((stream.decisions for stream in streams), Decisions(self.service.forward_s)).speedup()
         return {
             "mean_acceptance_length": counters.mean_acceptance_length,
             "draft_acceptance_rate": counters.draft_acceptance_rate,
-            "acceptance_histogram": np.bincount(np.asarray(accepted, dtype=np.int64)).tolist(),
-            "num_drafts": len(accepted),
+            "acceptance_histogram": accepted,
+            "num_drafts": sum(accepted),
             "num_draft_tokens": counters.draft_tokens,
             "num_accepted_tokens": counters.accepted_tokens,
             "num_accepted_tokens_per_pos": counters.accepted_per_position,

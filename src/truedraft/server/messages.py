@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field, Tag
 
 from truedraft.core.params import Structured
@@ -277,7 +277,7 @@ def messages_router(front: Front) -> APIRouter:
         if body.stream:
             return EventStream(made.events(), answering.close, failed)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: HttpRequest) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
@@ -152,7 +152,7 @@ def responses_router(front: Front) -> APIRouter:
         if body.stream:
             return EventStream(made.events(), answering.close, made.failed)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 
