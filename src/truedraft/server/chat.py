@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -31,6 +32,7 @@ from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, Too
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import CallDelta
 from truedraft.text.notations import AnswerReader, Reasoning
+from truedraft.text.turns import plainer
 
 
 class CalledFunction(Told):
@@ -232,17 +234,21 @@ def _chat_ids(
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
     told, tools = _with_tools(front, messages, use)
-    try:
-        return tokenizer.chat(
-            told,
-            tools=tools,
-            template=front.chat_template,
-            variables=more,
-            continues=continues,
-            trust_control_tokens=front.trust_control_tokens,
-        )
-    except PromptError as error:
-        raise ApiError(400, str(error), param=param, code="invalid_value") from error
+    refused: PromptError | None = None
+    forms: Iterator[Sequence[Mapping[str, Any]]] = chain([told], plainer(told))
+    for form in forms:
+        try:
+            return tokenizer.chat(
+                form,
+                tools=tools,
+                template=front.chat_template,
+                variables=more,
+                continues=continues,
+                trust_control_tokens=front.trust_control_tokens,
+            )
+        except PromptError as error:
+            refused = refused or error
+    raise ApiError(400, str(refused), param=param, code="invalid_value") from refused
 
 
 def _with_tools(
