@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast, overload
@@ -322,8 +322,12 @@ class Engine:
         speculation: Speculation | None = None,
         rule: Rule | None = None,
         scope: Hashable = None,
+        shown: Mapping[int, str] | None = None,
     ) -> Request:
-        """A checked request that waits to be given to `enqueue`; as `submit` but for that."""
+        """A checked request that waits to be given to `enqueue`; as `submit` but for that.
+
+        `shown` are names of special tokens by their ids, which the answer's text shows.
+        """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
@@ -341,7 +345,7 @@ class Engine:
             # Placeholders are alike, whatever they stand for.
             inputs, scope = prompt.inputs, (scope, prompt.digest)
         judge = self._verifier.rule_for(params, rule)
-        request = Request(ids, params, judge, target, sample, scope, self.forms, inputs)
+        request = Request(ids, params, judge, target, sample, scope, self.forms, inputs, shown)
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
         if params.seed is None:

@@ -1,13 +1,14 @@
 """The fields that requests of all endpoints share, and what they mean to the library.
 
 A field that is not known is refused, as OpenAI's own server does; those that mean nothing here are listed in `Ignored`.
+In a conversation that is sent back (`Told`) unknown fields are left out: each client adds some of its own.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams, Structured
@@ -52,6 +53,18 @@ class Fields(BaseModel):
         return {name: value for name, value in given.items() if name in kept} if unknown[1:] else given
 
 
+class Told(Fields):
+    """A part of a conversation; fields that are not known say nothing to a model."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+def by_type(given: Any) -> str | None:
+    """Which member of a union an object is, by its `type`."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
 def _few(given: Any) -> Any:
     """A mapping, before its pairs are looked at."""
     if isinstance(given, dict) and len(given) > _MOST_BIASES:
@@ -68,6 +81,8 @@ class Ignored(Fields):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: Annotated[dict[str, Any] | None, BeforeValidator(_few)] = None
 
 
 class StreamOptions(Fields):
@@ -95,16 +110,14 @@ class SpeculationFields(Fields):
         return Speculation(None if names is None else tuple(names), self.num_speculative_tokens)
 
 
-class TextPart(Fields):
+class TextPart(Told):
     """A part of a message that is text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Items[Any] | None = None
-    logprobs: Items[Any] | None = None
 
 
-class RefusalPart(Fields):
+class RefusalPart(Told):
     """A part of an earlier answer that declined."""
 
     type: Literal["refusal"]
@@ -116,7 +129,16 @@ class RefusalPart(Fields):
         return self.refusal
 
 
-Content: TypeAlias = str | Items[TextPart | RefusalPart]
+def _content_kind(given: Any) -> str | None:
+    return "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None
+
+
+text_or_parts = Discriminator(
+    _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of parts"
+)
+"""Which of the two a content is."""
+_TextParts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
+Content: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_TextParts, Tag("parts")], text_or_parts]
 
 
 class Prediction(Fields):
@@ -131,14 +153,14 @@ class Prediction(Fields):
         return text_of(self.content)
 
 
-class ImageUrl(Fields):
+class ImageUrl(Told):
     """Where a picture is."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None  # of no effect: the model's processor decides
+    detail: str | None = None  # of no effect: the model's processor decides
 
 
-class ImagePart(Fields):
+class ImagePart(Told):
     """A part of a chat's message that is a picture."""
 
     type: Literal["image_url"]
@@ -150,12 +172,12 @@ class ImagePart(Fields):
         return self.image_url.url
 
 
-class InputImagePart(Fields):
+class InputImagePart(Told):
     """The same as the newer endpoint has it."""
 
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: str | None = None
 
     @property
     def url(self) -> str:
@@ -163,7 +185,9 @@ class InputImagePart(Fields):
         return self.image_url
 
 
-SeenContent: TypeAlias = str | Items[TextPart | RefusalPart | ImagePart | InputImagePart]
+_Part = Annotated[TextPart | RefusalPart | ImagePart | InputImagePart, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], Field(fail_fast=True)]
+SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("parts")], text_or_parts]
 
 
 def text_of(content: Content) -> str:

@@ -7,34 +7,42 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import numpy as np
 from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
 
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
-from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.engine.decisions import Decisions
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import TruedraftError
+from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
 from truedraft.server.fields import SamplingFields
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
+from truedraft.server.tools import ToolUse
 from truedraft.text.forms import Prepared
+from truedraft.text.histories import PROBED_TOOLS, HistoryForm
+from truedraft.text.notations import AnswerReader, Notation, notation_of
 from truedraft.verification import Rule
 
 _log = logging.getLogger("truedraft.server.requests")
 _Value = TypeVar("_Value")
 
+_END_TOKENS = 16  # of a prompt, that hold what its template opens
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
+_LONG_ANSWER = 256  # tokens of answers whose writing would
 
 
 @dataclass(eq=False)
@@ -45,22 +53,22 @@ class Front:
         service: that answers.
         names: of the model; the first is what answers say.
         rules: that a request may ask for, by their words.
-        forward_s: V of the target, for estimated speed-ups.
         max_samples: most answers to one HTTP request.
         timeout_s: of one; None is no limit.
         shares_prefixes: whether clients share what their requests begin with.
         chat_template: in place of the model's own.
+        trust_control_tokens: whether control tokens that messages spell are read as the tokens.
         created: when the server started, seconds since 1970.
     """
 
     service: Service
     names: Sequence[str]
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    forward_s: ForwardSeconds | None = None
     max_samples: int = 16
     timeout_s: float | None = None
     shares_prefixes: bool = False
     chat_template: str | None = None
+    trust_control_tokens: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -88,10 +96,39 @@ class Front:
         """What a token writes; its id where the model has no tokenizer."""
         return self._token_text(token)
 
-    def __post_init__(self) -> None:
-        """Remember the texts of tokens, and what reads pictures."""
+    @property
+    def template(self) -> str:
+        """The chat template that is used; "" where there is none."""
         tokenizer = self.service.engine.target.tokenizer
+        return self.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
+
+    @cached_property
+    def history(self) -> HistoryForm:
+        """What the chat template wants of earlier calls."""
+        tokenizer = self.service.engine.target.tokenizer
+        if tokenizer is None:
+            return HistoryForm()
+        return HistoryForm.of(partial(tokenizer.chat_text, tools=PROBED_TOOLS, template=self.chat_template))
+
+    def reader(self, use: ToolUse, prompt: Sequence[int] | MultimodalPrompt) -> AnswerReader:
+        """What reads one answer to a prompt.
+
+        Args:
+            use: of tools.
+            prompt: of the answer.
+        """
+        tokenizer, marks = self.service.engine.target.tokenizer, use.notation.reasoning
+        if marks is None or tokenizer is None:
+            return use.reader()
+        ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
+        return use.reader(reasoning_open=marks.opens(tokenizer.shown_text(ids[-_END_TOKENS:])))
+
+    def __post_init__(self) -> None:
+        """Remember the notation, the texts of tokens, and what reads pictures."""
+        tokenizer = self.service.engine.target.tokenizer
+        self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
     async def begin(
@@ -101,6 +138,7 @@ class Front:
         fields: SamplingFields,
         http: HttpRequest,
         samples: int | None = None,
+        notation: Notation | None = None,
     ) -> Answering:
         """Queue all samples of all prompts, prompt by prompt.
 
@@ -110,6 +148,7 @@ class Front:
             fields: of the HTTP request.
             http: the HTTP request.
             samples: of each prompt, where these are not `params.n`.
+            notation: of the answers, whose marks their texts show and whose ends end them; None for plain text.
 
         Raises:
             ApiError: something is wrong with it, or there is no room.
@@ -119,6 +158,9 @@ class Front:
             params = replace(params, adapter=fields.model)
         count = samples if samples is not None else params.n
         self._check_count(len(prompts) * count)
+        shown = {number: token for token, number in notation.special.items()} if notation is not None else None
+        if notation is not None and notation.end_ids:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *notation.end_ids))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         names = {"structured": fields.form_field}
@@ -130,10 +172,10 @@ class Front:
                 if params.structured is None
                 else await self._form(http, params.structured, deadline, len(prompts) * count)
             )
-            requests = await self.apart(http, self._prepared, prompts, params, fields, client, count)
+            requests = await self.apart(http, self._prepared, prompts, params, fields, client, count, shown)
             del form
         except TruedraftError as error:
-            raise ApiError.of(error, names) from error
+            raise self.service.api_error(error, names) from error
         traced = fields.speculation is not None and fields.speculation.trace
         late = getattr(http.state, "reserved", None) is not None
         self.release(http)  # nobody else takes the places, for nothing is awaited until they are taken
@@ -177,15 +219,29 @@ class Front:
             return await asyncio.to_thread(work, *given)
         return work(*given)
 
+    async def answer(self, answering: Answering, whole: Callable[[], dict[str, Any]]) -> JSONResponse:
+        """What `whole` makes of all answers, in a thread where they are long, so that other clients need not wait."""
+        tokens = sum(len(stream.answer.token_ids) for stream in answering.streams if stream.answer is not None)
+        if tokens <= _LONG_ANSWER:
+            return JSONResponse(whole())
+        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: JSONResponse(whole()))
+
     def _prepared(
-        self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        fields: SamplingFields,
+        client: Client,
+        count: int,
+        shown: Mapping[int, str] | None,
     ) -> list[Request]:
         speculation = fields.speculation
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
         scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
+        prepare = self.service.engine.prepare
         return [
-            self.service.engine.prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope)
+            prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
             for prompt in prompts
             for sample in range(count)
         ]
@@ -226,22 +282,13 @@ class Front:
     def speculation(self, streams: Sequence[Stream]) -> dict[str, Any]:
         """What speculation did for some samples, under the names that vLLM gives these numbers."""
         counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
-        decisions = Decisions(self.forward_s)
-        accepted: list[int] = []
-        for stream in streams:
-            decisions += Decisions.of(stream.records, self.forward_s, stream.request.id)
-            for record in stream.records:
-                step = (
-                    record.requests[record.numbers[stream.request.id]] if stream.request.id in record.numbers else None
-                )
-                if step is not None and step.nodes and not step.prefill:
-                    accepted.append(step.accepted)
-        speedup = decisions.speedup()
+        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
+        speedup = sum((stream.decisions for stream in streams), Decisions(self.service.forward_s)).speedup()
         return {
             "mean_acceptance_length": counters.mean_acceptance_length,
             "draft_acceptance_rate": counters.draft_acceptance_rate,
-            "acceptance_histogram": np.bincount(np.asarray(accepted, dtype=np.int64)).tolist(),
-            "num_drafts": len(accepted),
+            "acceptance_histogram": accepted,
+            "num_drafts": sum(accepted),
             "num_draft_tokens": counters.draft_tokens,
             "num_accepted_tokens": counters.accepted_tokens,
             "num_accepted_tokens_per_pos": counters.accepted_per_position,
