@@ -258,7 +258,7 @@ def _with_tools(
         if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
             text += "\n\n" + told.pop(0)["content"]
         told.insert(0, {"role": "system", "content": text})
-    return told, tools or None
+    return told, front.history.tools(tools) if tools else None
 
 
 def room_for(front: Front, prompt: list[int] | MultimodalPrompt, asked: int | None) -> int:

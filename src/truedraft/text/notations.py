@@ -348,7 +348,7 @@ NOTATIONS: tuple[Notation, ...] = (
         between=":{id}<|tool_call_argument_begin|>",
         closing="<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
-        id_pattern="[0-9]+",
+        id_pattern="[0-9]{1,3}",
         call_id="functions.{name}:{id}",
     ),
     Notation(
