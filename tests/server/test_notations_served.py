@@ -74,6 +74,22 @@ def test_analysis_never_leaks_into_the_answer() -> None:
         assert (cut.message.content, cut.finish_reason) == ("", "length") and cut.message.reasoning_content == "Hm."
 
 
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": [1, 2]}}}, "[1, 2]"),
+        ({"structured_outputs": {"choice": ["one"]}}, "one"),
+        ({"structured_outputs": {"regex": "a/b"}}, "a/b"),
+        ({"structured_outputs": {"grammar": 'start: item item\nitem: "x"'}}, "xx"),
+    ],
+)
+def test_a_form_of_the_answer_stands_in_its_channel(form: dict[str, Any], answer: str) -> None:
+    pytest.importorskip("llguidance")
+    with client_of("openai-gpt-oss-120b", "something else") as client:
+        asked = {"extra_body": form} if "structured_outputs" in form else {"response_format": form}
+        assert both_ways(client, **asked) == (answer, "", [], "stop")
+
+
 def test_a_call_to_a_channel_ends_the_turn() -> None:
     call = '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "a"}<|call|>and more'
     with client_of("openai-gpt-oss-120b", call) as client:
