@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.text.forms import Forms
+from truedraft.text.reasoning import ReasonedForm
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
@@ -82,7 +84,7 @@ class Request:
         self._stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(target.eos_token_ids)
         )
-        self.shaping = self._shaped(tokenizer, forms, target.vocab_size)  # what its options do to logits
+        self.shaping = self._shaped(target, forms)  # what its options do to logits
         self.leader: Request | None = None  # that reads what it begins with, and that it waits for
         self.awaits = 0  # so many tokens of that
         self.copied_tokens = 0  # of its prompt, that others had computed
@@ -120,15 +122,17 @@ class Request:
         self._first_token: float | None = None
         self._finished: float | None = None
 
-    def _shaped(self, tokenizer: Tokenizer | None, forms: Forms | None, vocab_size: int) -> Shaping | None:
+    def _shaped(self, target: LanguageModel, forms: Forms | None) -> Shaping | None:
         """What its options do to logits; None where they do nothing."""
-        params = self.params
+        params, tokenizer, vocab_size = self.params, target.tokenizer, target.vocab_size
         if not params.shapes_logits:
             return None
         banned = ids_of_words(params.bad_words, tokenizer)
         _check_ids(params, banned, vocab_size)
         ends = [token for token in self._stop_ids if token < vocab_size]
-        form = None if params.structured is None else _form_of(params.structured, forms, self)
+        form = _reasoned(self, target, forms) if params.reasoning is not None else None
+        if form is None and params.structured is not None:
+            form = _form_of(params.structured, forms, self)
         return Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form, self._source_tokens)
 
     @property
@@ -332,6 +336,23 @@ def _form_of(structured: Structured, forms: Forms | None, request: Request) -> F
     if forms is None:
         raise OptionError("needs a tokenizer, and this model has none", field="structured")
     return forms.start(structured, request.tokens, request.prompt_tokens)
+
+
+def _reasoned(request: Request, target: LanguageModel, forms: Forms | None) -> Form | None:
+    """The form of an answer behind its reasoning; None where both may be anything.
+
+    Raises:
+        OptionError: the form cannot be read, or there is no tokenizer.
+    """
+    structured, span = request.params.structured, request.params.reasoning
+    assert span is not None
+    if structured is None and span.budget is None:
+        return None
+    if target.tokenizer is None or forms is None:
+        raise OptionError("needs a tokenizer, and this model has none", field="reasoning")
+    start = None if structured is None else partial(forms.start, structured, prompt_tokens=0)
+    tokens, size = request.tokens, target.vocab_size
+    return ReasonedForm(span, start, target.tokenizer, size, target.eos_token_ids, tokens, request.prompt_tokens)
 
 
 def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from truedraft.server.fields import (
     ResponseFormat,
     SamplingFields,
     SeenContent,
+    Thinking,
     Told,
     checked_logprobs,
     parts_of,
@@ -114,10 +115,17 @@ class ChatRequest(SamplingFields):
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    # Taken, and of no effect: nothing is stored, and how models think is a matter of their templates.
-    store: bool | None = None
     reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    # Taken, and of no effect.
+    store: bool | None = None
     verbosity: str | None = None
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking.of(self.reasoning_budget, self.thinking, self.reasoning, self.reasoning_effort)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -300,13 +308,14 @@ def chat_router(front: Front) -> APIRouter:
             body.conversation,
             urls,
             use,
-            more=body.chat_template_kwargs,
+            more=front.switches(body.thinks) | (body.chat_template_kwargs or {}),
             continues=continues,
             samples=body.samples,
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        form = use.form(None if body.response_format is None else body.response_format.asked)
-        params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
+        form = use.forced or (None if body.response_format is None else body.response_format.asked)
+        room = room_for(front, prompt, asked)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:

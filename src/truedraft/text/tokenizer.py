@@ -47,6 +47,7 @@ class Tokenizer:
         self.backend = backend
         self.name = name
         self._control: dict[str | None, ControlTokens] = {}  # by template
+        self._holding: dict[str, dict[int, str]] = {}
 
     @classmethod
     def load(cls, folder_or_name: str, *, revision: str | None = None) -> Tokenizer | None:
@@ -303,6 +304,16 @@ class Tokenizer:
             return str(self.backend.convert_ids_to_tokens(token))
         before, both = self.decode([self._letter]), self.decode([self._letter, token])
         return both.removeprefix(before)
+
+    def texts_holding(self, character: str) -> Mapping[int, str]:
+        """By id what each token writes in the middle of a text, of those that write a character."""
+        if character not in self._holding:
+            # Byte-level vocabularies spell other characters by their bytes.
+            words = self.backend.get_vocab().items()
+            ids = [token for word, token in words if not character.isascii() or character in word]
+            texts = {token: self.token_text(token) for token in ids}
+            self._holding[character] = {token: text for token, text in texts.items() if character in text}
+        return self._holding[character]
 
     @cached_property
     def _letter(self) -> int:
