@@ -21,6 +21,7 @@ from truedraft.server.fields import (
     ResponseFormat,
     SamplingFields,
     SeenContent,
+    Thinking,
     Told,
     checked_logprobs,
     parts_of,
@@ -116,10 +117,17 @@ class ChatRequest(SamplingFields):
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    # Taken, and of no effect: nothing is stored, and how models think is a matter of their templates.
-    store: bool | None = None
     reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    # Taken, and of no effect.
+    store: bool | None = None
     verbosity: str | None = None
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking.of(self.reasoning_budget, self.thinking, self.reasoning, self.reasoning_effort)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -264,7 +272,7 @@ def _with_tools(
         if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
             text += "\n\n" + told.pop(0)["content"]
         told.insert(0, {"role": "system", "content": text})
-    return told, tools or None
+    return told, front.history.tools(tools) if tools else None
 
 
 def room_for(front: Front, prompt: list[int] | MultimodalPrompt, asked: int | None) -> int:
@@ -306,15 +314,14 @@ def chat_router(front: Front) -> APIRouter:
             body.conversation,
             urls,
             use,
-            more=body.chat_template_kwargs,
+            more=front.switches(body.thinks) | (body.chat_template_kwargs or {}),
             continues=continues,
             samples=body.samples,
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        form = None if body.response_format is None else body.response_format.asked
-        if use.forced is not None:
-            form = use.forced
-        params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
+        form = use.forced or (None if body.response_format is None else body.response_format.asked)
+        room = room_for(front, prompt, asked)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:
