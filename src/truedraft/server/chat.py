@@ -264,7 +264,7 @@ def _with_tools(
         if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
             text += "\n\n" + told.pop(0)["content"]
         told.insert(0, {"role": "system", "content": text})
-    return told, tools or None
+    return told, front.history.tools(tools) if tools else None
 
 
 def room_for(front: Front, prompt: list[int] | MultimodalPrompt, asked: int | None) -> int:
@@ -311,9 +311,7 @@ def chat_router(front: Front) -> APIRouter:
             samples=body.samples,
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        form = None if body.response_format is None else body.response_format.asked
-        if use.forced is not None:
-            form = use.forced
+        form = use.form(None if body.response_format is None else body.response_format.asked)
         params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -32,7 +32,7 @@ from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.server.tools import ToolUse
-from truedraft.text.histories import PROBED_TOOLS, HistoryForm
+from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import AnswerReader, Notation, notation_of
 from truedraft.verification import Rule
 
@@ -107,7 +107,9 @@ class Front:
         tokenizer = self.service.engine.target.tokenizer
         if tokenizer is None:
             return HistoryForm()
-        return HistoryForm.of(partial(tokenizer.chat_text, tools=PROBED_TOOLS, template=self.chat_template))
+        return HistoryForm.of(
+            lambda messages, tools: tokenizer.chat_text(messages, tools=tools, template=self.chat_template)
+        )
 
     def reader(self, use: ToolUse, prompt: Sequence[int] | MultimodalPrompt) -> AnswerReader:
         """What reads one answer to a prompt.

@@ -144,7 +144,7 @@ def responses_router(front: Front) -> APIRouter:
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
         prompt = await chat_prompt(front, http, messages, urls_in(body.items), use, param="input")
-        form = use.forced if use.forced is not None else body.form
+        form = use.form(body.form)
         room = room_for(front, prompt, body.max_output_tokens)
         params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
         answering = await front.begin([prompt], params, body, http, notation=front.notation)

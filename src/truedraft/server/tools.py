@@ -91,6 +91,12 @@ class ToolUse:
             return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
         return cls(notation, tools, notation.grammar(schemas_of(tools), parallel=several), several)
 
+    def form(self, asked: Structured | None) -> Structured | None:
+        """The form of the answer: that of calls that must come, else the one that is asked for of its text."""
+        if self.forced is not None or asked is None:
+            return self.forced
+        return self.notation.answered(asked)
+
     def reader(self, *, reasoning_open: bool = False) -> AnswerReader:
         """Of one answer.
 

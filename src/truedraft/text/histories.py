@@ -11,37 +11,47 @@ from typing import Any, TypeAlias
 
 from truedraft.errors import PromptError
 
-Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], str]
-"""The text that a template makes of messages; a PromptError where it refuses them."""
+Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
+"""The text that a template makes of messages and tools; a PromptError where it refuses them."""
 
 _ARGUMENTS = {"probe": "value"}
 _ARGUMENTS_TEXT = json.dumps(_ARGUMENTS)
-_PARAMETERS = {"type": "object", "properties": {"probe": {"type": "string", "description": ""}}}
-PROBED_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "", "parameters": _PARAMETERS}}]
-"""What templates are given beside the small history."""
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_BARE_TOOLS = [{"type": "function", "function": {"name": "probe"}}]
+_WHOLE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "", "parameters": _NO_PARAMETERS}}]
 _SHORT_ID, _LONG_ID = "abcdefghi", "call_0123456789abcdef01234567"
 _SHORT = 9  # characters of the ids that Mistral's templates insist on
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryForm:
-    """What a template wants of messages with calls.
+    """What a template wants of messages with calls, and of tools.
 
     Attributes:
         text_arguments: arguments as JSON text; else as an object.
         null_content: null where there is no content; else an empty text.
         short_ids: ids of nine letters and digits.
         one_call: one call in a message, each followed by its result.
+        whole_tools: a description and parameters of each tool, if they are empty.
     """
 
     text_arguments: bool = False
     null_content: bool = False
     short_ids: bool = False
     one_call: bool = False
+    whole_tools: bool = False
 
     @classmethod
     def of(cls, render: Render) -> HistoryForm:
         """The form that a template takes; the plain one where it takes none."""
+
+        question = {"role": "user", "content": "question"}
+
+        def rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+            try:
+                return render(messages, tools)
+            except PromptError:
+                return ""
 
         def shown(arguments: Any, content: Any, identity: str = _SHORT_ID, calls: int = 1) -> str:
             """What it makes of a small history; "" where it refuses it."""
@@ -54,16 +64,14 @@ class HistoryForm:
                 {"role": "tool", "name": name, "tool_call_id": each, "content": "result"} for name, each in numbered
             ]
             turn = {"role": "assistant", "content": content, "tool_calls": records}
-            try:
-                return render([{"role": "user", "content": "question"}, turn, *results])
-            except PromptError:
-                return ""
+            return rendered([question, turn, *results], _WHOLE_TOOLS)
 
         def is_whole(text: str, arguments: Any) -> bool:
             """Whether a call stands there as it should, and no Python object in its place."""
             wanted = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
             return "called_0" in text and wanted in text and "{'probe'" not in text and "None" not in text
 
+        whole = not rendered([question], _BARE_TOOLS) and bool(rendered([question], _WHOLE_TOOLS))
         found = next(
             (
                 (arguments, content)
@@ -73,7 +81,7 @@ class HistoryForm:
             None,
         )
         if found is None:
-            return cls()
+            return cls(whole_tools=whole)
         arguments, content = found
         null = shown(arguments, None)
         return cls(
@@ -81,7 +89,17 @@ class HistoryForm:
             null_content=is_whole(null, arguments) and null != shown(arguments, ""),
             short_ids=not shown(arguments, content, _LONG_ID),
             one_call="called_1" not in shown(arguments, content, calls=2),
+            whole_tools=whole,
         )
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Tools in this form.
+
+        Args:
+            tools: in OpenAI's form.
+        """
+        added: Mapping[str, Any] = {"description": "", "parameters": _NO_PARAMETERS} if self.whole_tools else {}
+        return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages in this form.

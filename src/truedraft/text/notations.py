@@ -108,6 +108,7 @@ class Record:
             "additionalProperties": False,
         }
         yield f"{rule}: {notation.literal(notation.opening)} {rule}_record {notation.literal(notation.closing)}"
+        yield _about(name)
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
 
     def example(self, notation: Notation) -> str:
@@ -126,6 +127,7 @@ class Named:
         shown = json.dumps({"type": "object", **top, **arguments, "x-guidance": layout}, ensure_ascii=False)
         heads = [notation.head(name, *each) for each in ((notation.opening, notation.between), *notation.also)]
         yield f"{rule}: ({' | '.join(heads)}) {rule}_arguments {notation.literal(notation.closing)}"
+        yield _about(name)
         yield f"{rule}_arguments: %json {shown}"
 
     def example(self, notation: Notation) -> str:
@@ -159,6 +161,7 @@ class Parameters:
             parts.append(f"{rule}_{number}" + ("" if key in required else "?"))
             before = notation.literal(self.opening + key + self.middle)
             yield f"{rule}_{number}: {before} {rule}_{number}_value"
+            yield _about(name, key)
             yield from self._value(notation, f"{rule}_{number}_value", each, top, layout)
         if not parts and arguments.get("additionalProperties") is not False:
             parts.append(f"{rule}_any*")
@@ -176,8 +179,8 @@ class Parameters:
             yield f'{rule}: ("true" | "false" | "True" | "False") {closing}'
         elif "string" not in types:
             value = {**top, **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
-            yield f"{rule}: {rule}_json {closing}"
             yield f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
+            yield f"{rule}: {rule}_json {closing}"
         elif isinstance(schema.get("enum"), list):
             shown = [each if isinstance(each, str) else json.dumps(each) for each in schema["enum"]]
             yield f"{rule}: ({' | '.join(map(notation.literal, shown))}) {closing}"
@@ -189,6 +192,11 @@ class Parameters:
     def example(self, notation: Notation) -> str:
         argument = f"{self.opening}ARGUMENT{self.middle}VALUE{self.closing}"
         return f"{notation.opening}NAME{notation.between}{argument}{notation.closing}"
+
+
+def _about(name: str, key: str | None = None) -> str:
+    """A comment before a schema, with which is told what of it cannot be read."""
+    return f"// function {json.dumps(name)}" + ("" if key is None else f", argument {json.dumps(key)}")
 
 
 def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -218,6 +226,7 @@ class Notation:
         call_id: the id by which a result is sent back, of the call's `name` and `id`.
         new_id: makes one where the model wrote none.
         channels: whether an answer is messages of several channels.
+        leads: what a model writes before plain text, in one of several ways.
         reasoning: marks around reasoning; None where the template knows none.
         special: the tokens in its marks that are matched as a whole, and their ids.
     """
@@ -237,6 +246,7 @@ class Notation:
     call_id: str = "{id}"
     new_id: Callable[[], str] = new_call_id
     channels: bool = False
+    leads: tuple[str, ...] = ()
     reasoning: ReasoningMarks | None = None
     special: Mapping[str, int] = field(default_factory=dict)
 
@@ -279,6 +289,23 @@ class Notation:
         start = f"start: {'' if self.bare else self.literal(self.begin)} any_call{more} {self.literal(self.end)}"
         any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
         return Structured("grammar", "\n".join([start, f"any_call: {any_call}", *rules]))
+
+    def answered(self, form: Structured) -> Structured:
+        """The form of an answer whose plain text has a form."""
+        if not self.leads:
+            return form
+        kind, value = form.kind, form.value
+        if kind == "choice":
+            rule = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+        elif kind == "regex":
+            rule = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", value) + "/"
+        elif kind == "grammar":
+            rule = f"%lark {{\n{value}\n}}"
+        else:
+            top, schema, layout = _parts_of(json.loads(value) if kind == "json_schema" else _ANY_ARGUMENTS)
+            rule = f"%json {json.dumps({**top, **schema, 'x-guidance': layout}, ensure_ascii=False)}"
+        leads = " | ".join(map(self.literal, self.leads))
+        return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
 
     def literal(self, text: str) -> str:
         """A text in Lark's notation, whose special tokens stand by their ids."""
@@ -337,6 +364,7 @@ NOTATIONS: tuple[Notation, ...] = (
         ),
         ends=("<|call|>", "<|return|>"),
         channels=True,
+        leads=("<|channel|>final<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
         reasoning=ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"),
     ),
     Notation(
@@ -348,7 +376,7 @@ NOTATIONS: tuple[Notation, ...] = (
         between=":{id}<|tool_call_argument_begin|>",
         closing="<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
-        id_pattern="[0-9]+",
+        id_pattern="[0-9]{1,3}",
         call_id="functions.{name}:{id}",
     ),
     Notation(
