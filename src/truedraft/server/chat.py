@@ -21,6 +21,7 @@ from truedraft.server.fields import (
     ResponseFormat,
     SamplingFields,
     SeenContent,
+    Thinking,
     Told,
     checked_logprobs,
     parts_of,
@@ -116,10 +117,17 @@ class ChatRequest(SamplingFields):
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    # Taken, and of no effect: nothing is stored, and how models think is a matter of their templates.
-    store: bool | None = None
     reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    # Taken, and of no effect.
+    store: bool | None = None
     verbosity: str | None = None
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking.of(self.reasoning_budget, self.thinking, self.reasoning, self.reasoning_effort)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -306,7 +314,7 @@ def chat_router(front: Front) -> APIRouter:
             body.conversation,
             urls,
             use,
-            more=body.chat_template_kwargs,
+            more=front.switches(body.thinks) | (body.chat_template_kwargs or {}),
             continues=continues,
             samples=body.samples,
         )

@@ -6,6 +6,8 @@ In a conversation that is sent back (`Told`) unknown fields are left out: each c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -264,6 +266,46 @@ class ResponseFormat(Fields):
         return Structured("json_object", True) if schema is None else Structured("json_schema", schema)
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What a request asks of the reasoning before an answer, in whichever of the clients' ways.
+
+    Attributes:
+        enabled: whether there is to be any; None leaves it to the model.
+        budget: most tokens of it; None is no limit.
+        effort: a word for how much.
+    """
+
+    enabled: bool | None = None
+    budget: int | None = None
+    effort: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        budget: int | None,
+        thinking: Mapping[str, Any] | None = None,
+        reasoning: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+    ) -> Thinking:
+        """From the fields of a request.
+
+        Args:
+            budget: `reasoning_budget`.
+            thinking: Anthropic's field.
+            reasoning: that of OpenAI's responses, with `max_tokens` and `enabled` as others have them.
+            effort: `reasoning_effort`.
+        """
+        thinking, reasoning = thinking or {}, reasoning or {}
+        word = effort or reasoning.get("effort")
+        kind, enabled = thinking.get("type"), reasoning.get("enabled")
+        for given in (thinking.get("budget_tokens"), reasoning.get("max_tokens")):
+            budget = given if budget is None else budget
+        if kind == "disabled" or word == "none" or enabled is False:
+            return cls(False, budget)
+        return cls(True if kind == "enabled" or enabled else None, budget, word)
+
+
 class SamplingFields(Ignored):
     """How an answer is drawn and when it ends."""
 
@@ -294,6 +336,12 @@ class SamplingFields(Ignored):
     coupled: bool | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
+    reasoning_budget: int | None = Field(None, description="Most tokens of reasoning before the answer of a chat.")
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking(budget=self.reasoning_budget)
 
     @property
     def samples(self) -> int:

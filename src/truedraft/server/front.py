@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
 from truedraft.core.logprobs import TokenLogprobs
-from truedraft.core.params import SamplingParams
+from truedraft.core.params import ReasoningSpan, SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
 from truedraft.engine.decisions import Decisions
@@ -27,7 +28,7 @@ from truedraft.errors import TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
-from truedraft.server.fields import SamplingFields
+from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
@@ -40,6 +41,11 @@ _log = logging.getLogger("truedraft.server.requests")
 _Value = TypeVar("_Value")
 
 _END_TOKENS = 16  # of a prompt, that hold what its template opens
+_SWITCHES = {  # variables of templates by which reasoning is switched off, and how these ask for them
+    "enable_thinking": re.compile(r"\benable_thinking\b"),
+    "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)|(?<!\.)\bthinking\s+is\b"),
+}
+_FINAL = "<|start|>assistant<|channel|>final<|message|>"
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
 _LONG_ANSWER = 256  # tokens of answers whose writing would
 
@@ -118,11 +124,66 @@ class Front:
             use: of tools.
             prompt: of the answer.
         """
-        tokenizer, marks = self.service.engine.target.tokenizer, use.notation.reasoning
-        if marks is None or tokenizer is None:
-            return use.reader()
+        return use.reader(reasoning_open=self._reasons(use.notation, prompt))
+
+    def _reasons(self, notation: Notation, prompt: Prompt) -> bool:
+        """Whether a prompt ends inside reasoning."""
+        tokenizer, marks = self.service.engine.target.tokenizer, notation.reasoning
         ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
-        return use.reader(reasoning_open=marks.opens(tokenizer.shown_text(ids[-_END_TOKENS:])))
+        if marks is None or tokenizer is None or isinstance(ids, str):
+            return False
+        return marks.opens(tokenizer.shown_text(ids[-_END_TOKENS:]))
+
+    @cached_property
+    def _turn_ends(self) -> list[int]:
+        """What closes a turn by a template in place of the model's own; what that closes turns by ends all answers."""
+        tokenizer = self.service.engine.target.tokenizer
+        end = None if tokenizer is None or self.chat_template is None else tokenizer.turn_end(self.chat_template)
+        return [] if end is None else [end]
+
+    @cached_property
+    def _switch(self) -> str | None:
+        """The template's variable by which reasoning is switched on and off; None where it has none."""
+        return next((name for name, asks in _SWITCHES.items() if asks.search(self.template)), None)
+
+    def switches(self, thinks: Thinking) -> dict[str, Any]:
+        """Variables by which the template is told what a request asks of reasoning.
+
+        Raises:
+            ApiError: it is to be switched off, and neither the template nor marks around it allow that.
+        """
+        effort = {"reasoning_effort": thinks.effort} if thinks.effort and "reasoning_effort" in self.template else {}
+        if thinks.enabled is None:
+            return effort
+        if self._switch is None:
+            if not thinks.enabled and self.notation.reasoning is None and "reasoning_effort" in self.template:
+                message = "the chat template of this model cannot switch reasoning off; ask for little of it"
+                raise ApiError(400, message, param="reasoning_effort")
+            return effort
+        return {self._switch: thinks.enabled} | effort
+
+    def _reasoned(
+        self, params: SamplingParams, prompt: Prompt, fields: SamplingFields, notation: Notation | None
+    ) -> SamplingParams:
+        """Options with where the answer reasons, and how long it may.
+
+        Raises:
+            ApiError: there is to be a budget, and nothing is known of marks around reasoning.
+            OptionError: the budget is no number of tokens.
+        """
+        marks, thinks = None if notation is None else notation.reasoning, fields.thinks
+        if notation is None or marks is None:
+            if fields.reasoning_budget is not None:
+                message = "needs a chat with a model whose chat template shows marks around reasoning; leave it out"
+                raise ApiError(400, f"reasoning_budget {message}", param="reasoning_budget")
+            return params
+        budget = 0 if thinks.enabled is False and self._switch is None else thinks.budget
+        structured, closing = params.structured, marks.closing
+        if budget is None and structured is None:
+            return params
+        if notation.channels and structured is not None and structured.kind != "grammar":
+            closing += _FINAL  # a grammar is of calls, and has headers of its own
+        return replace(params, reasoning=ReasoningSpan(marks.opening, closing, self._reasons(notation, prompt), budget))
 
     def __post_init__(self) -> None:
         """Remember the notation, the texts of tokens, and what reads pictures."""
@@ -160,8 +221,9 @@ class Front:
         count = samples if samples is not None else params.n
         self._check_count(len(prompts) * count)
         shown = {number: token for token, number in notation.special.items()} if notation is not None else None
-        if notation is not None and notation.end_ids:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *notation.end_ids))
+        params = self._reasoned(params, prompts[0], fields, notation)
+        if notation is not None and (ends := (*notation.end_ids, *self._turn_ends)):
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         answering = Answering(self.service, deadline)

@@ -19,7 +19,7 @@ from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
-from truedraft.server.fields import Fields, Items, SamplingFields, TextPart, Texts, Told, text_or_parts
+from truedraft.server.fields import Fields, Items, SamplingFields, TextPart, Texts, Thinking, Told, text_or_parts
 from truedraft.server.front import Front, new_id, unless_gone
 from truedraft.server.service import Answering
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
@@ -189,8 +189,8 @@ class CountRequest(Fields):
     tools: Items[MessageTool] | None = None
     tool_choice: MessageChoice | None = None
     output_config: OutputConfig | None = None
-    # Taken, and of no effect.
     thinking: dict[str, Any] | None = None
+    # Taken, and of no effect.
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     speed: str | None = None
@@ -200,6 +200,12 @@ class CountRequest(Fields):
         """As chat templates know it."""
         first = [{"role": "system", "content": _content(self.system)}] if self.system else []
         return [*first, *(told for each in self.messages for told in each.for_template)]
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        effort = None if self.output_config is None else self.output_config.effort
+        return Thinking.of(getattr(self, "reasoning_budget", None), self.thinking, effort=effort)
 
     @property
     def continues(self) -> bool:
@@ -261,7 +267,8 @@ def messages_router(front: Front) -> APIRouter:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         for warning in body.warnings:
             _log.warning("a request: %s", warning)
-        return await chat_prompt(front, http, body.conversation, body.urls, use, continues=body.continues)
+        more = front.switches(body.thinks)
+        return await chat_prompt(front, http, body.conversation, body.urls, use, more=more, continues=body.continues)
 
     @router.post("/v1/messages", responses=OR_STREAM)
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:

@@ -21,7 +21,7 @@ from truedraft.engine import Answer
 from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
-from truedraft.server.fields import Fields, Items, SamplingFields, checked_logprobs
+from truedraft.server.fields import Fields, Items, SamplingFields, Thinking, checked_logprobs
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.items import (
     Callable,
@@ -75,12 +75,17 @@ class ResponseRequest(SamplingFields):
     top_logprobs: int | None = None
     include: Items[str] | None = None
     previous_response_id: str | None = None
+    reasoning: dict[str, Any] | None = None
     # Taken, and of no effect: nothing is stored or cut, and tools run at the client.
     truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None
     store: bool | None = None
-    reasoning: dict[str, Any] | None = None
     max_tool_calls: int | None = None
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking.of(self.reasoning_budget, reasoning=self.reasoning)
 
     def check(self) -> None:
         """Refuse what needs a memory.
@@ -143,7 +148,8 @@ def responses_router(front: Front) -> APIRouter:
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
-        prompt = await chat_prompt(front, http, messages, urls_in(body.items), use, param="input")
+        more = front.switches(body.thinks)
+        prompt = await chat_prompt(front, http, messages, urls_in(body.items), use, more=more, param="input")
         form = use.form(body.form)
         room = room_for(front, prompt, body.max_output_tokens)
         params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
