@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED
-from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import visible
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
@@ -281,9 +281,10 @@ class _Here(_Partner):
 
 
 def _here(options: ChatOptions, terminal: Terminal) -> _Here:
-    from truedraft.cli.session import load_engine
+    from truedraft.cli.session import check_rule, load_engine
 
-    params = seeded(options.sampling)
+    params = options.sampling
+    check_rule(options.stack.rule, params)
     engine = load_engine(options.stack, options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
     return _Here(engine, params, terminal, options.talk)
 
@@ -328,7 +329,7 @@ class _Server(_Partner):
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         asked = self._params
         body: dict[str, Any] = {
-            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "coupled")
+            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
         }
         body = {name: value for name, value in body.items() if value is not None}
         body |= {"stop_token_ids": list(asked.stop_token_ids)} if asked.stop_token_ids else {}

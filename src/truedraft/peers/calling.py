@@ -27,6 +27,7 @@ _QUOTED = 200
 _MOST_BYTES, _MOST_EVENT_BYTES = 128 << 20, 16 << 20
 """Of an answer, and of one event of a stream."""
 _CONNECTING_S = 20.0
+_LAST_PORT = 65_535
 _FIELDS = (b"", b"event", b"id", b"retry")
 """What lines of a stream of events begin with beside data, up to a colon; comments begin with that."""
 _BUSY = {429: "too many requests", 503: "unavailable"}
@@ -279,7 +280,7 @@ class Caller:
             raise self._too_slow() from error
         except (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError, httpx2.CloseError):
             raise _ClosedError from None
-        except (httpx2.HTTPError, UnicodeEncodeError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # names that are too long are none
             raise PeerError(f"{self.url} cannot be asked ({_gist(error)})") from error
 
     def _whole(self, response: httpx2.Response, end: float) -> _Answer:
@@ -396,8 +397,8 @@ def _root(url: str) -> httpx2.URL:
 
     try:
         found = httpx2.URL(url.strip())
-        if found.scheme not in ("http", "https") or not found.host:
-            raise httpx2.InvalidURL("no host")
+        if found.scheme not in ("http", "https") or not found.host or (found.port or 0) > _LAST_PORT:
+            raise httpx2.InvalidURL("no host, or no port")
     except httpx2.InvalidURL as error:
         raise OptionError(f"{url!r} is no address; give one such as http://127.0.0.1:8000") from error
     path = found.path.rstrip("/").removesuffix("/v1")

@@ -319,8 +319,9 @@ def chat_router(front: Front) -> APIRouter:
             samples=body.samples,
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        form = use.form(None if body.response_format is None else body.response_format.asked)
-        params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
+        form = use.forced or (None if body.response_format is None else body.response_format.asked)
+        room = room_for(front, prompt, asked)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:

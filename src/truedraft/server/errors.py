@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from truedraft.errors import OptionError, PromptError, TruedraftError
+from truedraft.errors import FormMemoryError, OptionError, PromptError, TruedraftError
 
 _TYPES = {
     401: "authentication_error",
@@ -124,21 +124,31 @@ class ApiError(Exception):
         return JSONResponse(body, self.status, self.headers)
 
     @classmethod
-    def of(cls, error: BaseException, shown: Mapping[str, str] | None = None) -> ApiError:
+    def of(
+        cls,
+        error: BaseException,
+        fields: Mapping[str, str] | None = None,
+        shown: Mapping[str, str] | None = None,
+    ) -> ApiError:
         """An error of the library as clients see it: what they can mend is told, all else is an error of the server.
 
         Args:
             error: of the library, or any other.
+            fields: what the client calls fields, where these are not the library's words.
             shown: by what clients know names that the error may hold.
         """
+        if isinstance(error, TruedraftError) and fields:
+            error.call_fields(fields)
         told = str(error)
         for name, instead in (shown or {}).items():
             told = told.replace(name, instead)
         if isinstance(error, ApiError):
             error.message = told
             return error
+        if isinstance(error, FormMemoryError):
+            return cls(429, told, param=_called(error.field, fields), headers={"Retry-After": "1"})
         if isinstance(error, OptionError | PromptError) and not _is_about_a_file(error):
-            return cls(400, told, param=error.field, code="invalid_value")
+            return cls(400, told, param=_called(error.field, fields), code="invalid_value")
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
@@ -147,6 +157,10 @@ class ApiError(Exception):
             hides = _is_about_a_file(error) or _PATH.search(told) is not None
             return cls(500, f"the model failed ({'the log of the server says why' if hides else told})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
+
+
+def _called(field: str | None, fields: Mapping[str, str] | None) -> str | None:
+    return field if field is None else (fields or {}).get(field, field)
 
 
 async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:

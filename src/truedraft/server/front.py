@@ -19,7 +19,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
 from truedraft.core.logprobs import TokenLogprobs
-from truedraft.core.params import ReasoningSpan, SamplingParams
+from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
 from truedraft.engine.decisions import Decisions
@@ -33,6 +33,7 @@ from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.server.tools import ToolUse
+from truedraft.text.forms import Prepared
 from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import AnswerReader, Notation, notation_of
 from truedraft.verification import Rule
@@ -45,7 +46,6 @@ _SWITCHES = {  # variables of templates by which reasoning is switched off, and 
     "enable_thinking": re.compile(r"\benable_thinking\b"),
     "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)|(?<!\.)\bthinking\s+is\b"),
 }
-_FINAL = "<|start|>assistant<|channel|>final<|message|>"
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
 _LONG_ANSWER = 256  # tokens of answers whose writing would
 
@@ -178,12 +178,10 @@ class Front:
                 raise ApiError(400, f"reasoning_budget {message}", param="reasoning_budget")
             return params
         budget = 0 if thinks.enabled is False and self._switch is None else thinks.budget
-        structured, closing = params.structured, marks.closing
-        if budget is None and structured is None:
+        if budget is None and params.structured is None:
             return params
-        if notation.channels and structured is not None and structured.kind != "grammar":
-            closing += _FINAL  # a grammar is of calls, and has headers of its own
-        return replace(params, reasoning=ReasoningSpan(marks.opening, closing, self._reasons(notation, prompt), budget))
+        inside = self._reasons(notation, prompt)
+        return replace(params, reasoning=ReasoningSpan(marks.opening, marks.closing, inside, budget))
 
     def __post_init__(self) -> None:
         """Remember the notation, the texts of tokens, and what reads pictures."""
@@ -226,17 +224,33 @@ class Front:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        answering = Answering(self.service, deadline)
-        asked = (prompts, params, fields, client, count, shown)
-        if params.structured is not None:
-            requests = await asyncio.to_thread(self._prepared, *asked)
-        else:
-            requests = await self.apart(http, self._prepared, *asked)
+        names = {"structured": fields.form_field}
+        answering = Answering(self.service, deadline, names)
+        try:
+            # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
+            form = (
+                None
+                if params.structured is None
+                else await self._form(http, params.structured, deadline, len(prompts) * count)
+            )
+            requests = await self.apart(http, self._prepared, prompts, params, fields, client, count, shown)
+            del form
+        except TruedraftError as error:
+            raise self.service.api_error(error, names) from error
         traced = fields.speculation is not None and fields.speculation.trace
+        late = getattr(http.state, "reserved", None) is not None
         self.release(http)  # nobody else takes the places, for nothing is awaited until they are taken
-        answering.start(requests, client, shows_steps=traced)
+        answering.start(requests, client, shows_steps=traced, late=late)
         http.state.answering = answering
         return answering
+
+    async def _form(
+        self, http: HttpRequest, structured: Structured, deadline: float | None, count: int
+    ) -> Prepared | None:
+        """A form, for which a request waits where its places in the queue are kept."""
+        if getattr(http.state, "reserved", None) is None:
+            self.reserve(http, count)
+        return await unless_gone(http, self.service.forms.prepared(structured, deadline))
 
     def _check_count(self, count: int) -> None:
         if count > self.max_samples:
@@ -287,14 +301,11 @@ class Front:
         scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
         prepare = self.service.engine.prepare
-        try:
-            return [
-                prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
-                for prompt in prompts
-                for sample in range(count)
-            ]
-        except TruedraftError as error:
-            raise self.service.api_error(error) from error
+        return [
+            prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
+            for prompt in prompts
+            for sample in range(count)
+        ]
 
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:

@@ -273,8 +273,8 @@ def messages_router(front: Front) -> APIRouter:
             raise ApiError(400, f"a message is one answer, n must be 1, got {body.n}", param="n")
         use = body.use(front)
         prompt = await prompt_of(body, use, http)
-        form = use.form(body.form)
-        params = body.sampling(room_for(front, prompt, body.max_tokens), form=form)
+        room = room_for(front, prompt, body.max_tokens)
+        params = use.fitted(body.sampling(room, form=use.forced or body.form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Message(front, body, answering, front.reader(use, prompt))
         if body.stream:

@@ -147,9 +147,8 @@ def responses_router(front: Front) -> APIRouter:
             raise ApiError(400, "input is empty; give at least one message", param="input")
         more = front.switches(body.thinks)
         prompt = await chat_prompt(front, http, messages, urls_in(body.items), use, more=more, param="input")
-        form = use.form(body.form)
         room = room_for(front, prompt, body.max_output_tokens)
-        params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=use.forced or body.form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Response(front, body, answering, front.reader(use, prompt), toolbox)
         if body.stream:
