@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.errors import PromptError
@@ -32,6 +33,7 @@ from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, Too
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import CallDelta
 from truedraft.text.notations import AnswerReader, Reasoning
+from truedraft.text.turns import plainer
 
 
 class CalledFunction(Told):
@@ -240,17 +242,21 @@ def _chat_ids(
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
     told, tools = _with_tools(front, messages, use)
-    try:
-        return tokenizer.chat(
-            told,
-            tools=tools,
-            template=front.chat_template,
-            variables=more,
-            continues=continues,
-            trust_control_tokens=front.trust_control_tokens,
-        )
-    except PromptError as error:
-        raise ApiError(400, str(error), param=param, code="invalid_value") from error
+    refused: PromptError | None = None
+    forms: Iterator[Sequence[Mapping[str, Any]]] = chain([told], plainer(told))
+    for form in forms:
+        try:
+            return tokenizer.chat(
+                form,
+                tools=tools,
+                template=front.chat_template,
+                variables=more,
+                continues=continues,
+                trust_control_tokens=front.trust_control_tokens,
+            )
+        except PromptError as error:
+            refused = refused or error
+    raise ApiError(400, str(refused), param=param, code="invalid_value") from refused
 
 
 def _with_tools(
@@ -321,7 +327,7 @@ def chat_router(front: Front) -> APIRouter:
         if body.stream:
             return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 
