@@ -19,11 +19,11 @@ from truedraft.server.hosts import Hosts
 
 LOOPBACK = (
     "localhost", "localhost:8000", "LOCALHOST:1", "localhost.", "localhost.:8000", "localhost:", "a.localhost:8000",
-    "127.0.0.1", "127.0.0.1:8000", "127.9.8.7:80", "[::1]", "[::1]:8000", "[0:0:0:0:0:0:0:1]:8000", "[::ffff:127.0.0.1]",
-    "::1",
+    "127.0.0.1", "127.0.0.1:8000", "127.9.8.7:80", "[::1]", "[::1]:8000", "[0:0:0:0:0:0:0:1]:8000",
+    "[::ffff:127.0.0.1]", "::1",
 )  # fmt: skip
 OTHERS = (
-    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", 
+    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example",
     "evil.example:80@localhost",
     "localhost@evil.example", "localhost:8000:9", "localhost:x", "[::1", "[localhost]", "[::1]x", "[::2]:8000",
     "128.0.0.1", "0.0.0.0:8000", "localhost/", "local host", "notlocalhost", "é.example", "x" * 5000,
