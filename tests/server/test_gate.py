@@ -199,7 +199,7 @@ def test_one_mistake_is_told_of_a_million() -> None:
         with pytest.raises(ValidationError) as refused:
             CompletionRequest.model_validate(body)
         assert refused.value.error_count() <= 6
-    message = {"role": "user", "content": "x"} | {f"field_{number}": number for number in range(5000)}
+    message = {"role": "robot", "content": [5] * 50} | {f"field_{number}": number for number in range(5000)}
     with pytest.raises(ValidationError) as refused:
         ChatRequest.model_validate({"messages": [message] * 50})
     assert refused.value.error_count() <= 6

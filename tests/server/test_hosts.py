@@ -20,7 +20,8 @@ from truedraft.server.hosts import Hosts
 LOOPBACK = (
     "localhost", "localhost:8000", "LOCALHOST:1", "localhost.", "localhost.:8000", "localhost:", "a.localhost:8000",
     "127.0.0.1", "127.0.0.1:8000", "127.9.8.7:80", "[::1]", "[::1]:8000", "[0:0:0:0:0:0:0:1]:8000",
-    "[::ffff:127.0.0.1]", "::1",
+    "[::ffff:127.0.0.1]",
+    "::1",
 )  # fmt: skip
 OTHERS = (
     "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED
-from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import visible
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
@@ -39,6 +39,7 @@ class ChatTalk:
         None, f"Talk to the server at this address in place of a model here; its key is read from {_KEY}.", "URL"
     )
     system: str | None = option(None, "Tell the model how to answer.", "TEXT")
+    trust_control_tokens: bool = flag("Read control tokens that messages spell, as <|im_end|>, as the tokens.")
     show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
 
 
@@ -240,10 +241,10 @@ class _Here(_Partner):
         engine: that answers.
         params: of each answer.
         terminal: to write to.
-        show_drafts: whether tokens are marked by where they came from.
+        talk: how it goes.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, show_drafts: bool) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, talk: ChatTalk) -> None:
         tokenizer = engine.target.tokenizer
         if tokenizer is None:
             raise OptionError(f"{engine.target.name!r} has no tokenizer, so there is no text to talk in", field="model")
@@ -253,7 +254,7 @@ class _Here(_Partner):
         self._tokenizer = tokenizer
         self._params = params
         self._terminal = terminal
-        self._show_drafts = show_drafts
+        self._talk = talk
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         from truedraft.cli.generate import stream_answer
@@ -262,12 +263,12 @@ class _Here(_Partner):
 
         prompt: str | list[int]
         if self.chats:
-            prompt = self._tokenizer.chat(messages)
+            prompt = self._tokenizer.chat(messages, trust_control_tokens=self._talk.trust_control_tokens)
         else:
             prompt = "".join(each["content"] for each in messages)
         decisions = Decisions(self._engine.forwards())
         self._engine.listeners.append(decisions)
-        write = writer(self._tokenizer, self._terminal, self._show_drafts)
+        write = writer(self._tokenizer, self._terminal, self._talk.show_drafts)
         try:
             answer = stream_answer(self._engine, prompt, self._params, write)
         finally:
@@ -280,11 +281,12 @@ class _Here(_Partner):
 
 
 def _here(options: ChatOptions, terminal: Terminal) -> _Here:
-    from truedraft.cli.session import load_engine
+    from truedraft.cli.session import check_rule, load_engine
 
-    params = seeded(options.sampling)
+    params = options.sampling
+    check_rule(options.stack.rule, params)
     engine = load_engine(options.stack, options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
-    return _Here(engine, params, terminal, options.talk.show_drafts)
+    return _Here(engine, params, terminal, options.talk)
 
 
 class _Server(_Partner):
@@ -327,7 +329,7 @@ class _Server(_Partner):
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         asked = self._params
         body: dict[str, Any] = {
-            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "coupled")
+            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
         }
         body = {name: value for name, value in body.items() if value is not None}
         body |= {"stop_token_ids": list(asked.stop_token_ids)} if asked.stop_token_ids else {}

@@ -21,6 +21,9 @@ class ServerOptions:
         (), "What clients call the model; may be repeated, and the first is what answers say.", "NAME"
     )
     chat_template: Path | None = option(None, "A chat template (Jinja) in place of the model's own.", "FILE")
+    trust_control_tokens: bool = flag(
+        "Read control tokens that messages spell, as <|im_end|>, as the tokens; otherwise they stay text."
+    )
     allow_rule: tuple[str, ...] = option((), "A rule beside --rule that a request may ask for; may be repeated.", "R")
     max_batch: int = option(32, "Most requests that are answered together.", "N", least=1)
     max_queue: int = option(256, "Most requests that wait; further ones are refused with status 429.", "N", least=0)

@@ -20,6 +20,7 @@ from truedraft.engine.batch import StepItem
 from truedraft.engine.decisions import Decisions, ForwardSeconds
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
+from truedraft.server.preparing import STOPPING, FormQueue
 
 _log = logging.getLogger("truedraft.server")
 
@@ -30,7 +31,6 @@ _MOST_LINGERING_S = 0.02
 _WORTH_WAITING = 0.25  # of these waits must bring a request
 _TRIED_AGAIN = 16  # ends of answers later
 _MOST_NEWS = 64  # that a reader gets at once, so that one that was slow holds nobody up
-_STOPPING = "the server is being stopped; ask again, elsewhere or in a moment"
 
 
 ShownStep: TypeAlias = tuple[StepItem, StepOutcome]
@@ -109,18 +109,22 @@ class Answering:
     Args:
         service: that answers.
         deadline: by `time.monotonic`, when it gives up; None never.
+        names: what the client calls fields, where these are not the library's words.
     """
 
-    def __init__(self, service: Service, deadline: float | None = None) -> None:
+    def __init__(self, service: Service, deadline: float | None = None, names: Mapping[str, str] | None = None) -> None:
         self.streams: list[Stream] = []
+        self._names = names or {}
         self._service = service
         self._deadline = deadline
         self._news: deque[News] = deque()
         self._there = asyncio.Event()
         self._failure: ApiError | None = None
 
-    def start(self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False) -> None:
-        """Queue the requests.
+    def start(
+        self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False, late: bool = False
+    ) -> None:
+        """Queue the requests; late ones had a place before, and come also where the server takes no new ones.
 
         Raises:
             ApiError: there is no room for them, or the server is being stopped.
@@ -130,7 +134,7 @@ class Answering:
             Stream(each, client, number, self, Decisions(forward_s, each.id), shows_steps)
             for number, each in enumerate(requests)
         ]
-        self._service.open(self.streams)
+        self._service.open(self.streams, late=late)
 
     def take(self, news: News) -> None:
         """Something has come; called in the event loop."""
@@ -158,7 +162,7 @@ class Answering:
                     left -= answer is not None
                     error = self.streams[each.number].request.error
                     if answer is not None and error is not None:
-                        raise self._service.api_error(error)
+                        raise self._service.api_error(error, self._names)
                     if answer is not None and answer.finish_reason == "cancelled":  # by nobody who reads this
                         raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
@@ -219,6 +223,7 @@ class Service:
 
     Attributes:
         engine: as given.
+        forms: prepares those of structured answers.
         forward_s: as given.
         listeners: each is called in the event loop with every stream that is over.
         draining: whether no more requests are taken.
@@ -235,9 +240,11 @@ class Service:
         shown_names: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine
+        self.forms = FormQueue(engine.forms)
         self.forward_s = forward_s
         self.listeners: list[Callable[[Stream], None]] = []
         self.draining = False
+        self._ending = False  # whether what is open is broken off, too
         self._max_queue = max_queue
         self._max_per_client = max_per_client
         self._max_waiting_bytes = max_waiting_bytes
@@ -273,9 +280,9 @@ class Service:
         if self._thread is not None:
             self._thread.join()
 
-    def api_error(self, error: BaseException) -> ApiError:
-        """An error as clients are told of it."""
-        return ApiError.of(error, self._shown_names)
+    def api_error(self, error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
+        """An error as clients are told of it, who know fields by some other names."""
+        return ApiError.of(error, fields, self._shown_names)
 
     @property
     def alive(self) -> bool:
@@ -309,8 +316,8 @@ class Service:
             self._reserved -= count
             self._leave(client, count)
 
-    def open(self, streams: Sequence[Stream]) -> None:
-        """Queue the samples of one HTTP request, all or none.
+    def open(self, streams: Sequence[Stream], *, late: bool = False) -> None:
+        """Queue the samples of one HTTP request, all or none; late ones also where the server takes no new ones.
 
         Raises:
             ApiError: the queue is full or holds too much, the client has too many open requests, or the server is being
@@ -318,16 +325,16 @@ class Service:
         """
         client = streams[0].client
         with self._guard:
-            self._refuse_where_full(client, len(streams))
+            self._refuse_where_full(client, len(streams), late=late)
             self._refuse_what_is_large(streams)
             self._waiting.setdefault(client, deque()).extend(streams)
             self._open[client] = self._open.get(client, 0) + len(streams)
         self._work.set()
 
-    def _refuse_where_full(self, client: Client, count: int) -> None:
+    def _refuse_where_full(self, client: Client, count: int, *, late: bool = False) -> None:
         later = {"Retry-After": str(self._free_in_s())}
-        if self.draining:
-            raise ApiError(503, _STOPPING, headers=later)
+        if self.draining and (not late or self._ending):
+            raise ApiError(503, STOPPING, headers=later)
         most = self._max_per_client
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
@@ -374,17 +381,18 @@ class Service:
 
     def abort(self) -> None:
         """Take no more requests, and end those that are open with an error that says they may be asked again."""
-        self.draining = True
+        self.draining = self._ending = True
+        self.forms.abort()
         with self._guard:
             streams = [stream for queue in self._waiting.values() for stream in queue] + list(self._running)
         for stream in streams:
-            stream.answering.fail(ApiError(503, _STOPPING, headers={"Retry-After": "1"}))
+            stream.answering.fail(ApiError(503, STOPPING, headers={"Retry-After": "1"}))
             self.cancel(stream)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits or runs."""
-        return not self.running and not self.waiting
+        """Whether nothing waits, runs or is being made."""
+        return not self.running and not self.waiting and not self._reserved
 
     def _forget(self, stream: Stream) -> None:
         """A stream is over; the guard is held."""
@@ -421,7 +429,7 @@ class Service:
             self.draining = True
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
-            self._tell_all(left, ApiError(503, _STOPPING))
+            self._tell_all(left, ApiError(503, STOPPING))
 
     def _linger(self, ended: int, most_s: float) -> None:
         """Wait a moment for the requests that the clients of ended answers send next.

@@ -42,9 +42,15 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         name: of the model, where the options give it none.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option cannot be used, or the engine's noise is fixed.
         TruedraftError: the target failed while it was measured.
     """
+    if engine.entropy is not None:
+        raise OptionError(
+            "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine without "
+            "it",
+            field="entropy",
+        )
     names = options.served_model_name or (_without_folder(name),)
     target = engine.target
     if twice := set(names) & set(target.adapters):
@@ -69,6 +75,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         options.request_timeout_s,
         options.share_prefixes,
         template,
+        options.trust_control_tokens,
     )
     for words, rule in front.rules.items():
         with errors_about("allow_rule"):
