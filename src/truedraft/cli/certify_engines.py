@@ -212,7 +212,7 @@ def _kept(peer: Peer, options: CertifyOptions, file: Path | None, open_things: c
 
 def _first_seed(options: CertifyOptions) -> int | None:
     """That of the first request; None where none are sent. 0 unless another is given: a rerun asks the same again."""
-    return options.sampling.seed or 0 if options.others.seed_per_request else None
+    return options.check.seed or 0 if options.others.seed_per_request else None
 
 
 def _key(variable: str | None) -> str | None:

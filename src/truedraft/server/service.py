@@ -17,6 +17,7 @@ from truedraft.core.stats import StepRecord
 from truedraft.drafters.base import StepOutcome
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
+from truedraft.engine.decisions import Decisions, ForwardSeconds
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
 from truedraft.server.preparing import STOPPING, FormQueue
@@ -29,6 +30,7 @@ _LINGERING = 0.05  # of the last step's time, at most, is waited for requests th
 _MOST_LINGERING_S = 0.02
 _WORTH_WAITING = 0.25  # of these waits must bring a request
 _TRIED_AGAIN = 16  # ends of answers later
+_MOST_NEWS = 64  # that a reader gets at once, so that one that was slow holds nobody up
 
 
 ShownStep: TypeAlias = tuple[StepItem, StepOutcome]
@@ -44,9 +46,10 @@ class Stream:
         client: who asks.
         number: which of the samples of an `Answering` it is.
         answering: is handed the pieces.
+        decisions: counts its steps as they come.
         shows_steps: whether the drafted trees are handed over, too.
         waits: whether the engine has not got it yet.
-        records: of all steps that it took part in, and of some others.
+        accepted: how many of its drafts had 0, 1, 2, ... tokens accepted.
         answer: once it is over.
         last_item: whose step was handed over.
         began_s: when the engine got it, by `time.monotonic`.
@@ -58,14 +61,26 @@ class Stream:
     client: Client
     number: int
     answering: Answering
+    decisions: Decisions
     shows_steps: bool = False
     waits: bool = True
-    records: list[StepRecord] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     answer: Answer | None = None
     last_item: StepItem | None = None
     began_s: float = 0.0
     shown_tokens: int = 0
     forced_tokens: set[int] = field(default_factory=set)
+
+    def count(self, record: StepRecord) -> None:
+        """A step of the engine is over; called by the thread that steps."""
+        number = record.numbers.get(self.request.id)
+        if number is None:
+            return
+        self.decisions(record)
+        step = record.requests[number]
+        if step.nodes and not step.prefill:
+            self.accepted += [0] * (step.accepted + 1 - len(self.accepted))
+            self.accepted[step.accepted] += 1
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -114,7 +129,11 @@ class Answering:
         Raises:
             ApiError: there is no room for them, or the server is being stopped.
         """
-        self.streams = [Stream(each, client, number, self, shows_steps) for number, each in enumerate(requests)]
+        forward_s = self._service.forward_s
+        self.streams = [
+            Stream(each, client, number, self, Decisions(forward_s, each.id), shows_steps)
+            for number, each in enumerate(requests)
+        ]
         self._service.open(self.streams, late=late)
 
     def take(self, news: News) -> None:
@@ -138,17 +157,16 @@ class Answering:
             while left:
                 async with asyncio.timeout(self._left_s):
                     await self._there.wait()
-                self._there.clear()
-                for each in self._merged():
+                for each in self._next():
                     answer = each.pieces[-1].answer if each.pieces else None
                     left -= answer is not None
                     error = self.streams[each.number].request.error
                     if answer is not None and error is not None:
-                        raise ApiError.of(error, self._names)
+                        raise self._service.api_error(error, self._names)
                     if answer is not None and answer.finish_reason == "cancelled":  # by nobody who reads this
                         raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
-                if self._failure is not None and left:
+                if self._failure is not None and left and not self._news:
                     raise self._failure
         except TimeoutError:
             raise ApiError(504, "the answer took longer than this server allows; ask for fewer tokens") from None
@@ -159,16 +177,17 @@ class Answering:
     def _left_s(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
-    def _merged(self) -> list[News]:
-        """All that waits, one for each stream."""
+    def _next(self) -> list[News]:
+        """What waits, as far as it is handled at once, one for each stream."""
         found: dict[int, News] = {}
-        while self._news:
+        for _ in range(min(len(self._news), _MOST_NEWS)):
             each = self._news.popleft()
-            before = found.get(each.number)
-            if before is None:
-                found[each.number] = each
-            else:
-                found[each.number] = News(each.number, [*before.pieces, *each.pieces], [*before.steps, *each.steps])
+            before = found.setdefault(each.number, each)
+            if before is not each:
+                before.pieces.extend(each.pieces)
+                before.steps.extend(each.steps)
+        if not self._news:
+            self._there.clear()
         return list(found.values())
 
     async def answers(self) -> list[Answer]:
@@ -199,10 +218,13 @@ class Service:
         max_queue: most requests that wait.
         max_per_client: most open requests of a client; None is no limit.
         max_waiting_bytes: of what waiting requests hold beside their tokens, as pixels.
+        forward_s: V of the target, for estimated speed-ups.
+        shown_names: by what clients know names that errors may hold.
 
     Attributes:
         engine: as given.
         forms: prepares those of structured answers.
+        forward_s: as given.
         listeners: each is called in the event loop with every stream that is over.
         draining: whether no more requests are taken.
     """
@@ -214,15 +236,19 @@ class Service:
         max_queue: int = 256,
         max_per_client: int | None = None,
         max_waiting_bytes: int = 1 << 30,
+        forward_s: ForwardSeconds | None = None,
+        shown_names: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine
         self.forms = FormQueue(engine.forms)
+        self.forward_s = forward_s
         self.listeners: list[Callable[[Stream], None]] = []
         self.draining = False
         self._ending = False  # whether what is open is broken off, too
         self._max_queue = max_queue
         self._max_per_client = max_per_client
         self._max_waiting_bytes = max_waiting_bytes
+        self._shown_names = shown_names
         self._guard = threading.Lock()  # of what follows
         self._waiting: dict[Client, deque[Stream]] = {}
         self._open: dict[Client, int] = {}
@@ -253,6 +279,10 @@ class Service:
         self._work.set()
         if self._thread is not None:
             self._thread.join()
+
+    def api_error(self, error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
+        """An error as clients are told of it, who know fields by some other names."""
+        return ApiError.of(error, fields, self._shown_names)
 
     @property
     def alive(self) -> bool:
@@ -387,7 +417,7 @@ class Service:
                     busy = self.engine.step()
                 except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
                     _log.exception("a step failed")
-                    self._fail_all(ApiError.of(error))
+                    self._fail_all(self.api_error(error))
                     busy = False
                 ended = self._hand_over()
                 if ended and busy:
@@ -444,7 +474,7 @@ class Service:
 
     def _note(self, record: StepRecord) -> None:
         for stream in self._running:
-            stream.records.append(record)
+            stream.count(record)
 
     def _hand_over(self) -> int:
         """Hand the pieces of the last step to the event loop, in one call for all; returns how many answers ended."""

@@ -361,11 +361,12 @@ class FormState:
         Its last tokens are left out where they might become one with what follows, and the end of text is added where
         nothing may follow.
         """
-        whole = self._guide.tokenize_bytes(text) if text else []
+        sure, open_end = self._guide.tokenize_partial(text) if text else ([], b"")
+        whole = [*sure, *(self._guide.tokenize_bytes(open_end) if open_end else ())]
         ids = [*known, *whole]
         if ids and matcher.try_consume_tokens(ids) == len(ids) and matcher.is_stopped():
             return [*whole, self._eos_id]
-        return list(self._guide.tokenize_partial(text)[0]) if text else []
+        return list(sure)
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """How the answer spelled what had to come."""
