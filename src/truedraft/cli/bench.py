@@ -121,7 +121,7 @@ def bench(options: BenchOptions) -> int:
             for each in suite.ours:
                 each.engine.controller.expect(plan.survival)
         if options.prompt.chat:
-            asked = as_chat(suite.target, asked)
+            asked = as_chat(suite.target, asked, trust_control_tokens=options.prompt.trust_control_tokens)
         groups, failures = encoded(suite.target, asked, options.runs.batch)
         if not groups:
             raise PromptError(f"none of the prompts can be answered; {failures[0].describe()}")

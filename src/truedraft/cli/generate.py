@@ -89,7 +89,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
     engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
     prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)
     if options.prompts.chat:
-        prompts = as_chat(engine.target, prompts)
+        prompts = as_chat(engine.target, prompts, trust_control_tokens=options.prompts.trust_control_tokens)
     run = compare if report.compare else _answer
     status, record = run(engine, options, prompts, terminal)
     if report.json:

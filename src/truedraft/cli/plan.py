@@ -304,7 +304,7 @@ def _split(
     from truedraft.cli.session import as_chat, encoded
 
     if options.prompt.chat:
-        asked = as_chat(target, asked)
+        asked = as_chat(target, asked, trust_control_tokens=options.prompt.trust_control_tokens)
     alone, failures = encoded(target, asked, 1)
     for failure in failures:
         warn(f"left out: {failure.describe()}")

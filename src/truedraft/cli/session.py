@@ -259,8 +259,13 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def as_chat(target: LanguageModel, prompts: Sequence[Asked]) -> list[Asked]:
+def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_tokens: bool) -> list[Asked]:
     """Each prompt as the one message of a user, by the model's chat template; those with pictures stay as they are.
+
+    Args:
+        target: that answers.
+        prompts: as they were read.
+        trust_control_tokens: as of `Tokenizer.chat`.
 
     Raises:
         PromptError: the model has no tokenizer or no template, or a prompt is token ids.
@@ -274,7 +279,8 @@ def as_chat(target: LanguageModel, prompts: Sequence[Asked]) -> list[Asked]:
             continue
         if not isinstance(prompt.prompt, str):
             raise PromptError(f"--chat needs text, and prompt {prompt.name} is a list of token ids")
-        ids = target.tokenizer.chat([{"role": "user", "content": prompt.prompt}])
+        messages = [{"role": "user", "content": prompt.prompt}]
+        ids = target.tokenizer.chat(messages, trust_control_tokens=trust_control_tokens)
         chats.append((replace(prompt, prompt=ids), params))
     return chats
 

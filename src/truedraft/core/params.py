@@ -59,6 +59,33 @@ class Structured:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """Where an answer holds the reasoning of a model, and how long that may be.
+
+    Attributes:
+        opening: the mark before it; the answer begins with it, or has no reasoning.
+        closing: the mark behind it.
+        inside: whether the prompt ends behind the opening mark, so that the answer begins with reasoning.
+        budget: most tokens between the marks, after which the closing one comes; None is no limit.
+
+    Raises:
+        OptionError: a mark is empty, or the budget no whole number.
+    """
+
+    opening: str
+    closing: str
+    inside: bool = False
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if not self.opening or not self.closing:
+            raise OptionError("needs an opening and a closing mark, got an empty one", field="reasoning")
+        if self.budget is not None:
+            object.__setattr__(self, "budget", check_whole("reasoning_budget", self.budget, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """What to draw and when to stop, for one request.
 
@@ -90,12 +117,14 @@ class SamplingParams:
         n: answers to the same prompt, each drawn with noise of its own, so that they are independent.
         structured: a form that the answer has; a `Structured`, or a JSON schema as an object. It ends where the form
             does, and has it whenever the finish reason is "stop" and no stop text cut it.
+        reasoning: marks between which the model reasons before it answers, and most tokens between them; `structured`
+            begins behind them.
         prediction: text, or token ids, that the answer is expected to repeat in large parts: a drafter that knows it
             copies from it, and whatever it says changes nothing of the answer.
         adapter: answer with this one of the target's adapters; None is the target itself.
 
-    `structured` and everything from `presence_penalty` to `allowed_token_ids` change logits before temperature, top-k,
-    top-p and min-p, in this order: allowed_token_ids, bad_words, min_tokens, structured, logit_bias, repetition,
+    `reasoning`, `structured` and all from `presence_penalty` to `allowed_token_ids` change logits before temperature,
+    top-k, top-p and min-p, in this order: allowed_token_ids, bad_words, min_tokens, structured, logit_bias, repetition,
     frequency and presence penalty. In a token tree the text is that of a node's own path.
 
     Numbers of numpy are taken like Python's own, and kept as these.
@@ -134,6 +163,7 @@ class SamplingParams:
     logprobs_mode: str = "raw"
     n: int = 1
     structured: Structured | None = None
+    reasoning: ReasoningSpan | None = None
     prediction: str | tuple[int, ...] | None = None
     adapter: str | None = option(None, "Answer with this adapter.", "NAME")
 
@@ -176,6 +206,8 @@ class SamplingParams:
             raise OptionError(f'must be "raw" or "processed", got {self.logprobs_mode!r}', field="logprobs_mode")
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise OptionError(f"must be the name of an adapter, got {self.adapter!r}", field="adapter")
+        if self.reasoning is not None and not isinstance(self.reasoning, ReasoningSpan):
+            raise OptionError(f"must be a ReasoningSpan, got {self.reasoning!r}", field="reasoning")
         if self.structured is not None and self.ignore_eos:
             raise OptionError("goes on past the end of a structured answer; leave one of them out", field="ignore_eos")
 
@@ -198,7 +230,8 @@ class SamplingParams:
     def shapes_logits(self) -> bool:
         """Whether logits are changed before a distribution is made of them: see `truedraft.core.shaping`."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        banned = self.min_tokens or self.bad_words or self.allowed_token_ids or self.structured
+        form = self.structured or (self.reasoning is not None and self.reasoning.budget is not None)
+        banned = self.min_tokens or self.bad_words or self.allowed_token_ids or form
         return bool(penalised or self.logit_bias or banned)
 
 

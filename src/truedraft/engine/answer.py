@@ -52,6 +52,7 @@ class Answer:
         timing: when it happened.
         error: what went wrong, in one sentence.
         warnings: what the user should know, such as a drafter that failed.
+        stop_text: the text of `SamplingParams.stop` that ended it.
     """
 
     text: str | None
@@ -67,6 +68,7 @@ class Answer:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     others: tuple[Answer, ...] = ()
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

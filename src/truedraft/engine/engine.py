@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast, overload
@@ -74,6 +74,7 @@ class Engine:
         controller: as given, or made.
         entropy: as given.
         costs: what the target's steps cost on this machine, for controllers that weigh costs.
+        forms: makes the forms of structured answers; None where the target has no tokenizer.
         preemptions: how often a running request gave its room back, because memory was short.
         listeners: each is called after each step, by the thread that made it, with the record of what it did and how
             long its parts took.
@@ -130,7 +131,7 @@ class Engine:
         self._step = Step(self.target, self._drafting, self._verifier, joint_features(self.drafter))
         self._scheduler = Scheduler(max_batch)
         tokenizer = target.tokenizer
-        self._forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
+        self.forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
         self._turns = Turns()  # of the threads that step
         self._loop = Loop(self.step, self._turns)
         self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
@@ -321,8 +322,12 @@ class Engine:
         speculation: Speculation | None = None,
         rule: Rule | None = None,
         scope: Hashable = None,
+        shown: Mapping[int, str] | None = None,
     ) -> Request:
-        """A checked request that waits to be given to `enqueue`; as `submit` but for that."""
+        """A checked request that waits to be given to `enqueue`; as `submit` but for that.
+
+        `shown` are names of special tokens by their ids, which the answer's text shows.
+        """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
@@ -340,7 +345,7 @@ class Engine:
             # Placeholders are alike, whatever they stand for.
             inputs, scope = prompt.inputs, (scope, prompt.digest)
         judge = self._verifier.rule_for(params, rule)
-        request = Request(ids, params, judge, target, sample, scope, self._forms, inputs)
+        request = Request(ids, params, judge, target, sample, scope, self.forms, inputs, shown)
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
         if params.seed is None:
