@@ -318,7 +318,7 @@ def test_what_cannot_go_across_is_drafted_here() -> None:
         Engine(target, each, controller="fixed", entropy=3).generate(TEXTS[:2], [shaped, SAMPLED]) for each in drafts
     ]
     assert list(map(seen, both[0])) == list(map(seen, both[1]))
-    assert ahead.report["proposals"] == both[1][1].stats.target_calls
+    assert ahead.report["proposals"] == both[1][1].stats.by_drafter["draft"].target_calls
     asked = len(worker.replies)
     alone = [Engine(target, each, controller="fixed", entropy=3).generate(TEXTS[0], shaped) for each in drafts]
     assert seen(alone[0]) == seen(alone[1]) and alone[0].stats.draft_tokens > 0 and len(worker.replies) == asked

@@ -192,7 +192,8 @@ def test_ctrl_c_while_it_is_waited_for_begins_a_new_one(monkeypatch: pytest.Monk
     plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
     assert request.tokens[3:] == plain.token_ids and not request.warnings
     asked = ahead.report["proposals"]
-    assert engine.generate([1, 2, 3], SAMPLED).token_ids == plain.token_ids
+    again = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
+    assert again.token_ids == plain.token_ids
     assert ahead.report["proposals"] > asked and not ahead.holding  # the new one drafts for new requests
     process.close()
 
