@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.conftest import Running
+from server.conftest import Running, serving
 from server.test_load import post
+from text.test_turns import NO_SYSTEM
+from truedraft import Engine
 
 RECORDED = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "recorded").glob("*"))}
 MOST = {"/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}
@@ -81,9 +85,29 @@ def test_what_agents_send_is_answered(running: Running, name: str) -> None:
     assert streamed_text(path, stream(running.url, path, body | {"stream": True})) == text and text
 
 
-def test_tools_that_no_server_here_runs_are_left_out_with_a_warning(running: Running) -> None:
+def test_agents_are_answered_by_templates_that_want_turns_to_alternate(
+    make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    file = tmp_path / "alternating.jinja"
+    file.write_text(NO_SYSTEM)
+    with serving(make_engine(), chat_template=file) as found:
+        for name in ("codex", "open_webui"):
+            path, body = recorded(name, stream=False, tools=[])
+            status, _, told = post(found.url, body, path)
+            assert status == 200, told
+        twice = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+        status, _, told = post(found.url, {"messages": twice}, "/v1/chat/completions")
+        assert status == 400 and "roles must alternate" in told["error"]["message"]
+
+
+def test_tools_that_no_server_here_runs_are_left_out_with_a_warning(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     path, body = recorded("codex_later", stream=False)
-    found = post(running.url, body, path)[2]["warnings"]
+    with caplog.at_level(logging.WARNING, "truedraft.server.requests"):
+        logging.getLogger("truedraft.server").propagate = True
+        found = post(running.url, body, path)[2]["warnings"]
+    assert "left out of a request: 2 tools or items" in caplog.text and "web_search" not in caplog.text
     assert found == [
         "tools[4] is left out: web_search is a tool that this server has not",
         "input[9] is left out: web_search_call is of a tool that this server has not",

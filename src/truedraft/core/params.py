@@ -95,9 +95,9 @@ class SamplingParams:
         top_k: keep the k likeliest tokens, ties with the k-th included; 0 keeps all.
         top_p: keep the likeliest tokens until their mass reaches top_p, the crossing token included; in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest; in [0, 1].
-        seed: keys all noise of the request; None draws one from the operating system.
-        coupled: draw by Gumbel noise keyed by (seed, position, token), so that the tokens depend on
-            model, prompt, options and seed alone, never on the drafter (arXiv 2408.07978).
+        seed: the same seed, the same tokens: each is drawn by Gumbel noise keyed by (seed, position, token), which
+            drafters share, so tokens depend on model, prompt, options and seed alone, never on drafter, batch or
+            controller (coupled sampling, arXiv 2408.07978). None draws by fresh noise that no other request shares.
         stop: texts that end the answer; the answer ends before them.
         stop_token_ids: ids that end the answer; the answer ends before them, in the middle of a form too.
         ignore_eos: go on past the end-of-text token.
@@ -138,11 +138,11 @@ class SamplingParams:
     top_k: int = option(0, "Keep the K likeliest tokens; 0 keeps all.", "K")
     top_p: float = option(1.0, "Keep the likeliest tokens until their mass reaches P.", "P")
     min_p: float = option(0.0, "Drop tokens less likely than P times the likeliest.", "P")
-    seed: int | None = option(None, "The same seed, the same answer.", "S", shown_default="drawn")
-    coupled: bool = flag(
-        "Draw each token by noise that its seed, place and id decide, for target and drafter alike: then a seed gives "
-        "the same answer with every drafter and with none, at the cost of some accepted drafts. Without it a seed's "
-        "answer depends on the drafter, though its distribution does not."
+    seed: int | None = option(
+        None,
+        "The same seed, the same answer, with every drafter and with none, at the cost of some accepted drafts.",
+        "S",
+        shown_default="fresh noise",
     )
     stop: tuple[str, ...] = option(
         (), r"End before this text, which may hold \n, \t, \\ and \uXXXX; may be repeated.", "TEXT"
@@ -178,7 +178,6 @@ class SamplingParams:
             "temperature": _number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more"),
             "top_p": _number("top_p", self.top_p, lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
             "min_p": _number("min_p", self.min_p, lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
-            "coupled": _truth("coupled", self.coupled),
             "ignore_eos": _truth("ignore_eos", self.ignore_eos),
             "seed": None if self.seed is None else check_whole("seed", self.seed, 0),
             "presence_penalty": _number("presence_penalty", self.presence_penalty, _is_penalty, "in [-2, 2]"),
@@ -218,10 +217,9 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def private(self) -> bool:
-        """Whether others may share its noise, sampled, with a seed that somebody chose: what becomes of its drafts must
-        decide nothing about them (DESIGN section 2, predictable choice)."""
-        return not (self.greedy or self.coupled or self.seed is None)
+    def seeded(self) -> bool:
+        """Whether a seed decides its tokens; at temperature 0 it has nothing to decide."""
+        return self.seed is not None and not self.greedy
 
     @property
     def probs_key(self) -> tuple[float, int, float, float]:

@@ -47,7 +47,7 @@ class Answer:
         logprobs: for each of `token_ids`, where `SamplingParams.logprobs` asked for them.
         prompt_logprobs: for each token of the prompt but the first, likewise.
         others: the further answers, of samples 1 to n - 1, where `SamplingParams.n` asked for several.
-        seed: what keyed the noise; the same seed gives the same answer again.
+        seed: the request's; the same one gives the same answer again. None where it had none.
         prompt_tokens: tokens of the prompt.
         timing: when it happened.
         error: what went wrong, in one sentence.
@@ -60,7 +60,7 @@ class Answer:
     finish_reason: FinishReason
     stats: Counters
     origins: list[Origin]
-    seed: int
+    seed: int | None
     prompt_tokens: int
     timing: Timing
     error: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -76,7 +75,7 @@ class Request:
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
         self.params, self.rule = params, rule
-        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.noise_seed = params.seed or 0  # keys its noise; an engine gives one to a request without a seed
         self.sample = sample
         tokenizer = target.tokenizer
         self.tokens = list(prompt)  # prompt and answer so far
@@ -188,7 +187,7 @@ class Request:
 
     def noise(self) -> KeyedNoise:
         """The noise of the next step: its keys never occur in another step of this request."""
-        return KeyedNoise(self.seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
+        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.
@@ -284,7 +283,9 @@ class Request:
             if origin is not Origin.BONUS:
                 counters.tried_per_position[position] -= 1
             position = position + 1 if origin is Origin.ACCEPTED else 0
-        for first, shares in self._drafted:
+        for first, shares in reversed(self._drafted):
+            if all(first + len(share.path) <= kept for share in shares):
+                break  # nor is anything of the steps before it taken back
             for share in shares:
                 taken = first + len(share.path) - max(first, kept)
                 counters.by_drafter[share.drafter].accepted_tokens -= max(taken, 0)
@@ -304,7 +305,7 @@ class Request:
             origins=self.origins[:kept],
             logprobs=None if self.params.logprobs is None else self.logprobs[:kept],
             prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
-            seed=self.seed,
+            seed=self.params.seed,
             prompt_tokens=self.prompt_tokens,
             timing=Timing(first, end - self._submitted),
             error=None if self.error is None else str(self.error),

@@ -126,7 +126,7 @@ class HuggingFaceModel(LanguageModel):
 
     @cached_property
     def equality(self) -> str:
-        """What speculation promises of greedy and coupled answers here, in words; found by a few small forwards."""
+        """What speculation promises of greedy and seeded answers here, in words; found by a few small forwards."""
         if self._whole is not None:
             return self._whole.equality
         vary = self._backend.rows_vary or rows_depend_on_their_number(self)
@@ -343,11 +343,10 @@ def fingerprint_of(model: PreTrainedModel) -> str:
     """A hash of a model's weights: of their names, shapes and bfloat16 values, tied ones once.
 
     It is the same for loads of one checkpoint in float32 and bfloat16, on any device, and for a padded model that
-    was written by `truedraft export` it is that of the model it was made from. Reads all weights: about a second for
-    each gigabyte.
+    was written by `truedraft export` it is that of the model it was made from.
 
     Returns:
-        32 hexadecimal digits of a SHA-256.
+        As `weights_hash`.
 
     Raises:
         ModelError: the model was padded and does not say from what, or its weights were packed for inference.
@@ -362,11 +361,24 @@ def fingerprint_of(model: PreTrainedModel) -> str:
         )
     if not is_whole(model):
         raise ModelError(f"the weights of this {name} were packed for inference; take its fingerprint before that")
+    return weights_hash(model, torch.bfloat16)
+
+
+def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """A hash of all values of all parameters, and of their names and shapes; tied ones count once.
+
+    Args:
+        module: on any device.
+        dtype: that values are rounded to; None takes them as they are, so that no change goes unseen.
+
+    Returns:
+        32 hexadecimal digits of a SHA-256.
+    """
     digest = hashlib.sha256()
-    for part, weight in sorted(model.named_parameters()):
-        canonical = weight.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-        digest.update(f"{part} {tuple(canonical.shape)}\n".encode())
-        digest.update(canonical.reshape(-1).view(torch.int16).numpy())
+    for part, weight in sorted(module.named_parameters()):
+        values = weight.detach().to(device="cpu", dtype=dtype or weight.dtype).contiguous()
+        digest.update(f"{part} {tuple(values.shape)}\n".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.errors import PromptError
@@ -32,6 +33,7 @@ from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, Too
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import CallDelta
 from truedraft.text.notations import AnswerReader, Reasoning
+from truedraft.text.turns import plainer
 
 
 class CalledFunction(Told):
@@ -240,17 +242,21 @@ def _chat_ids(
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
     told, tools = _with_tools(front, messages, use)
-    try:
-        return tokenizer.chat(
-            told,
-            tools=tools,
-            template=front.chat_template,
-            variables=more,
-            continues=continues,
-            trust_control_tokens=front.trust_control_tokens,
-        )
-    except PromptError as error:
-        raise ApiError(400, str(error), param=param, code="invalid_value") from error
+    refused: PromptError | None = None
+    forms: Iterator[Sequence[Mapping[str, Any]]] = chain([told], plainer(told))
+    for form in forms:
+        try:
+            return tokenizer.chat(
+                form,
+                tools=tools,
+                template=front.chat_template,
+                variables=more,
+                continues=continues,
+                trust_control_tokens=front.trust_control_tokens,
+            )
+        except PromptError as error:
+            refused = refused or error
+    raise ApiError(400, str(refused), param=param, code="invalid_value") from refused
 
 
 def _with_tools(
@@ -260,13 +266,13 @@ def _with_tools(
     tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     told = list(messages)
     if any(message.get("tool_calls") or message.get("tool_call_id") for message in told):
-        told = list(front.history.fitted(told))
+        told = list(front.history.fitted(told, use.notation))
     if tools and "tools" not in front.template:
         text = use.notation.told(tools)
         if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
             text += "\n\n" + told.pop(0)["content"]
         told.insert(0, {"role": "system", "content": text})
-    return told, tools or None
+    return told, front.history.tools(tools) if tools else None
 
 
 def room_for(front: Front, prompt: list[int] | MultimodalPrompt, asked: int | None) -> int:
@@ -313,16 +319,15 @@ def chat_router(front: Front) -> APIRouter:
             samples=body.samples,
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        form = None if body.response_format is None else body.response_format.asked
-        if use.forced is not None:
-            form = use.forced
-        params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
+        form = use.forced or (None if body.response_format is None else body.response_format.asked)
+        room = room_for(front, prompt, asked)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:
             return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
@@ -98,7 +98,7 @@ def completions_router(front: Front) -> APIRouter:
         if body.stream:
             return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 

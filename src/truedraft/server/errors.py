@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from truedraft.errors import OptionError, PromptError, TruedraftError
+from truedraft.errors import FormMemoryError, OptionError, PromptError, TruedraftError
 
 _TYPES = {
     401: "authentication_error",
@@ -38,6 +39,10 @@ _ANTHROPIC = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+_PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
+"""Where a file's path may begin."""
 
 
 class ErrorFields(BaseModel):
@@ -109,38 +114,59 @@ class ApiError(Exception):
         kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
 
+    def response(self, path: str) -> JSONResponse:
+        """The whole answer, in the form that clients of an endpoint read.
+
+        Args:
+            path: of the endpoint.
+        """
+        body = self.anthropic if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, self.headers)
+
     @classmethod
-    def of(cls, error: BaseException) -> ApiError:
-        """An error of the library as clients see it: what they can mend is told, all else is an error of the server."""
+    def of(
+        cls,
+        error: BaseException,
+        fields: Mapping[str, str] | None = None,
+        shown: Mapping[str, str] | None = None,
+    ) -> ApiError:
+        """An error of the library as clients see it: what they can mend is told, all else is an error of the server.
+
+        Args:
+            error: of the library, or any other.
+            fields: what the client calls fields, where these are not the library's words.
+            shown: by what clients know names that the error may hold.
+        """
+        if isinstance(error, TruedraftError) and fields:
+            error.call_fields(fields)
+        told = str(error)
+        for name, instead in (shown or {}).items():
+            told = told.replace(name, instead)
         if isinstance(error, ApiError):
+            error.message = told
             return error
-        if isinstance(error, OptionError | PromptError):
-            return cls(400, str(error), param=error.field, code="invalid_value")
+        if isinstance(error, FormMemoryError):
+            return cls(429, told, param=_called(error.field, fields), headers={"Retry-After": "1"})
+        if isinstance(error, OptionError | PromptError) and not _is_about_a_file(error):
+            return cls(400, told, param=_called(error.field, fields), code="invalid_value")
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
             return cls(400, "a text has half a character (a lone surrogate); mend how it was cut")
         if isinstance(error, TruedraftError):
-            return cls(500, f"the model failed ({error})")
+            hides = _is_about_a_file(error) or _PATH.search(told) is not None
+            return cls(500, f"the model failed ({'the log of the server says why' if hides else told})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
 
 
-def error_answer(request: Request, error: BaseException) -> JSONResponse:
-    """An error in the form that the endpoint's clients read."""
-    told = ApiError.of(error)
-    body = told.anthropic if request.scope["path"].startswith("/v1/messages") else told.body
-    return JSONResponse(body, told.status, told.headers)
-
-
-async def answer_api_error(request: Request, error: Exception) -> JSONResponse:
-    """For FastAPI: an error of ours, or of the web framework's: no such page, or not by this method."""
-    return error_answer(request, error)
+def _called(field: str | None, fields: Mapping[str, str] | None) -> str | None:
+    return field if field is None else (fields or {}).get(field, field)
 
 
 async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     """For FastAPI: a body that is no JSON, or whose fields are not what they must be; the first of them is told."""
     assert isinstance(error, RequestValidationError)
-    return error_answer(request, _unreadable(list(error.errors()), error.body))
+    return _unreadable(list(error.errors()), error.body).response(request.scope["path"])
 
 
 def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
@@ -185,6 +211,15 @@ def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:
             continue
         found.append(part)
     return tuple(found)
+
+
+def _is_about_a_file(error: BaseException | None) -> bool:
+    """Whether a file of the server was at fault, which is nothing that a client could mend."""
+    while error is not None:
+        if isinstance(error, OSError) and error.filename is not None:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _shown(given: object) -> str:

@@ -232,7 +232,9 @@ class StructuredFields(Fields):
         given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             raise ApiError(
-                400, f"give one of json, regex, choice, grammar and json_object, got {len(given)}", param="structured"
+                400,
+                f"give one of json, regex, choice, grammar and json_object, got {len(given)}",
+                param="structured_outputs",
             )
         ((kind, value),) = given.items()
         return Structured(kind, True if kind == "json_object" else value)
@@ -315,7 +317,7 @@ class SamplingFields(Ignored):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
     stop: Texts | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -333,7 +335,6 @@ class SamplingFields(Ignored):
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredFields | None = None
     # What is this server's own.
-    coupled: bool | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
     reasoning_budget: int | None = Field(None, description="Most tokens of reasoning before the answer of a chat.")
@@ -347,6 +348,14 @@ class SamplingFields(Ignored):
     def samples(self) -> int:
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def form_field(self) -> str:
+        """The field by which a form is asked for, where one is."""
+        if getattr(self, "tool_choice", None) not in (None, "none", "auto"):
+            return "tools"
+        asked = ("structured_outputs", "response_format", "text")
+        return next((name for name in asked if getattr(self, name, None) is not None), asked[0])
 
     def sampling(
         self, max_tokens: int, *, logprobs: int | None = None, form: Structured | None = None
@@ -372,7 +381,9 @@ class SamplingFields(Ignored):
                 raise ApiError(400, f"{name} holds {len(values)} entries, of at most {most}", param=name)
         own = None if self.structured_outputs is None else self.structured_outputs.asked
         if form is not None and own is not None:
-            raise ApiError(400, "structured_outputs and another form are asked for; leave one out", param="structured")
+            raise ApiError(
+                400, "structured_outputs and another form are asked for; leave one out", param="structured_outputs"
+            )
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -390,7 +401,6 @@ class SamplingFields(Ignored):
             "allowed_token_ids": self.allowed_token_ids,
             "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
             "logprobs_mode": self.logprobs_mode,
-            "coupled": self.coupled,
             "logprobs": logprobs,
             "structured": form if form is not None else own,
             "prediction": None if self.prediction is None else self.prediction.text or None,

@@ -8,19 +8,21 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import numpy as np
 from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
 
 from truedraft.core.logprobs import TokenLogprobs
-from truedraft.core.params import ReasoningSpan, SamplingParams
+from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
-from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.engine.decisions import Decisions
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
@@ -31,7 +33,8 @@ from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.server.tools import ToolUse
-from truedraft.text.histories import PROBED_TOOLS, HistoryForm
+from truedraft.text.forms import Prepared
+from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import AnswerReader, Notation, notation_of
 from truedraft.verification import Rule
 
@@ -43,8 +46,8 @@ _SWITCHES = {  # variables of templates by which reasoning is switched off, and 
     "enable_thinking": re.compile(r"\benable_thinking\b"),
     "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)|(?<!\.)\bthinking\s+is\b"),
 }
-_FINAL = "<|start|>assistant<|channel|>final<|message|>"
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
+_LONG_ANSWER = 256  # tokens of answers whose writing would
 
 
 @dataclass(eq=False)
@@ -55,7 +58,6 @@ class Front:
         service: that answers.
         names: of the model; the first is what answers say.
         rules: that a request may ask for, by their words.
-        forward_s: V of the target, for estimated speed-ups.
         max_samples: most answers to one HTTP request.
         timeout_s: of one; None is no limit.
         shares_prefixes: whether clients share what their requests begin with.
@@ -67,7 +69,6 @@ class Front:
     service: Service
     names: Sequence[str]
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    forward_s: ForwardSeconds | None = None
     max_samples: int = 16
     timeout_s: float | None = None
     shares_prefixes: bool = False
@@ -112,7 +113,9 @@ class Front:
         tokenizer = self.service.engine.target.tokenizer
         if tokenizer is None:
             return HistoryForm()
-        return HistoryForm.of(partial(tokenizer.chat_text, tools=PROBED_TOOLS, template=self.chat_template))
+        return HistoryForm.of(
+            lambda messages, tools: tokenizer.chat_text(messages, tools=tools, template=self.chat_template)
+        )
 
     def reader(self, use: ToolUse, prompt: Sequence[int] | MultimodalPrompt) -> AnswerReader:
         """What reads one answer to a prompt.
@@ -175,18 +178,17 @@ class Front:
                 raise ApiError(400, f"reasoning_budget {message}", param="reasoning_budget")
             return params
         budget = 0 if thinks.enabled is False and self._switch is None else thinks.budget
-        structured, closing = params.structured, marks.closing
-        if budget is None and structured is None:
+        if budget is None and params.structured is None:
             return params
-        if notation.channels and structured is not None and structured.kind != "grammar":
-            closing += _FINAL  # a grammar is of calls, and has headers of its own
-        return replace(params, reasoning=ReasoningSpan(marks.opening, closing, self._reasons(notation, prompt), budget))
+        inside = self._reasons(notation, prompt)
+        return replace(params, reasoning=ReasoningSpan(marks.opening, marks.closing, inside, budget))
 
     def __post_init__(self) -> None:
         """Remember the notation, the texts of tokens, and what reads pictures."""
         tokenizer = self.service.engine.target.tokenizer
         self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
     async def begin(
@@ -222,17 +224,33 @@ class Front:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        answering = Answering(self.service, deadline)
-        asked = (prompts, params, fields, client, count, shown)
-        if params.structured is not None:
-            requests = await asyncio.to_thread(self._prepared, *asked)
-        else:
-            requests = await self.apart(http, self._prepared, *asked)
+        names = {"structured": fields.form_field}
+        answering = Answering(self.service, deadline, names)
+        try:
+            # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
+            form = (
+                None
+                if params.structured is None
+                else await self._form(http, params.structured, deadline, len(prompts) * count)
+            )
+            requests = await self.apart(http, self._prepared, prompts, params, fields, client, count, shown)
+            del form
+        except TruedraftError as error:
+            raise self.service.api_error(error, names) from error
         traced = fields.speculation is not None and fields.speculation.trace
+        late = getattr(http.state, "reserved", None) is not None
         self.release(http)  # nobody else takes the places, for nothing is awaited until they are taken
-        answering.start(requests, client, shows_steps=traced)
+        answering.start(requests, client, shows_steps=traced, late=late)
         http.state.answering = answering
         return answering
+
+    async def _form(
+        self, http: HttpRequest, structured: Structured, deadline: float | None, count: int
+    ) -> Prepared | None:
+        """A form, for which a request waits where its places in the queue are kept."""
+        if getattr(http.state, "reserved", None) is None:
+            self.reserve(http, count)
+        return await unless_gone(http, self.service.forms.prepared(structured, deadline))
 
     def _check_count(self, count: int) -> None:
         if count > self.max_samples:
@@ -262,6 +280,13 @@ class Front:
             return await asyncio.to_thread(work, *given)
         return work(*given)
 
+    async def answer(self, answering: Answering, whole: Callable[[], dict[str, Any]]) -> JSONResponse:
+        """What `whole` makes of all answers, in a thread where they are long, so that other clients need not wait."""
+        tokens = sum(len(stream.answer.token_ids) for stream in answering.streams if stream.answer is not None)
+        if tokens <= _LONG_ANSWER:
+            return JSONResponse(whole())
+        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: JSONResponse(whole()))
+
     def _prepared(
         self,
         prompts: Sequence[Prompt],
@@ -276,14 +301,11 @@ class Front:
         scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
         prepare = self.service.engine.prepare
-        try:
-            return [
-                prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
-                for prompt in prompts
-                for sample in range(count)
-            ]
-        except TruedraftError as error:
-            raise ApiError.of(error) from error
+        return [
+            prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
+            for prompt in prompts
+            for sample in range(count)
+        ]
 
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:
@@ -321,22 +343,13 @@ class Front:
     def speculation(self, streams: Sequence[Stream]) -> dict[str, Any]:
         """What speculation did for some samples, under the names that vLLM gives these numbers."""
         counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
-        decisions = Decisions(self.forward_s)
-        accepted: list[int] = []
-        for stream in streams:
-            decisions += Decisions.of(stream.records, self.forward_s, stream.request.id)
-            for record in stream.records:
-                step = (
-                    record.requests[record.numbers[stream.request.id]] if stream.request.id in record.numbers else None
-                )
-                if step is not None and step.nodes and not step.prefill:
-                    accepted.append(step.accepted)
-        speedup = decisions.speedup()
+        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
+        speedup = sum((stream.decisions for stream in streams), Decisions(self.service.forward_s)).speedup()
         return {
             "mean_acceptance_length": counters.mean_acceptance_length,
             "draft_acceptance_rate": counters.draft_acceptance_rate,
-            "acceptance_histogram": np.bincount(np.asarray(accepted, dtype=np.int64)).tolist(),
-            "num_drafts": len(accepted),
+            "acceptance_histogram": accepted,
+            "num_drafts": sum(accepted),
             "num_draft_tokens": counters.draft_tokens,
             "num_accepted_tokens": counters.accepted_tokens,
             "num_accepted_tokens_per_pos": counters.accepted_per_position,
@@ -361,6 +374,11 @@ class Front:
             "logprob": max(logprob, -9999.0),  # JSON has no infinity
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
+
+    def left_out(self, warnings: Sequence[str]) -> None:
+        """Note that a request has parts of no use here; the log has no text of clients, so its answer names them."""
+        if warnings:
+            _log.warning("left out of a request: %d tools or items that this server has not", len(warnings))
 
     def log(self, http: HttpRequest, status: int) -> None:
         """One line about an HTTP request, without anything that it said."""

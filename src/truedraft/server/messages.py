@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field, Tag
 
 from truedraft.core.params import Structured
@@ -25,8 +24,6 @@ from truedraft.server.service import Answering
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
 from truedraft.text.calls import Call
 from truedraft.text.notations import AnswerReader, Reasoning
-
-_log = logging.getLogger("truedraft.server")
 
 
 class Source(Told):
@@ -265,8 +262,7 @@ def messages_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
-        for warning in body.warnings:
-            _log.warning("a request: %s", warning)
+        front.left_out(body.warnings)
         more = front.switches(body.thinks)
         return await chat_prompt(front, http, body.conversation, body.urls, use, more=more, continues=body.continues)
 
@@ -277,14 +273,14 @@ def messages_router(front: Front) -> APIRouter:
             raise ApiError(400, f"a message is one answer, n must be 1, got {body.n}", param="n")
         use = body.use(front)
         prompt = await prompt_of(body, use, http)
-        form = body.form if use.forced is None else use.forced
-        params = body.sampling(room_for(front, prompt, body.max_tokens), form=form)
+        room = room_for(front, prompt, body.max_tokens)
+        params = use.fitted(body.sampling(room, form=use.forced or body.form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Message(front, body, answering, front.reader(use, prompt))
         if body.stream:
             return EventStream(made.events(), answering.close, failed)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: HttpRequest) -> dict[str, int]:

@@ -127,7 +127,7 @@ class Metrics(Collector):
         yield self._counter("prefix_cache_hits", "Of them, copied instead of computed.", self._shared_tokens)
         yield self._counter("preemptions", "Requests that gave their room back.", self._service.engine.preemptions)
         yield self._counter("recoveries", "Steps or drafts that failed and were done again.", self._recoveries)
-        yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._finished)
+        yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._finished.copy())
         yield self._labelled("step_seconds", "Seconds of steps, by what they were spent on.", "part", self._seconds)
         budgets = {str(nodes): count for nodes, count in sorted(self._budgets.copy().items())}
         yield self._labelled("budget_tokens", "Steps of a request by the tokens drafted.", "tokens", budgets)

@@ -40,6 +40,12 @@ class ServerOptions:
     drain_s: float = option(30.0, "When told to stop, go on for so many seconds with what is open.", "S")
     tls_certificate: Path | None = option(None, "Serve https with this certificate.", "FILE")
     tls_key: Path | None = option(None, "The certificate's private key.", "FILE")
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Answer requests to this host name; may be repeated, * is any. On loopback its own names are answered besides "
+        "and no others; elsewhere all are where none is given.",
+        "NAME",
+    )
     cors_origin: tuple[str, ...] = option((), "Pages from this origin may ask; may be repeated.", "ORIGIN")
     price_per_hour: float | None = option(
         None, "What this machine costs an hour, for the estimated cost of a million tokens in /metrics.", "PRICE"

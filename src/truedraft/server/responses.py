@@ -4,7 +4,6 @@ conversation."""
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
@@ -40,7 +39,6 @@ from truedraft.server.tools import ToolUse
 from truedraft.text.calls import Call
 from truedraft.text.notations import AnswerReader, Reasoning
 
-_log = logging.getLogger("truedraft.server")
 _Event: TypeAlias = tuple[str, dict[str, Any]]
 """The kind of an event of an item, and what it says beside which item that is."""
 
@@ -142,23 +140,21 @@ def responses_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         body.check()
         toolbox = Toolbox.of(body.tools or (), body.items)
-        for warning in toolbox.warnings:
-            _log.warning("a request: %s", warning)
+        front.left_out(toolbox.warnings)
         use = ToolUse.of(*toolbox.use(body.tool_choice), body.parallel_tool_calls, front.notation)
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
         more = front.switches(body.thinks)
         prompt = await chat_prompt(front, http, messages, urls_in(body.items), use, more=more, param="input")
-        form = use.forced if use.forced is not None else body.form
         room = room_for(front, prompt, body.max_output_tokens)
-        params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=use.forced or body.form))
         answering = await front.begin([prompt], params, body, http, notation=front.notation)
         made = _Response(front, body, answering, front.reader(use, prompt), toolbox)
         if body.stream:
             return EventStream(made.events(), answering.close, made.failed)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 

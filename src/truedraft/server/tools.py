@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from truedraft.core.params import Structured
+from truedraft.core.params import SamplingParams, Structured
 from truedraft.server.errors import ApiError
 from truedraft.server.fields import Fields
 from truedraft.text.notations import AnswerReader, Notation
@@ -90,6 +90,12 @@ class ToolUse:
                 raise ApiError(400, message, param="tool_choice")
             return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
         return cls(notation, tools, notation.grammar(schemas_of(tools), parallel=several), several)
+
+    def fitted(self, params: SamplingParams) -> SamplingParams:
+        """Options of an answer whose form, if that is not one of calls, stands where the notation has plain text."""
+        if self.forced is not None or params.structured is None:
+            return params
+        return replace(params, structured=self.notation.answered(params.structured))
 
     def reader(self, *, reasoning_open: bool = False) -> AnswerReader:
         """Of one answer.

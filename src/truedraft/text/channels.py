@@ -16,8 +16,8 @@ _HEADS = ("<|start|>", "<|channel|>", _BODY, "to=")
 class ChannelReader:
     """Reads text, reasoning and calls from messages of several channels.
 
-    What goes to a function is a call, the channels "final" and "commentary" are text, and all else is reasoning. An
-    answer that begins with no header is text.
+    What goes to a function is a call, the channels "final" and "commentary" are text, and all else is reasoning. What
+    stands where a header should is text.
 
     Args:
         tools: that may be called.
@@ -31,7 +31,6 @@ class ChannelReader:
         self._kind: type[str] | type[Reasoning] | None = None  # of the message; None in a header, and in a call
         self._call: Call | None = None
         self._told: set[type[str] | type[Reasoning]] = set()  # kinds of which something was told
-        self._first = True  # whether no header was read
 
     def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
         """Take the next text; see `AnswerReader.push`."""
@@ -48,13 +47,14 @@ class ChannelReader:
     def _read_header(self, last: bool, found: list[str | Reasoning | CallDelta]) -> bool:
         head, mark, rest = self._held.partition(_BODY)
         start = head.lstrip()
-        if self._first and start and not any(each.startswith(start[: len(each)]) for each in _HEADS):
-            self._kind, self._first = str, False
+        begins = any(each.startswith(start[: len(each)]) for each in _HEADS)
+        if start and (not begins or (last and not any(map(start.startswith, _HEADS)))):
+            self._kind = str
             return True
         if not mark:
             return False
         channel, to = _CHANNEL.search(head), _TO.search(head)
-        self._held, self._first = rest, False
+        self._held = rest
         name = to[1] if to is not None else ""
         if name.startswith("functions.") or name in self._tools:
             self._call = Call(new_call_id(), name.removeprefix("functions."))
@@ -74,7 +74,7 @@ class ChannelReader:
         end, mark = min(((place, mark) for mark in _ENDS if (place := held.find(mark)) >= 0), default=(-1, ""))
         kept = 0 if last or end >= 0 else max(overlap(held, mark) for mark in _ENDS)
         text = held[:end] if end >= 0 else held[: len(held) - kept]
-        self._held = held[end:].removeprefix(mark if mark != "<|channel|>" else "") if end >= 0 else held[len(text) :]
+        self._held = held[end:].removeprefix("" if mark in _HEADS else mark) if end >= 0 else held[len(text) :]
         if self._call is not None:
             if text:
                 self._call.arguments += text

@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+_EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
 _OF_THE_DOCUMENT = ("$defs", "definitions", "$schema", "$id")
 """What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
 
@@ -77,7 +78,7 @@ class Body(Protocol):
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         """Rules of a grammar in Lark's notation, of which the one called `rule` is a call with its marks."""
 
-    def example(self, notation: Notation) -> str:
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
         """A call with its marks."""
 
 
@@ -108,10 +109,12 @@ class Record:
             "additionalProperties": False,
         }
         yield f"{rule}: {notation.literal(notation.opening)} {rule}_record {notation.literal(notation.closing)}"
+        yield _about(name)
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
 
-    def example(self, notation: Notation) -> str:
-        return f'{notation.opening}{{"name": NAME, "{self.arguments}": OBJECT}}{notation.closing}'
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        record = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+        return f"{notation.opening}{record}{notation.closing}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +129,12 @@ class Named:
         shown = json.dumps({"type": "object", **top, **arguments, "x-guidance": layout}, ensure_ascii=False)
         heads = [notation.head(name, *each) for each in ((notation.opening, notation.between), *notation.also)]
         yield f"{rule}: ({' | '.join(heads)}) {rule}_arguments {notation.literal(notation.closing)}"
+        yield _about(name)
         yield f"{rule}_arguments: %json {shown}"
 
-    def example(self, notation: Notation) -> str:
-        return f"{notation.opening}NAME{notation.between.format(id='ID')}OBJECT{notation.closing}"
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        shown = json.dumps(arguments, ensure_ascii=False)
+        return f"{notation.opening}{name}{notation.between.replace('{id}', '0')}{shown}{notation.closing}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,7 @@ class Parameters:
             parts.append(f"{rule}_{number}" + ("" if key in required else "?"))
             before = notation.literal(self.opening + key + self.middle)
             yield f"{rule}_{number}: {before} {rule}_{number}_value"
+            yield _about(name, key)
             yield from self._value(notation, f"{rule}_{number}_value", each, top, layout)
         if not parts and arguments.get("additionalProperties") is not False:
             parts.append(f"{rule}_any*")
@@ -176,8 +182,8 @@ class Parameters:
             yield f'{rule}: ("true" | "false" | "True" | "False") {closing}'
         elif "string" not in types:
             value = {**top, **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
-            yield f"{rule}: {rule}_json {closing}"
             yield f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
+            yield f"{rule}: {rule}_json {closing}"
         elif isinstance(schema.get("enum"), list):
             shown = [each if isinstance(each, str) else json.dumps(each) for each in schema["enum"]]
             yield f"{rule}: ({' | '.join(map(notation.literal, shown))}) {closing}"
@@ -186,9 +192,17 @@ class Parameters:
         else:  # a special token, which no text holds
             yield f"{rule}: /(?s:.*)/ {closing}"
 
-    def example(self, notation: Notation) -> str:
-        argument = f"{self.opening}ARGUMENT{self.middle}VALUE{self.closing}"
-        return f"{notation.opening}NAME{notation.between}{argument}{notation.closing}"
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        shown = [
+            self.opening + key + self.middle + (value if isinstance(value, str) else json.dumps(value)) + self.closing
+            for key, value in arguments.items()
+        ]
+        return f"{notation.opening}{name}{notation.between}{''.join(shown)}{notation.closing}"
+
+
+def _about(name: str, key: str | None = None) -> str:
+    """A comment before a schema, with which is told what of it cannot be read."""
+    return f"// function {json.dumps(name)}" + ("" if key is None else f", argument {json.dumps(key)}")
 
 
 def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -218,6 +232,7 @@ class Notation:
         call_id: the id by which a result is sent back, of the call's `name` and `id`.
         new_id: makes one where the model wrote none.
         channels: whether an answer is messages of several channels.
+        leads: what a model writes before plain text, in one of several ways.
         reasoning: marks around reasoning; None where the template knows none.
         special: the tokens in its marks that are matched as a whole, and their ids.
     """
@@ -237,6 +252,7 @@ class Notation:
     call_id: str = "{id}"
     new_id: Callable[[], str] = new_call_id
     channels: bool = False
+    leads: tuple[str, ...] = ()
     reasoning: ReasoningMarks | None = None
     special: Mapping[str, int] = field(default_factory=dict)
 
@@ -265,8 +281,17 @@ class Notation:
             tools: in OpenAI's form.
         """
         lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
-        form = f"{self.begin}{self.body.example(self)}{self.end}"
+        form = self.written([("NAME", _EXAMPLE)])
         return "\n".join(["You may call these functions:", *lines, f"To call one, write:\n{form}"])
+
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls as a model writes them.
+
+        Args:
+            calls: the name and the arguments of each.
+        """
+        begin = "" if self.bare else self.begin
+        return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
 
     def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
         """Calls of these functions, at least one, in Lark's notation."""
@@ -279,6 +304,23 @@ class Notation:
         start = f"start: {'' if self.bare else self.literal(self.begin)} any_call{more} {self.literal(self.end)}"
         any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
         return Structured("grammar", "\n".join([start, f"any_call: {any_call}", *rules]))
+
+    def answered(self, form: Structured) -> Structured:
+        """The form of an answer whose plain text has a form."""
+        if not self.leads:
+            return form
+        kind, value = form.kind, form.value
+        if kind == "choice":
+            rule = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+        elif kind == "regex":
+            rule = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", value) + "/"
+        elif kind == "grammar":
+            rule = f"%lark {{\n{value}\n}}"
+        else:
+            top, schema, layout = _parts_of(json.loads(value) if kind == "json_schema" else _ANY_ARGUMENTS)
+            rule = f"%json {json.dumps({**top, **schema, 'x-guidance': layout}, ensure_ascii=False)}"
+        leads = " | ".join(map(self.literal, self.leads))
+        return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
 
     def literal(self, text: str) -> str:
         """A text in Lark's notation, whose special tokens stand by their ids."""
@@ -308,7 +350,7 @@ class Notation:
         """All its marks, one after another."""
         reasoning = (self.reasoning.opening, self.reasoning.closing) if self.reasoning is not None else ()
         spelled = [text for pair in self.also for text in pair]
-        named = (self.begin, self.opening, self.between, self.closing, self.end, self.body.example(self))
+        named = (self.begin, self.opening, self.between, self.closing, self.end, self.body.call(self, "NAME", _EXAMPLE))
         return "\n".join([*named, *spelled, *self.ends, *reasoning, *(_HARMONY if self.channels else ())])
 
 
@@ -337,6 +379,7 @@ NOTATIONS: tuple[Notation, ...] = (
         ),
         ends=("<|call|>", "<|return|>"),
         channels=True,
+        leads=("<|channel|>final<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
         reasoning=ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"),
     ),
     Notation(
@@ -348,7 +391,7 @@ NOTATIONS: tuple[Notation, ...] = (
         between=":{id}<|tool_call_argument_begin|>",
         closing="<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
-        id_pattern="[0-9]+",
+        id_pattern="[0-9]{1,3}",
         call_id="functions.{name}:{id}",
     ),
     Notation(

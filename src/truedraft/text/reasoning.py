@@ -117,6 +117,11 @@ class ReasonedForm:
         form = self._forms.get(self._place.part)
         return form is not None and form.recalls()
 
+    def problem(self) -> str:
+        self._go_on()
+        form = self._forms.get(self._place.part)
+        return "" if form is None else form.problem()
+
     def _go_on(self) -> None:
         """Read what was committed since."""
         for token in self._tokens[self._read :]:

@@ -26,7 +26,7 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
-from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.huggingface import fingerprint_of, weights_hash
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
@@ -41,7 +41,6 @@ from truedraft.training.loop import (
     TrainingLoop,
     checkpoint_of,
     identity_of,
-    weights_fingerprint,
 )
 from truedraft.training.losses import (
     CrossEntropy,
@@ -350,9 +349,9 @@ def distillation_loop(
     folder: Path,
 ) -> TrainingLoop:
     """The loop that trains the draft towards the target's distributions along the stream."""
-    more = {"data_sha256": stream_hash(stream), "target": weights_fingerprint(target)}
+    more = {"data_sha256": stream_hash(stream), "target": weights_hash(target)}
     if config.start_from is not None:
-        more["start_from"] = weights_fingerprint(draft)
+        more["start_from"] = weights_hash(draft)
     target.requires_grad_(False)
     use_training_attention(draft)
     phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
