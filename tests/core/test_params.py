@@ -112,6 +112,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "logprobs_mode": "raw",
         "n": 1,
         "structured": None,
+        "reasoning": None,
         "prediction": None,
         "adapter": None,
     }
