@@ -63,6 +63,18 @@ def test_marks_that_are_special_tokens_are_read() -> None:
         assert client.models.retrieve("tiny").calls == "mistral-args" and about
 
 
+def test_the_librarys_answers_show_no_marks() -> None:
+    tokenizer = byte_tokenizer("[TOOL_CALLS][ARGS]")
+    engine = Engine(ScriptModel(tokenizer, "Well.[TOOL_CALLS]note[ARGS]{}"))
+    shown = {number: token for token, number in tokenizer.whole_tokens.items() if token == "[ARGS]"}
+    plain, request = engine.generate("Go."), engine.prepare("Go.", shown=shown)
+    engine.enqueue(request)
+    while not request.closed:
+        engine.step()
+    assert plain.text == "Well.note{}"
+    assert "".join(piece.text for piece in request.pieces) == "Well.note[ARGS]{}"
+
+
 def test_analysis_never_leaks_into_the_answer() -> None:
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     with client_of("openai-gpt-oss-120b", answer) as client:

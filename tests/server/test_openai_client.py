@@ -321,7 +321,7 @@ def test_errors_have_openais_form(client: Any) -> None:
         ({"max_tokens": "many"}, "max_tokens", "max_tokens"),
         ({"n": 17}, "asks for 17 answers, and this server gives 16", "n"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias must be a mapping", "logit_bias"),
-        ({"suffix": "end"}, "has no tokens for a text in the middle", "suffix"),
+        ({"suffix": "end"}, "suffix needs tokens for a text in the middle", "suffix"),
         ({"model": "gpt"}, "there is no model 'gpt' here", "model"),
         ({"prompt": []}, "prompt", "prompt"),
         ({"logprobs": 21}, "logprobs must lie in 0 to 20, got 21", "logprobs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -99,9 +100,14 @@ def test_agents_are_answered_by_templates_that_want_turns_to_alternate(
         assert status == 400 and "roles must alternate" in told["error"]["message"]
 
 
-def test_tools_that_no_server_here_runs_are_left_out_with_a_warning(running: Running) -> None:
+def test_tools_that_no_server_here_runs_are_left_out_with_a_warning(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     path, body = recorded("codex_later", stream=False)
-    found = post(running.url, body, path)[2]["warnings"]
+    with caplog.at_level(logging.WARNING, "truedraft.server.requests"):
+        logging.getLogger("truedraft.server").propagate = True
+        found = post(running.url, body, path)[2]["warnings"]
+    assert "left out of a request: 2 tools or items" in caplog.text and "web_search" not in caplog.text
     assert found == [
         "tools[4] is left out: web_search is a tool that this server has not",
         "input[9] is left out: web_search_call is of a tool that this server has not",

@@ -9,6 +9,7 @@ import pytest
 
 from support.byte_tokenizers import byte_tokenizer
 from truedraft.text.histories import HistoryForm
+from truedraft.text.notations import UNKNOWN, notation_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 FORMS = {
@@ -22,14 +23,10 @@ FORMS = {
     "Apertus-8B-Instruct": HistoryForm(whole_tools=True),
     "ByteDance-Seed-OSS": HistoryForm(whole_tools=True),
     "meetkai-functionary-medium-v3.1": HistoryForm(whole_tools=True),
-}
-WITHOUT_CALLS = {
-    "HuggingFaceTB-SmolLM3-3B",
-    "ibm-granite-granite-3.3-2B-Instruct",
-    "llama-cpp-rwkv-world",
-    "microsoft-Phi-3.5-mini-instruct",
-    "LFM2-8B-A1B",
-    "LFM2.5-Instruct",
+    "HuggingFaceTB-SmolLM3-3B": HistoryForm(calls_as_text=True),
+    "ibm-granite-granite-3.3-2B-Instruct": HistoryForm(calls_as_text=True),
+    "llama-cpp-rwkv-world": HistoryForm(calls_as_text=True, results_as_user=True),
+    "microsoft-Phi-3.5-mini-instruct": HistoryForm(calls_as_text=True, results_as_user=True),
 }
 REFUSED = {"Kimi-K2-Instruct"}  # it changes a list, which transformers allows no template
 
@@ -51,7 +48,7 @@ def turns() -> list[dict[str, Any]]:
     return [asked, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - REFUSED - WITHOUT_CALLS))
+@pytest.mark.parametrize("name", sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - REFUSED))
 def test_earlier_calls_stand_in_the_prompt(name: str) -> None:
     template = (TEMPLATES / f"{name}.jinja").read_text()
 
@@ -60,7 +57,7 @@ def test_earlier_calls_stand_in_the_prompt(name: str) -> None:
 
     form = HistoryForm.of(render)
     assert form == FORMS.get(name, HistoryForm())
-    text = render(form.fitted(turns()), form.tools(TOOLS))
+    text = render(form.fitted(turns(), notation_of(template)), form.tools(TOOLS))
     behind = text[text.rindex("Go.") :] if "Apfel" in text[text.rindex("Go.") :] else text
     for word in ("Apfel", "Birne", "result 0", "result 1"):
         assert word in behind
@@ -68,7 +65,7 @@ def test_earlier_calls_stand_in_the_prompt(name: str) -> None:
 
 
 def test_results_follow_their_calls_where_a_message_has_one() -> None:
-    fitted = HistoryForm(one_call=True, short_ids=True, text_arguments=True).fitted(turns())
+    fitted = HistoryForm(one_call=True, short_ids=True, text_arguments=True).fitted(turns(), UNKNOWN)
     assert [message["role"] for message in fitted] == ["user", "assistant", "tool", "assistant", "tool"]
     ids = [message["tool_calls"][0]["id"] for message in fitted[1::2]]
     assert ids == [message["tool_call_id"] for message in fitted[2::2]]

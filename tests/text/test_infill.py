@@ -54,6 +54,6 @@ def test_a_text_behind_gets_no_space_of_its_own_and_a_text_begins_with_its_token
 
 
 def test_a_vocabulary_without_such_tokens_is_told() -> None:
-    with pytest.raises(PromptError, match="has no tokens for a text in the middle") as refused:
+    with pytest.raises(PromptError, match="suffix needs tokens for a text in the middle") as refused:
         Infilling.of(Tokenizer(byte_level(), "small"))
     assert refused.value.field == "suffix" and "'small'" in str(refused.value)

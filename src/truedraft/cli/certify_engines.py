@@ -114,12 +114,14 @@ def _how_to_go_on(options: CertifyOptions) -> str:
 
 def _junit_of(error: UndecidedError) -> str:
     """A run that ended early, as JUnit's XML: one test case that is an error."""
+    from truedraft.certify.engines import xml_text
+
     suite = ElementTree.Element(
         "testsuite", name="truedraft certify", tests="1", failures="0", errors="1", skipped="0", time="0"
     )
     case = ElementTree.SubElement(suite, "testcase", classname="certify", name="a verdict is reached", time="0")
     ElementTree.SubElement(case, "error", message=visible(str(error)), type="undecided")
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+    return xml_text(suite)
 
 
 def _write_junit(file: Path | None, text: str, terminal: Terminal) -> None:

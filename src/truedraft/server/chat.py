@@ -266,7 +266,7 @@ def _with_tools(
     tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     told = list(messages)
     if any(message.get("tool_calls") or message.get("tool_call_id") for message in told):
-        told = list(front.history.fitted(told))
+        told = list(front.history.fitted(told, use.notation))
     if tools and "tools" not in front.template:
         text = use.notation.told(tools)
         if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one

@@ -375,6 +375,11 @@ class Front:
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
 
+    def left_out(self, warnings: Sequence[str]) -> None:
+        """Note that a request has parts of no use here; the log has no text of clients, so its answer names them."""
+        if warnings:
+            _log.warning("left out of a request: %d tools or items that this server has not", len(warnings))
+
     def log(self, http: HttpRequest, status: int) -> None:
         """One line about an HTTP request, without anything that it said."""
         answering: Answering | None = getattr(http.state, "answering", None)

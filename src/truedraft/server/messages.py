@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
@@ -25,8 +24,6 @@ from truedraft.server.service import Answering
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
 from truedraft.text.calls import Call
 from truedraft.text.notations import AnswerReader, Reasoning
-
-_log = logging.getLogger("truedraft.server")
 
 
 class Source(Told):
@@ -265,8 +262,7 @@ def messages_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
-        for warning in body.warnings:
-            _log.warning("a request: %s", warning)
+        front.left_out(body.warnings)
         more = front.switches(body.thinks)
         return await chat_prompt(front, http, body.conversation, body.urls, use, more=more, continues=body.continues)
 

@@ -4,7 +4,6 @@ conversation."""
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ from truedraft.server.tools import ToolUse
 from truedraft.text.calls import Call
 from truedraft.text.notations import AnswerReader, Reasoning
 
-_log = logging.getLogger("truedraft.server")
 _Event: TypeAlias = tuple[str, dict[str, Any]]
 """The kind of an event of an item, and what it says beside which item that is."""
 
@@ -142,8 +140,7 @@ def responses_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         body.check()
         toolbox = Toolbox.of(body.tools or (), body.items)
-        for warning in toolbox.warnings:
-            _log.warning("a request: %s", warning)
+        front.left_out(toolbox.warnings)
         use = ToolUse.of(*toolbox.use(body.tool_choice), body.parallel_tool_calls, front.notation)
         messages = body.messages
         if not messages:

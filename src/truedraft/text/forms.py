@@ -40,10 +40,10 @@ _MOST_ITEMS = 10_000
 Ambiguous grammars take more with each token, and other requests wait meanwhile. Schemas of 60 fields that may each be
 one of three kinds take 2,000.
 """
-_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_lexer_states": 20_000}
 """The library's own bounds of what preparing a form and working out a mask take, and of what answers add to a form.
 
-A choice of 4,000 words takes 50,000 of the first. The second is some 20 ms, the third about 15 MB.
+A choice of 4,000 words takes 50,000 of the first. The second is some 30 ms, the third about 15 MB.
 """
 _EXCEEDED = {
     "Too many items": "the items that one token may take (step_max_items)",
@@ -66,6 +66,7 @@ _QUICK_CHARACTERS = 1 << 15
 _QUICK_MULTIPLES = 10_000
 _QUICK_RULES = 300
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*-?([0-9.]+)')
+_MEETING = ('"allOf"', '"anyOf"', '"oneOf"', "$ref", "patternProperties")
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _AHEAD = 256
 """Bytes that are looked ahead where the form leaves no choice."""
@@ -221,16 +222,12 @@ class Forms:
         return matcher
 
     def _anew(self, structured: Structured, spent: Prepared) -> Prepared:
-        """The form as it was before any answer came to states of it; copies share these, up to a limit."""
+        """The form as it was before other answers came to states of it, for one answer; and for all that come."""
         with self._lock:
-            now = self._alive.get(structured)
-        if now is not None and now is not spent:
-            return now
-        fresh = Prepared(self._matcher(spent.grammar or ""), spent.held, spent.grammar)
-        with self._lock:
-            self._alive[structured] = fresh
-            self._keep(structured, fresh)
-        return fresh
+            if self._alive.get(structured) is spent:
+                del self._alive[structured]
+                self._kept.pop(structured, None)
+        return Prepared(self._matcher(spent.grammar or ""), spent.held, spent.grammar)
 
     def _keep(self, structured: Structured, prepared: Prepared) -> None:
         """Keep a form for who asks next, and as many others as there is room for; the lock is held."""
@@ -478,10 +475,10 @@ def _is_quick(grammar: str, kind: str) -> bool:
 
 
 def _multiples(grammar: str) -> int:
-    """How many remainders the numbers of a grammar have at most, also where several are about one number."""
+    """How many remainders the numbers of a grammar have at most, where schemas meet those of their least multiple."""
     plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)  # a key may hide behind these
     found = [max(int(each.replace(".", "") or 0), 1) for each in _MULTIPLE.findall(plain)]
-    return max(sum(found), math.lcm(*found))
+    return max(sum(found), math.lcm(*found) if any(word in plain for word in _MEETING) else 0)
 
 
 def _refusal(message: str, grammar: str) -> OptionError:

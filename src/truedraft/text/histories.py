@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from truedraft.errors import PromptError
+from truedraft.text.notations import Notation
 
 Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 """The text that a template makes of messages and tools; a PromptError where it refuses them."""
@@ -33,6 +34,8 @@ class HistoryForm:
         short_ids: ids of nine letters and digits.
         one_call: one call in a message, each followed by its result.
         whole_tools: a description and parameters of each tool, if they are empty.
+        calls_as_text: calls in the text of their message, for it leaves them out.
+        results_as_user: results in a message of the user's, for it takes none of tools.
     """
 
     text_arguments: bool = False
@@ -40,6 +43,8 @@ class HistoryForm:
     short_ids: bool = False
     one_call: bool = False
     whole_tools: bool = False
+    calls_as_text: bool = False
+    results_as_user: bool = False
 
     @classmethod
     def of(cls, render: Render) -> HistoryForm:
@@ -69,8 +74,10 @@ class HistoryForm:
         def is_whole(text: str, arguments: Any) -> bool:
             """Whether a call stands there as it should, and no Python object in its place."""
             wanted = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
-            return "called_0" in text and wanted in text and "{'probe'" not in text and "None" not in text
+            known = "called_0" in text and wanted in text
+            return known and "{'probe'" not in text and text.count("None") <= none
 
+        none = rendered([question], _WHOLE_TOOLS).count("None")
         whole = not rendered([question], _BARE_TOOLS) and bool(rendered([question], _WHOLE_TOOLS))
         found = next(
             (
@@ -81,7 +88,10 @@ class HistoryForm:
             None,
         )
         if found is None:
-            return cls(whole_tools=whole)
+            said = {"role": "assistant", "content": "said"}
+            result = {"role": "tool", "name": "probe", "tool_call_id": _SHORT_ID, "content": "result"}
+            apart = "result" in rendered([question, said, result], _WHOLE_TOOLS)
+            return cls(whole_tools=whole, calls_as_text=True, results_as_user=not apart)
         arguments, content = found
         null = shown(arguments, None)
         return cls(
@@ -101,13 +111,18 @@ class HistoryForm:
         added: Mapping[str, Any] = {"description": "", "parameters": _NO_PARAMETERS} if self.whole_tools else {}
         return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
 
-    def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def fitted(self, messages: Sequence[Mapping[str, Any]], notation: Notation) -> list[dict[str, Any]]:
         """Messages in this form.
 
         Args:
             messages: in OpenAI's form, with arguments as objects where they are such.
+            notation: of calls that stand in texts.
         """
         found = [self._fitted(message) for message in messages]
+        if self.calls_as_text:
+            found = [_with_calls_as_text(message, notation) for message in found]
+        if self.results_as_user:
+            found = list(_as_users(found))
         return list(_one_by_one(found)) if self.one_call else found
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +140,7 @@ class HistoryForm:
         function = dict(call["function"])
         if self.text_arguments and not isinstance(function["arguments"], str):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        identity = {"id": _short(call["id"])} if self.short_ids else {}
+        identity = {"id": _short(call.get("id") or "")} if self.short_ids else {}
         return {**call, **identity, "function": function}
 
 
@@ -134,6 +149,25 @@ def _short(identity: str) -> str:
     if len(identity) == _SHORT and identity.isalnum():
         return identity
     return hashlib.sha256(identity.encode()).hexdigest()[:_SHORT]
+
+
+def _with_calls_as_text(message: dict[str, Any], notation: Notation) -> dict[str, Any]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(each["name"], each["arguments"]) for each in functions if isinstance(each["arguments"], dict)]
+    if not calls:
+        return message
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(filter(None, [message["content"], notation.written(calls)]))}
+
+
+def _as_users(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Messages whose results of tools are the user's, those of a turn in one."""
+    for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            results = "\n".join(f"<tool_response>\n{each['content']}\n</tool_response>" for each in group)
+            yield {"role": "user", "content": results}
+        else:
+            yield from group
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
@@ -147,7 +181,7 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
             continue
         for number, call in enumerate(calls):
             yield {**message, "tool_calls": [call]} | ({"content": ""} if number else {})
-            result = next((each for each in waiting if each.get("tool_call_id") == call["id"]), None)
+            result = next((each for each in waiting if each.get("tool_call_id") == call.get("id")), None)
             if result is not None:
                 waiting.remove(result)
                 yield result

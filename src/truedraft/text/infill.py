@@ -91,8 +91,8 @@ class Infilling:
                 ends = tuple(sorted(set(ids.values())))
                 return cls(tokenizer, control, ids[family.prefix], ids[family.suffix], middle, ends)
         raise PromptError(
-            f"the vocabulary of {tokenizer.name!r} has no tokens for a text in the middle, such as <|fim_middle|>; "
-            "leave the suffix out, or take a model that was trained with them",
+            f"needs tokens for a text in the middle, such as <|fim_middle|>, and the vocabulary of {tokenizer.name!r} "
+            "has none; leave it out, or take a model that was trained with them",
             field="suffix",
         )
 

@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+_EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
 _OF_THE_DOCUMENT = ("$defs", "definitions", "$schema", "$id")
 """What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
 
@@ -77,7 +78,7 @@ class Body(Protocol):
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         """Rules of a grammar in Lark's notation, of which the one called `rule` is a call with its marks."""
 
-    def example(self, notation: Notation) -> str:
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
         """A call with its marks."""
 
 
@@ -111,8 +112,9 @@ class Record:
         yield _about(name)
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
 
-    def example(self, notation: Notation) -> str:
-        return f'{notation.opening}{{"name": NAME, "{self.arguments}": OBJECT}}{notation.closing}'
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        record = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+        return f"{notation.opening}{record}{notation.closing}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,9 @@ class Named:
         yield _about(name)
         yield f"{rule}_arguments: %json {shown}"
 
-    def example(self, notation: Notation) -> str:
-        return f"{notation.opening}NAME{notation.between.format(id='ID')}OBJECT{notation.closing}"
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        shown = json.dumps(arguments, ensure_ascii=False)
+        return f"{notation.opening}{name}{notation.between.replace('{id}', '0')}{shown}{notation.closing}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +192,12 @@ class Parameters:
         else:  # a special token, which no text holds
             yield f"{rule}: /(?s:.*)/ {closing}"
 
-    def example(self, notation: Notation) -> str:
-        argument = f"{self.opening}ARGUMENT{self.middle}VALUE{self.closing}"
-        return f"{notation.opening}NAME{notation.between}{argument}{notation.closing}"
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        shown = [
+            self.opening + key + self.middle + (value if isinstance(value, str) else json.dumps(value)) + self.closing
+            for key, value in arguments.items()
+        ]
+        return f"{notation.opening}{name}{notation.between}{''.join(shown)}{notation.closing}"
 
 
 def _about(name: str, key: str | None = None) -> str:
@@ -275,8 +281,17 @@ class Notation:
             tools: in OpenAI's form.
         """
         lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
-        form = f"{self.begin}{self.body.example(self)}{self.end}"
+        form = self.written([("NAME", _EXAMPLE)])
         return "\n".join(["You may call these functions:", *lines, f"To call one, write:\n{form}"])
+
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls as a model writes them.
+
+        Args:
+            calls: the name and the arguments of each.
+        """
+        begin = "" if self.bare else self.begin
+        return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
 
     def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
         """Calls of these functions, at least one, in Lark's notation."""
@@ -335,7 +350,7 @@ class Notation:
         """All its marks, one after another."""
         reasoning = (self.reasoning.opening, self.reasoning.closing) if self.reasoning is not None else ()
         spelled = [text for pair in self.also for text in pair]
-        named = (self.begin, self.opening, self.between, self.closing, self.end, self.body.example(self))
+        named = (self.begin, self.opening, self.between, self.closing, self.end, self.body.call(self, "NAME", _EXAMPLE))
         return "\n".join([*named, *spelled, *self.ends, *reasoning, *(_HARMONY if self.channels else ())])
 
 

@@ -6,6 +6,7 @@ take minutes and gigabytes, and rules nested too deeply end the process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -60,7 +61,8 @@ class Trial:
             OptionError: it takes too much.
             CancelledError: somebody did so.
         """
-        work = json.dumps([tokenizer, grammar, limits, {"n_vocab": vocab_size, "eos_token": eos_id}]).encode()
+        most = MOST_SECONDS, MOST_BYTES
+        work = json.dumps([tokenizer, grammar, limits, {"n_vocab": vocab_size, "eos_token": eos_id}, most]).encode()
         with self._guard:
             if self._cancelled:
                 raise CancelledError
@@ -73,11 +75,11 @@ class Trial:
         with self._guard:
             if self._cancelled:
                 raise CancelledError
-        if process.returncode:
+        if process.returncode or not told:
             raise OptionError(_ending(process.returncode), field="structured")
         found: int | str = json.loads(told)
         if isinstance(found, int) and found > MOST_BYTES:
-            raise OptionError(_TOO_LARGE, field="structured")
+            raise OptionError(_too_large(), field="structured")
         return found
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -91,9 +93,8 @@ class Trial:
         )
 
 
-_TOO_LARGE = (
-    f"would hold more than {MOST_BYTES >> 20} MiB; make it simpler, as by smaller multipleOf or fewer intersections"
-)
+def _too_large() -> str:
+    return f"would hold more than {MOST_BYTES >> 20} MiB; make it simpler, as by smaller multipleOf"
 
 
 def _ending(status: int) -> str:
@@ -103,7 +104,7 @@ def _ending(status: int) -> str:
     if status == -signal.SIGSEGV:
         return "has rules that lead to each other too deeply; make it flatter"
     if status == -signal.SIGABRT:  # which is how the library ends where there is no memory
-        return _TOO_LARGE
+        return _too_large()
     return f"cannot be prepared (the process that tried ended with status {status}); make it simpler"
 
 
@@ -111,6 +112,8 @@ def main() -> None:
     """What the process does: it says what the form holds, or why there is none."""
     if hasattr(os, "nice"):
         os.nice(19)
+    with contextlib.suppress(AttributeError, OSError):  # this gives way at once to any thread that wakes up
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     threading.stack_size(_STACK)
@@ -122,9 +125,9 @@ def main() -> None:
 def _try(calls: IO[bytes], replies: IO[str]) -> None:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    tokenizer, grammar, limits, vocabulary = json.load(calls)
+    tokenizer, grammar, limits, vocabulary, most = json.load(calls)
     guide = LLTokenizer(tokenizer, **vocabulary)
-    before = _limited()
+    before = _limited(*most)
     matcher = LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(**limits))
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -132,18 +135,18 @@ def _try(calls: IO[bytes], replies: IO[str]) -> None:
     replies.flush()
 
 
-def _limited() -> int:
+def _limited(most_seconds: int, most_bytes: int) -> int:
     """Bound what comes, where the system can do so; returns the bytes of memory that are taken already."""
     try:
         import resource
     except ImportError:
         return 0
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + 1 + MOST_SECONDS
+    seconds = int(used.ru_utime + used.ru_stime) + 1 + most_seconds
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _STATM.exists():
-        resource.setrlimit(resource.RLIMIT_AS, (_pages(0) + MOST_BYTES + _ROOM,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (_pages(0) + most_bytes + _ROOM,) * 2)
     return _resident()
 
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from truedraft.errors import ChangedOptionsError, TrainingError
+from truedraft.files import take_place
 from truedraft.machine import describe_machine
 from truedraft.training.workspace import write_whole, writing
 
@@ -318,7 +319,7 @@ class RunFolder:
             with writing(self.checkpoint):
                 with partial.open("wb") as file:  # torch hides the reason where it opens the file itself
                     torch.save({**state, "identity": self._identity}, file)
-                partial.replace(self.checkpoint)
+                take_place(partial, self.checkpoint)
         finally:
             partial.unlink(missing_ok=True)
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from truedraft.errors import DataError, TrainingError
+from truedraft.files import take_place
 from truedraft.models.loading import quiet_transformers
 from truedraft.training.loop import Phase
 from truedraft.training.optimizer import WarmupStableDecay
@@ -151,7 +152,7 @@ def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     stream.tofile(partial)
-    partial.replace(path)
+    take_place(partial, path)
     return len(stream)
 
 
