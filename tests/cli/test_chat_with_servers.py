@@ -139,7 +139,9 @@ def test_addresses_that_are_none(talk: Talk, url: str) -> None:
 
 def test_where_nobody_answers_and_keys_that_are_none(talk: Talk) -> None:
     done = talk("http://127.0.0.1:9")
-    assert done.status == 2 and "nothing answers at http://127.0.0.1:9" in done.err and "correct the address" in done.err
+    assert (
+        done.status == 2 and "nothing answers at http://127.0.0.1:9" in done.err and "correct the address" in done.err
+    )
     for url in ("http://a..b", f"http://{'x' * 100}", "http://a b", "http://no.such.host.invalid"):
         done = talk(url)
         assert done.status == 2 and "please report" not in done.err, done.err

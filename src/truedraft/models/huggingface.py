@@ -378,7 +378,7 @@ def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
     for part, weight in sorted(module.named_parameters()):
         values = weight.detach().to(device="cpu", dtype=dtype or weight.dtype).contiguous()
         digest.update(f"{part} {tuple(values.shape)}\n".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
 
