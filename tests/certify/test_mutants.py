@@ -366,7 +366,7 @@ MUTANTS = {
     ),
     "every difference is rounding": Mutant(
         rounding,
-        "return self.plain_difference <= self.limit and self.drafted_difference <= min(near, self.limit)",
+        "return self.plain_difference <= self.limit and self.apart <= _LEEWAY * self.plain_difference",
         "return True",
         a_broken_mask_is_more_than_rounding,
     ),

@@ -99,7 +99,7 @@ def test_no_time_is_not_enough_evidence(temperature: float, monkeypatch: pytest.
 @pytest.mark.parametrize(("temperature", "error"), [(0.0, 0.3), (1.0, 0.1)])
 def test_a_whole_certificate_is_refused(temperature: float, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two cases of the report that brought this: bfloat16 alone, without the float32 check."""
-    VirtualTime(monkeypatch, step_s=0.1)
+    VirtualTime(monkeypatch, step_s=0.02)
     params = SamplingParams(max_tokens=8, temperature=temperature, seed=0)
     found = certify(stack("stock", HALF, error), [PROMPTS[0]], params, seconds=1.0)
     assert not found.issued
