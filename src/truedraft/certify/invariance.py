@@ -141,7 +141,7 @@ class _Asking:
 
     def _neighbours(self, number: int, engine: Engine, which: Sequence[int]) -> list[Request]:
         """Queue other requests, of other lengths and with other options; who sits where changes with the prompt."""
-        others = _other_options(self._params)
+        others = _other_options(self._params, lossless=self._stack.rule.lossless)
         found = []
         for place in which:
             options = replace(
@@ -257,14 +257,15 @@ def _controllers(limits: Budget) -> dict[str, Controller]:
     }
 
 
-def _other_options(params: SamplingParams) -> list[SamplingParams]:
-    """Options that neighbours of a request have."""
+def _other_options(params: SamplingParams, *, lossless: bool) -> list[SamplingParams]:
+    """Options that neighbours of a request have; under a lossy rule none has a seed."""
+    seed = (params.seed or 0) + 1_000_003 if lossless else None
     warm = 1.5 if params.greedy else 2.0 * params.temperature
     return [
         SamplingParams(temperature=warm),
         SamplingParams(),
         SamplingParams(temperature=1.0, top_k=2),
-        SamplingParams(temperature=0.7, seed=(params.seed or 0) + 1_000_003),
+        SamplingParams(temperature=0.7, seed=seed),
         SamplingParams(temperature=0.9, top_p=0.5, min_p=0.05),
     ]
 

@@ -46,11 +46,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         TruedraftError: the target failed while it was measured.
     """
     if engine.entropy is not None:
-        raise OptionError(
-            "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine without "
-            "it",
-            field="entropy",
-        )
+        raise OptionError("fixes the noise of requests and is for tests; serve an engine without it", field="entropy")
     names = options.served_model_name or (_without_folder(name),)
     target = engine.target
     if twice := set(names) & set(target.adapters):
