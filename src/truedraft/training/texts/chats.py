@@ -9,6 +9,7 @@ from typing import Any
 
 from truedraft.errors import DataError, PromptError
 from truedraft.text.histories import HistoryForm
+from truedraft.text.notations import notation_of
 from truedraft.text.tokenizer import Tokenizer
 
 ROLES = {
@@ -64,7 +65,8 @@ class ChatTexts:
             messages.insert(0, {"role": "system", "content": more["system"]})
         try:
             tools = self._form.tools(_read(more.get("tools")) or ())
-            return self._tokenizer.conversation_text(self._form.fitted(messages), tools or None)
+            notation = notation_of(self._tokenizer.chat_template)
+            return self._tokenizer.conversation_text(self._form.fitted(messages, notation), tools or None)
         except PromptError as error:
             raise DataError(f"{place}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
