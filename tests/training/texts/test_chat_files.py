@@ -18,7 +18,8 @@ from truedraft.training.texts.tokenizer import save_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' and loop.first %}{{ raise_exception('a tool begins') }}{% endif %}"
-    "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or () %}!{{ c.function.arguments.of }}{% endfor %}"
+    "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or () %}"
+    "!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 SHAREGPT = {"conversations": [{"from": "human", "value": "add one"}, {"from": "gpt", "value": "def add_one"}]}
@@ -59,7 +60,10 @@ CALLED = {
 def test_chats_are_written_by_the_template(chatty: Any, tmp_path: Path, name: str) -> None:
     chats = [SHAREGPT, OPENAI, OPENAI["messages"], {"text": "plain\u2028text"}, CALLED]
     found = read_texts([written(tmp_path, chats, name)], chatty)
-    assert found == [WRITTEN] * 3 + ["plain\u2028text", "[system]be brief\n[user]add two\n[assistant]!2\n[tool]4\n"]
+    assert found == [WRITTEN] * 3 + [
+        "plain\u2028text",
+        '[system]be brief\n[user]add two\n[assistant]!f{"of": 2}\n[tool]4\n',
+    ]
 
 
 def test_one_chat_and_plain_texts_may_be_an_array(chatty: Any, tmp_path: Path) -> None:

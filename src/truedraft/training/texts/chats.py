@@ -65,8 +65,8 @@ class ChatTexts:
             messages.insert(0, {"role": "system", "content": more["system"]})
         try:
             tools = self._form.tools(_read(more.get("tools")) or ())
-            notation = notation_of(self._tokenizer.chat_template)
-            return self._tokenizer.conversation_text(self._form.fitted(messages, notation), tools or None)
+            fitted = self._form.fitted(messages, notation_of(self._tokenizer.chat_template))
+            return self._tokenizer.conversation_text(fitted, tools or None)
         except PromptError as error:
             raise DataError(f"{place}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
