@@ -34,7 +34,8 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, 
 
 @cache
 def target(backend: str, dtype: torch.dtype) -> HuggingFaceModel:
-    if backend == "native" and (built(dtype).library is None or (dtype is HALF and not has_bfloat16(torch.device("cpu")))):
+    lacks_half = dtype is HALF and not has_bfloat16(torch.device("cpu"))
+    if backend == "native" and (built(dtype).library is None or lacks_half):
         pytest.skip("the native forward cannot be compiled here")
     config = LlamaConfig(**SIZES, vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=128, eos_token_id=None)
     model = build(config, seed=2, dtype=dtype)

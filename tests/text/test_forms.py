@@ -86,6 +86,7 @@ def test_ordinary_forms_are_not_tried_and_others_are(forms: Forms, trials: list[
         assert len(trials) == number
     assert not forms.grammar(both)[1], "the least common multiple of these is large"
     forms.start(BOTH, [0], 1)
+    forms.make(BOTH, *forms.grammar(BOTH), Trial())
     assert len(trials) == 5, "what is there is not prepared again"
 
 

@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -45,21 +45,14 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         OptionError: an option cannot be used, or the engine's noise is fixed.
         TruedraftError: the target failed while it was measured.
     """
-    if engine.entropy is not None:
-        raise OptionError("fixes the noise of requests and is for tests; serve an engine without it", field="entropy")
     names = options.served_model_name or (_without_folder(name),)
-    target = engine.target
-    if twice := set(names) & set(target.adapters):
-        raise OptionError(
-            f"has the name {min(twice)!r}, which the model is served by; give it another", field="adapters"
-        )
+    _check(engine, names)
     hosts = Hosts(options.host, options.allowed_host)
-    forward_s = engine.forwards()
     service = Service(
         engine,
         max_queue=options.max_queue,
         max_per_client=options.max_per_client,
-        forward_s=forward_s,
+        forward_s=engine.forwards(),
         shown_names=_shown_names(engine, names[0]),
     )
     template = None if options.chat_template is None else _read("chat_template", options.chat_template)
@@ -80,7 +73,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         from truedraft.server.spans import Spans
 
         service.listeners.append(Spans(names[0], options.otlp_endpoint))
-    metrics = Metrics(service, names[0], forward_s, options.price_per_hour)
+    metrics = Metrics(service, names[0], options.price_per_hour)
     keys = ApiKeys({}) if options.api_key_file is None else ApiKeys.read(options.api_key_file)
     app = build_app(
         front,
@@ -92,6 +85,24 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         playground=not options.no_playground,
     )
     return app, service
+
+
+def _check(engine: Engine, names: Sequence[str]) -> None:
+    """Refuse an engine that cannot be served by these names.
+
+    Raises:
+        OptionError: its noise is fixed, or an adapter has one of the names.
+    """
+    if engine.entropy is not None:
+        raise OptionError(
+            "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine without "
+            "it",
+            field="entropy",
+        )
+    if twice := set(names) & set(engine.target.adapters):
+        raise OptionError(
+            f"has the name {min(twice)!r}, which the model is served by; give it another", field="adapters"
+        )
 
 
 def _without_folder(name: str) -> str:

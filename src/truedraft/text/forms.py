@@ -170,7 +170,7 @@ class Forms:
             OptionError: it is no schema or expression, or too long.
             MissingExtraError: llguidance is not installed.
         """
-        assert self._guide is not None  # or there are none at all
+        _ = self._guide  # which says where there can be no forms at all
         from llguidance import LLMatcher
 
         size = sum(map(len, structured.value)) if structured.kind == "choice" else len(str(structured.value))
@@ -199,6 +199,8 @@ class Forms:
         held = (1 << 20) + _BYTES_A_CHARACTER * len(grammar) + _BYTES_A_MULTIPLE * _multiples(grammar)
         if not is_quick:
             with self._one_trial:
+                if there := self.found(structured):  # somebody else was first
+                    return there
                 found = trial.run(self._tokenizer_json(), grammar, self._limits, self._vocab, self._eos_ids[0])
             if isinstance(found, str):
                 raise _refusal(found, grammar)

@@ -216,6 +216,18 @@ class Tokenizer:
             )
         return str(self._templated(messages, tools, template, variables, continues, tokenize=False))
 
+    def conversation_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """A whole conversation as the chat template writes it, to its last answer, to be trained on.
+
+        Control tokens that messages spell are not told from the template's own.
+
+        Raises:
+            PromptError: the model has no chat template, or its template refuses these messages.
+        """
+        return str(self._templated(messages, tools, None, None, False, tokenize=False, begin=False))
+
     def _marked(
         self,
         messages: Sequence[Mapping[str, Any]],

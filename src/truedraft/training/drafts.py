@@ -174,7 +174,7 @@ def train_draft(
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: text files, and .jsonl files with a "text" field.
+        data: files of texts or chats, as `read_texts` reads them.
         out: the folder to write.
         config: sizes, loss, schedule.
         held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
@@ -444,10 +444,10 @@ def _streams(
     """The token streams to train on and to measure on."""
     if not data:
         raise DataError("no training data was given: name at least one text file")
-    write_stream(read_texts(data), tokenizer, folder / "train.bin")
+    write_stream(read_texts(data, tokenizer), tokenizer, folder / "train.bin")
     train = read_stream(folder / "train.bin")
     if held_out:
-        write_stream(read_texts(held_out), tokenizer, folder / "held_out.bin")
+        write_stream(read_texts(held_out, tokenizer), tokenizer, folder / "held_out.bin")
         return train, read_stream(folder / "held_out.bin")
     cut = len(train) - max(2, int(len(train) * _HELD_OUT_FRACTION))
     return train[:cut], train[cut:]
