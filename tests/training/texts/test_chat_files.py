@@ -18,7 +18,8 @@ from truedraft.training.texts.tokenizer import save_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' and loop.first %}{{ raise_exception('a tool begins') }}{% endif %}"
-    "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or () %}!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or () %}"
+    "!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 SHAREGPT = {"conversations": [{"from": "human", "value": "add one"}, {"from": "gpt", "value": "def add_one"}]}

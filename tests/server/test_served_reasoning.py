@@ -93,7 +93,7 @@ def test_responses_and_messages(thinker: Running) -> None:
     ],
 )
 def test_off_by_request(thinker: Running, path: str, off: dict[str, Any]) -> None:
-    answer = post(thinker, path, **{"max_tokens": 9} | off if path == "chat/completions" else off)
+    answer = post(thinker, path, temperature=0, **{"max_tokens": 9} | off if path == "chat/completions" else off)
     assert answer.status_code == 200 and '"reasoning_content"' not in answer.text, answer.text
     assert '"thinking"' not in answer.text and '"reasoning_text"' not in answer.text
 
@@ -121,6 +121,19 @@ def test_where_it_cannot_be(running: Running, make_engine: Callable[..., Engine]
         assert answer.status_code == 400 and "cannot switch reasoning off" in answer.json()["error"]["message"]
         choice = chat(effort, reasoning_effort="low", max_tokens=2)
         assert choice["message"]["content"] is not None
+
+
+def test_what_closes_a_turn_by_a_template_given_to_the_server_ends_answers(
+    make_engine: Callable[..., Engine], target: LanguageModel, template_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"temperature": 0, "max_tokens": 4, "return_token_ids": True}
+    with serving(make_engine(), chat_template=template_file) as found:
+        first, *_ = chat(found, **asked)["token_ids"]
+    monkeypatch.setattr(type(target.tokenizer), "turn_end", lambda own, template=None: first if template else None)
+    with serving(make_engine(), chat_template=template_file) as found:
+        ended = chat(found, **asked)
+        assert (ended["token_ids"], ended["finish_reason"]) == ([], "stop")
+        assert post(found, "completions", prompt="def f():", max_tokens=4).status_code == 200
 
 
 @pytest.mark.parametrize("trusts", [False, True])
