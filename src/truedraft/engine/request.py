@@ -95,6 +95,7 @@ class Request:
         self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
         self.granted: int = 0  # tokens that there is room for; no more than `most_tokens`
         self.preemptions = 0  # how often it gave its room back and began again
+        self._read_to = self.prompt_tokens  # so many of its tokens are read as a prompt
         self.most_depth = MOST_NODES  # of what is drafted
         self.no_room: set[str] = set()  # drafters that hold nothing for it: it does not want them, or memory is short
         self.view: RequestView | None = None  # what a controller sees of it
@@ -157,8 +158,8 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether all but the last of its tokens are computed, and the first of its answer is there."""
-        return self.emitted > 0 and self.uncomputed <= 1
+        """Whether its prompt is computed, and what it had written before it gave its room back."""
+        return self.computed >= self._read_to and self.uncomputed <= 1
 
     @property
     def cache(self) -> RequestCache | None:
@@ -177,6 +178,7 @@ class Request:
     def put_back(self) -> None:
         """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
         self.cache, self.leader, self.last_step = None, None, None
+        self._read_to = len(self.tokens)
         self.no_room = set(self.excluded)
         self.told.clear()
         self.preemptions += 1
