@@ -199,7 +199,7 @@ class Paths:
         return self.tails.shape[0]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
     """The paths of a tree of which nodes from `written` on are new."""
     new = range(written, len(shape))
