@@ -3,8 +3,8 @@
 Chances are those of the embedded Medusa heads: accepted nodes by place of trees of 16, over 32 held-out prompts of 128
 tokens (1,702 steps greedy, 2,398 at temperature 1). What the drafter foretells are the acceptance curves that are kept
 with the heads. Tokens are those that each step's size is expected to bring, so that no verdict's luck counts; seeds are
-fixed. With others (20 of half a minute) cells that are expected to fail lie below 0.944, and those that pass above 0.98,
-but for temperature 1 at 0.02, which lies near the bound: there 2 of 12 seeds lie below, at 0.962 and 0.967.
+fixed. With 20 others, half a minute each, cells that are expected to fail lie below 0.944, and those that pass above
+0.98, but for temperature 1 at 0.02, near the bound: there 2 of 12 others, a minute each, lie at 0.962 and 0.967.
 """
 
 from __future__ import annotations
