@@ -103,7 +103,10 @@ def be_measured(options: argparse.Namespace) -> None:
         compute = answers_of(model, who, options.temperature)
     else:
         compute = forwards_of(model, options.rows) if options.drafter is None else steps_of(model, options)
-    print(json.dumps({"fast_paths": model.fast_paths, "dtype": str(model.dtype)}), flush=True)
+    began = time.perf_counter()
+    first = compute() / (time.perf_counter() - began)
+    told = {"fast_paths": model.fast_paths, "dtype": str(model.dtype), "first_per_s": round(first, 2)}
+    print(json.dumps(told), flush=True)
     for line in sys.stdin:
         began, count, times = time.perf_counter(), 0, []
         while (now := time.perf_counter()) - began < float(line):
