@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 # A sampled answer, and speculation's own case: a model whose calls cost something.
-DEMO := truedraft generate $$'class Stack:\n    def push(self, item):' --temperature 0.7 --coupled --seed 3 --pad-to 110M --compare
+DEMO := truedraft generate $$'class Stack:\n    def push(self, item):' --temperature 0.7 --seed 3 --pad-to 110M --compare
 demo: $(STAMP)
 	@echo "The model that ships has 16 M parameters and is soon read; padded with zeros to 110 M it says the same at a larger model's cost."
 	$(BIN)/$(DEMO)
@@ -107,12 +107,12 @@ results: $(STAMP)
 	$(BIN)/$(DEMO) --json > $(RESULTS)/demo.txt
 	$(BIN)/$(COMPARE) | tail -n 1 > $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
-	$(BIN)/$(COMPARE) --temperature 1 --seed 1 | tail -n 1 >> $(RESULTS)/heldout.jsonl
-	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --temperature 1 | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --temperature 1 --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --drafter medusa,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
-	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter medusa,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --temperature 1 --drafter medusa,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
-	$(BIN)/$(COMPARE) --temperature 1 --seed 1 --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
+	$(BIN)/$(COMPARE) --temperature 1 --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 
 # What each lossy rule gives up, and what it brings: docs/lossy_rules.md.
 LOSSY := $(RESULTS)/lossy.jsonl
@@ -120,12 +120,12 @@ results-lossy: $(STAMP)
 	rm -f $(LOSSY)
 	for rule in speculative typical speculative,lenience=0.5; do \
 	  for temperature in 0 1; do \
-	    $(BIN)/$(COMPARE) --seed 1 --temperature $$temperature --drafter medusa,nodes=32 --rule $$rule | tail -n 1 >> $(LOSSY); \
+	    $(BIN)/$(COMPARE) --temperature $$temperature --drafter medusa,nodes=32 --rule $$rule | tail -n 1 >> $(LOSSY); \
 	  done; done
-	$(BIN)/$(COMPARE) --seed 1 --temperature 1 --drafter draft --rule speculative,lenience=0.5 | tail -n 1 >> $(LOSSY)
+	$(BIN)/$(COMPARE) --temperature 1 --drafter draft --rule speculative,lenience=0.5 | tail -n 1 >> $(LOSSY)
 
 # A certificate for the embedded target with every embedded drafter and rule, at temperature 0, 0.7 and 1, plain and
-# coupled, one request at a time and eight together: docs/certify.md. An hour and a half on a slow machine.
+# seeded, one request at a time and eight together: docs/certify.md. An hour and a half on a slow machine.
 certify: $(STAMP)
 	rm -f $(RESULTS)/certificates.jsonl
 	$(BIN)/python benchmarks/certify_embedded.py
@@ -142,7 +142,7 @@ results-samplers: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/certify_samplers.py > /dev/null
 	PYTHONPATH=src $(VLLM)/bin/python benchmarks/certify_samplers.py --append --no-power --samplers vllm vllm_ngram vllm_rule vllm_put_right > /dev/null
 
-# Tokens per call of coupled requests and of block verification, against the optimal rule and token by token; counts only.
+# Tokens per call of seeded requests and of block verification, against the optimal rule and token by token; counts only.
 results-rules: $(STAMP)
 	$(BIN)/python benchmarks/rules.py > /dev/null
 
@@ -150,11 +150,11 @@ results-rules: $(STAMP)
 PLAN := truedraft plan --pad-to 110M --max-tokens 64 --refresh-costs --json
 results-plan: $(STAMP)
 	$(BIN)/$(PLAN) > $(RESULTS)/plan.txt
-	$(BIN)/$(PLAN) --temperature 1 --seed 1 >> $(RESULTS)/plan.txt
+	$(BIN)/$(PLAN) --temperature 1 >> $(RESULTS)/plan.txt
 
 # What --explain shows of one answer, and the decisions of a benchmark as a picture: docs/deciding.md. A minute, on an
 # otherwise idle machine.
-EXPLAIN := --temperature 0.7 --coupled --seed 3 --max-tokens 256
+EXPLAIN := --temperature 0.7 --seed 3 --max-tokens 256
 results-explain: $(STAMP)
 	$(BIN)/truedraft generate $$'class Stack:\n    def push(self, item):' $(EXPLAIN) --explain --json > $(RESULTS)/explain.txt 2>&1
 	$(BIN)/truedraft bench --limit 4 $(EXPLAIN) --out out/explain > /dev/null

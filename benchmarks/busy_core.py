@@ -145,7 +145,7 @@ def steps_of(model: LanguageModel, options: argparse.Namespace) -> Callable[[], 
     prompts = [
         [(place * 7919 + number) % model.vocab_size for place in range(16)] for number in range(options.requests)
     ]
-    params = SamplingParams(max_tokens=ANSWER, temperature=options.temperature, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=ANSWER, temperature=options.temperature, ignore_eos=True)
     return lambda: max(answer.stats.target_calls for answer in engine.generate(prompts, params))
 
 
@@ -188,8 +188,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         process.stdin.close()
         process.wait()
     over = {"of_plain": of_plain(speeds)} if options.auto else {}
+    turns = "an answer" if options.auto else f"{options.turn_s} s"
     return over | {
-        "what": f"{unit(options)}; medians over turns of {options.turn_s} s, and of the ratio to the same round's idle "
+        "what": f"{unit(options)}; medians over turns of {turns}, and of the ratio to the same round's idle "
         "turn; step_s is the median one",
         "machine": machine(),
         "rounds": options.rounds,
@@ -235,7 +236,8 @@ def summary(speeds: dict[str, list[float]], middle: dict[str, list[float]]) -> d
 def unit(options: argparse.Namespace) -> str:
     """What is counted a second."""
     if options.auto:
-        return f"tokens a second of answers of {ANSWER} tokens by {Path(options.model).name}, temperature {options.temperature}"
+        name = Path(options.model).name
+        return f"tokens a second of answers of {ANSWER} tokens by {name}, temperature {options.temperature}"
     if options.drafter is None:
         return f"forwards of {options.rows} rows a second, behind {CONTEXT} tokens"
     return (

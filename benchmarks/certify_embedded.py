@@ -1,8 +1,8 @@
-"""Certificates for the embedded models: every drafter and rule, by temperature, plain and coupled, one and eight.
+"""Certificates for the embedded models: every drafter and rule, by temperature, without and with seeds, one and eight.
 
 One line of JSON for each certificate, written as it is finished; a run that is started again goes on behind them.
 Exit status 0 if all of a run were issued or measured, 1 if a check failed, 3 if the time was too short to tell.
-Greedy and coupled requests are judged by comparison whatever the lossless rule, so their certificates are counted for
+Greedy and seeded requests are judged by comparison whatever the lossless rule, so their certificates are counted for
 all of these rules and made with one. Portfolios follow, eight requests together: every member in turn and merged two by
 two, and `auto` under the learning controller too.
 """
@@ -57,14 +57,14 @@ class Cell:
     drafter: str
     rules: tuple[str, ...]
     temperature: float
-    coupled: bool
+    seeded: bool
     batch: int
     controller: str = "in-turn"
 
     @property
     def key(self) -> str:
         """Unique among the cells."""
-        mode = "coupled" if self.coupled else "plain"
+        mode = "coupled" if self.seeded else "plain"  # as the kept records have it
         own = "" if self.controller == "in-turn" else f" | {self.controller}"
         return f"{self.drafter} | {'+'.join(self.rules)} | {self.temperature:g} | {mode} | batch {self.batch}{own}"
 
@@ -86,13 +86,13 @@ def cells() -> Iterator[Cell]:
 
 
 def portfolio_cells() -> Iterator[Cell]:
-    """Each portfolio greedy, and at temperature 1 plain and coupled; `auto` also as it is served."""
+    """Each portfolio greedy, and at temperature 1 without and with seeds; `auto` also as it is served."""
     modes = ((TEMPERATURES[0], False), (TEMPERATURES[-1], False), (TEMPERATURES[-1], True))
     for drafter in PORTFOLIOS:
-        for temperature, coupled in modes:
-            yield Cell(drafter, LOSSLESS[:1], temperature, coupled, BATCHES[-1])
-    for temperature, coupled in modes[:2]:
-        yield Cell(PORTFOLIOS[0], LOSSLESS[:1], temperature, coupled, BATCHES[-1], LEARNING)
+        for temperature, seeded in modes:
+            yield Cell(drafter, LOSSLESS[:1], temperature, seeded, BATCHES[-1])
+    for temperature, seeded in modes[:2]:
+        yield Cell(PORTFOLIOS[0], LOSSLESS[:1], temperature, seeded, BATCHES[-1], LEARNING)
 
 
 def short_cells() -> Iterator[Cell]:
@@ -151,12 +151,12 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
         rule.check(drafter.kinds, drafter.name)
     except IncompatibleRuleError:
         return None
-    params = SamplingParams(max_tokens=_TOKENS, temperature=cell.temperature, coupled=cell.coupled, seed=1)
+    params = SamplingParams(max_tokens=_TOKENS, temperature=cell.temperature, seed=1 if cell.seeded else None)
     started = time.perf_counter()
     # A divergence is measured on the way: no fault has to be found, and no deviation to be excluded.
     seconds *= 1.0 if rule.lossless else _LOSSY
     stack = Stack(target, drafter, rule, controller=controller_from_spec(cell.controller))
-    certificate = certify(stack, prompts, params, batch=cell.batch, seconds=seconds)
+    certificate = certify(stack, prompts, params, batch=cell.batch, seconds=seconds, entropy=1)
     return {
         "cell": cell.key,
         "drafter": cell.drafter,
@@ -164,7 +164,7 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
         "controller": cell.controller,
         "rules": cell.rules,
         "temperature": cell.temperature,
-        "coupled": cell.coupled,
+        "seeded": cell.seeded,
         "batch": cell.batch,
         "compared_tokens_of_an_answer": _TOKENS,
         "minutes": seconds / 60.0,

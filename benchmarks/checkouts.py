@@ -2,7 +2,7 @@
 
     python benchmarks/checkouts.py OTHER_CHECKOUT --sizes own 500M --minutes 12 --out FILE
 
-Both answer the same prompts with the same seeds, so a turn of one case is the same work in both. The ratio of a round
+Both answer the same prompts by the same noise, so a turn of one case is the same work in both. The ratio of a round
 is the other checkout's time over this one's: above 1 this checkout is faster. A case is done when half the width of the
 95 % interval of its median ratio is at most 0.015, after nine rounds at least; the minutes are shared out among the
 cases that are not. Adds a line of JSON to a file. Run it on an otherwise idle machine.
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fixed_record import PROMPTS
+from fixed_record import PROMPTS, answers_by
 
 _DRAFT, _MEDUSA, _BEAMS = "draft,num_speculative_tokens=4", "medusa,nodes=8", "redrafter,beams=4,length=4,nodes=8"
 CASES = (
@@ -52,12 +52,9 @@ def answer_in_turns(size: str) -> None:
             (drafter, rule), Engine(target, drafter, rule, controller=FixedBudget())
         )
         tokens = max(1, _TOKENS[size] // (1 if batch == 1 else 2))
-        params = [
-            SamplingParams(max_tokens=tokens, temperature=temperature, seed=7 + i, ignore_eos=True)
-            for i in range(batch)
-        ]
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
         started = time.perf_counter()
-        answers = engine.generate(list(PROMPTS[:batch]), params)
+        answers = answers_by(range(7, 7 + batch), engine, PROMPTS[:batch], params)
         seconds = time.perf_counter() - started
         print(json.dumps([seconds, [answer.token_ids for answer in answers]]), flush=True)
 

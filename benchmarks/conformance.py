@@ -5,7 +5,7 @@
 
 A family is built from `conformance_shapes.json`, written to a folder and loaded as a user loads it, once for each
 dtype. Then drafters, rules and ways of sampling are run over it, alone and in a ragged batch of eight: pairwise, or
-with --full all of them. Greedy and coupled answers are held to plain decoding, and where they part the place is traced
+with --full all of them. Greedy and seeded answers are held to plain decoding, and where they part the place is traced
 to a near tie or a fault, as by `truedraft certify`; greedy ones in float32 to transformers' own as well. Of sampled
 ones every token's logarithm of probability is held to that of transformers' own forward over the whole text, which may
 differ by what rounding moves it there. Every outcome is a line of JSON, and a rerun goes on behind them.
@@ -98,7 +98,7 @@ class Cell:
 
 
 DRAFTERS = ("none", "prompt-lookup", "draft", "draft tree")
-WAYS = ("greedy", "sampled", "coupled")
+WAYS = ("greedy", "sampled", "seeded")
 EVERY = [
     Cell(drafter, rule, way, batch)
     for drafter in DRAFTERS
@@ -112,16 +112,16 @@ EVERY = [
 PAIRWISE = [
     Cell("none", "speculative", "greedy", 8),
     Cell("none", "speculative", "sampled", 1),
-    Cell("none", "speculative", "coupled", 8),
+    Cell("none", "speculative", "seeded", 8),
     Cell("prompt-lookup", "speculative", "greedy", 8),
     Cell("prompt-lookup", "block", "sampled", 8),
-    Cell("prompt-lookup", "block", "coupled", 1),
+    Cell("prompt-lookup", "block", "seeded", 1),
     Cell("draft", "block", "greedy", 1),
     Cell("draft", "speculative", "sampled", 8),
-    Cell("draft", "block", "coupled", 8),
+    Cell("draft", "block", "seeded", 8),
     Cell("draft tree", "speculative", "greedy", 8),
     Cell("draft tree", "speculative", "sampled", 1),
-    Cell("draft tree", "speculative", "coupled", 8),
+    Cell("draft tree", "speculative", "seeded", 8),
 ]
 
 # One family of each way to run, which runs all cells also in the short form.
@@ -289,15 +289,17 @@ class Family:
             "draft": DraftModel(self.draft, 4),
             "draft tree": DraftModel(self.draft, branching=(3, 2, 1)),
         }
-        return Stack(self.target, drafters[cell.drafter], rule_of(cell.rule))
+        return Stack(self.target, drafters[cell.drafter], rule_of(cell.rule), entropy=7)
 
     @staticmethod
     def params(cell: Cell) -> SamplingParams:
         """Of all its requests."""
         return SamplingParams(
-            max_tokens=COUNT, temperature=0.0 if cell.way == "greedy" else 1.0, seed=7, coupled=cell.way == "coupled",
+            max_tokens=COUNT,
+            temperature=0.0 if cell.way == "greedy" else 1.0,
+            seed=7 if cell.way == "seeded" else None,
             logprobs=0 if cell.way == "sampled" else None,
-        )  # fmt: skip
+        )
 
     def prompts(self, cell: Cell) -> list[list[int]]:
         """Ended as an encoder wants them."""
@@ -479,7 +481,7 @@ dtypes: {fully}. The others go through the {cells} at the end of
 this page, in which every two values of two of these meet; their other {rest} follow from these and from the family
 that runs the same way (`make conformance-full` runs them too).
 
-*exact* says that no cell failed: greedy and coupled answers are those of plain decoding, and where they part the
+*exact* says that no cell failed: greedy and seeded answers are those of plain decoding, and where they part the
 place is a near tie by the margin and the rounding measured there; greedy ones in float32 are those of
 transformers' `generate`, where a token leads the next by more than transformers' own forwards (with a cache,
 without, in float32) lie apart on the same text; of sampled tokens the probability is that of transformers'

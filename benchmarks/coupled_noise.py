@@ -32,9 +32,9 @@ from truedraft.verification.coupled import coupled_choice
 SIZES = ((16, 150_000), (8, 32_000), (1, 8_192))
 """Rows and vocabulary; the last one is that of the embedded models."""
 SHAPES = {
-    "dense": SamplingParams(temperature=1.0, coupled=True),
-    "top-k 50": SamplingParams(temperature=1.0, top_k=50, coupled=True),
-    "top-p 0.5": SamplingParams(temperature=1.0, top_p=0.5, coupled=True),
+    "dense": SamplingParams(temperature=1.0, seed=1),
+    "top-k 50": SamplingParams(temperature=1.0, top_k=50, seed=1),
+    "top-p 0.5": SamplingParams(temperature=1.0, top_p=0.5, seed=1),
 }
 
 

@@ -272,7 +272,7 @@ def plan_kept(lab: Lab, cell: Cell, most_s: float) -> Found:
         lines = [json.dumps({"id": str(number), "prompt": list(each.prompt)}) for number, each in enumerate(asked)]
         file.write_text("\n".join(lines) + "\n")
         words = ["--prompts", str(file), "--json", "--max-tokens", str(NEW_TOKENS), "--ignore-eos"]
-        words += ["--temperature", str(sampling.temperature), "--seed", "1", "--threads", str(torch.get_num_threads())]
+        words += ["--temperature", str(sampling.temperature), "--threads", str(torch.get_num_threads())]
         words += ["--dtype", "bfloat16"]
         words += [] if cell.size == "own" else ["--pad-to", cell.size]
         done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=_PLAN_S, check=False)

@@ -1,6 +1,6 @@
 """From which temperature on drawn beams of a recurrent head bring more than chosen ones: acceptance, and no times.
 
-Both ways answer the same prompts with the same seeds, at several temperatures and sizes. Standard errors are over
+Both ways answer the same prompts by the same noise, at several temperatures and sizes. Standard errors are over
 prompts, those of differences paired by prompt. Other texts than the shipped prompts are files of JSON lines with a
 field `text`, `prompt` or `turns`, given as NAME=FILE. Writes one JSON object a line.
 """
@@ -77,11 +77,8 @@ def compared(
     counts = {}
     for sampled in (False, True):
         drafter = Redrafter.load(head, beams=beams, length=length, nodes=nodes, sampled=sampled)
-        engine = Engine(target, drafter, max_batch=16, controller="fixed")
-        params = [
-            SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, ignore_eos=True)
-            for number in range(len(prompts))
-        ]
+        engine = Engine(target, drafter, max_batch=16, controller="fixed", entropy=0)
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
         answers = engine.generate(list(prompts), params)
         counts[sampled] = [(each.stats.emitted_tokens, each.stats.target_calls) for each in answers]
     chosen, drawn = (sum(e for e, _ in counts[way]) / sum(c for _, c in counts[way]) for way in (False, True))

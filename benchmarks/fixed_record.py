@@ -5,9 +5,9 @@ A change that promises the same behaviour writes the record before and is compar
     python benchmarks/fixed_record.py --write FILE
     python benchmarks/fixed_record.py --against FILE [--only WORD]
 
-Tokens are kept as hashes. Greedy and coupled answers are functions of model, prompt and seed alone; those of seeded
-sampled requests also of the keys of the noise. All depend on the processor's kernels, so a record is for one kind of
-machine, and says for which. Exit status 1 if anything differs.
+Tokens are kept as hashes. Greedy and coupled answers, those to requests with a seed, are functions of model, prompt and
+seed alone; those of other sampled requests also of the keys of the noise, which are fixed here. All depend on the
+processor's kernels, so a record is for one kind of machine, and says for which. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -74,11 +74,28 @@ COUNTS = (
 
 
 def answers_of(engine: Engine, options: dict[str, Any], batch: int) -> list[Answer]:
-    """The prompts' answers, each with a seed of its own, one at a time or all together."""
-    params = [SamplingParams(max_tokens=_TOKENS, seed=100 + i, **options) for i in range(len(PROMPTS))]
-    if batch == 1:
-        return [engine.generate(prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
-    return engine.generate(list(PROMPTS), params)
+    """The prompts' answers, each by noise of its own, one at a time or all together."""
+    keys, options = range(100, 100 + len(PROMPTS)), dict(options)
+    seeded = options.pop("coupled", False)
+    params = [SamplingParams(max_tokens=_TOKENS, seed=key if seeded else None, **options) for key in keys]
+    groups = [slice(first, first + batch) for first in range(0, len(PROMPTS), batch)]
+    return [answer for own in groups for answer in answers_by(keys[own], engine, PROMPTS[own], params[own])]
+
+
+def answers_by(
+    keys: Sequence[int], engine: Engine, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Answer]:
+    """Answers to prompts that are asked together, their noise keyed as said; by older checkouts, too."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    requests = []
+    for key, prompt, own in zip(keys, prompts, each, strict=True):
+        request = engine.prepare(prompt, own)
+        setattr(request, "noise_seed" if hasattr(request, "noise_seed") else "seed", key)
+        engine.enqueue(request)
+        requests.append(request)
+    while engine.step():
+        pass
+    return [request.pieces[-1].answer for request in requests]
 
 
 def facts(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -53,9 +53,8 @@ def code(target: LanguageModel, count: int) -> Prompts:
 
 def stories(target: LanguageModel, count: int) -> Prompts:
     """Openings of stories that the model drew."""
-    engine = Engine(target)
-    params = [SamplingParams(max_tokens=16, temperature=1.0, seed=seed) for seed in range(count)]
-    return [[1, *engine.generate([1], each).token_ids] for each in params]
+    engine, params = Engine(target, entropy=0), SamplingParams(max_tokens=16, temperature=1.0)
+    return [[1, *engine.generate([1], params).token_ids] for _ in range(count)]
 
 
 def targets(asked: argparse.Namespace) -> dict[str, tuple[str, Callable[[LanguageModel, int], Prompts]]]:
@@ -73,10 +72,12 @@ def acceptance(asked: argparse.Namespace) -> dict[str, Any]:
         target = load_model(model)
         prompts = prompts_of(target, asked.prompts)
         for temperature in TEMPERATURES:
-            params = SamplingParams(max_tokens=asked.max_tokens, temperature=temperature, seed=0)
+            params = SamplingParams(max_tokens=asked.max_tokens, temperature=temperature)
             plain = Engine(target).generate(prompts, params)
             for word, made in DRAFTERS.items():
-                answers = [Engine(target, made(), controller="fixed").generate(prompt, params) for prompt in prompts]
+                answers = [
+                    Engine(target, made(), controller="fixed", entropy=0).generate(prompt, params) for prompt in prompts
+                ]
                 if not temperature and [a.token_ids for a in answers] != [p.token_ids for p in plain]:
                     raise SystemExit(f"{word} answers {name} otherwise than plain decoding")
                 stats = [answer.stats for answer in answers]

@@ -83,7 +83,7 @@ def write_tables(target: LanguageModel, folder: Path, orders: Sequence[int], fil
 
 def proposals_s(target: LanguageModel, word: str, texts: Sequence[Sequence[int]], temperature: float) -> float:
     """Seconds of a proposal, the median."""
-    drafter, params = from_spec(word, target), SamplingParams(temperature=temperature, seed=1)
+    drafter, params = from_spec(word, target), SamplingParams(temperature=temperature)
     seconds = []
     for number, text in enumerate(texts):
         for end in range(16, len(text), 4):
@@ -117,24 +117,16 @@ def described(target: LanguageModel, tables: dict[str, Path], prompts: Sequence[
 
 
 def acceptance(tables: dict[str, Path], prompts: list[str], tokens: int, rounds: int) -> dict[str, Any]:
-    """Tokens per call, everything drafted at every step; at a temperature over several seeds for each prompt."""
+    """Tokens per call, everything drafted at every step; at a temperature several times for each prompt."""
     target, found = load_model("embedded:target"), {}
     for name, path in tables.items():
         for way, options in WAYS.items():
-            engine = Engine(target, f"ngram:{path}{options}", controller="fixed", max_batch=BATCH)
+            engine = Engine(target, f"ngram:{path}{options}", controller="fixed", max_batch=BATCH, entropy=0)
             for temperature in TEMPERATURES:
                 stats = [
                     answer.stats
-                    for seed in range(rounds if temperature else 1)
-                    for answer in engine.generate(
-                        prompts,
-                        [
-                            SamplingParams(
-                                max_tokens=tokens, temperature=temperature, seed=seed * len(prompts) + number
-                            )
-                            for number in range(len(prompts))
-                        ],
-                    )
+                    for _ in range(rounds if temperature else 1)
+                    for answer in engine.generate(prompts, SamplingParams(tokens, temperature))
                 ]
                 calls, emitted, drafted, accepted = (
                     sum(getattr(each, field) for each in stats)
@@ -159,8 +151,8 @@ def speedups(target: LanguageModel, tables: dict[str, Path], prompts: list[str],
             engine = Engine(target, f"ngram:{path}{options}")
             for temperature in TEMPERATURES:
                 ratios, stats = [], []
-                for number, prompt in enumerate([prompts[0], *prompts]):  # the first one warms up
-                    params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, ignore_eos=True)
+                params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
+                for prompt in [prompts[0], *prompts]:  # the first one warms up
                     seconds = []
                     for each in (plain, engine):
                         began = time.perf_counter()
@@ -185,7 +177,7 @@ def main() -> int:
     parser.add_argument("--pad-to", default="500M", help="size whose costs the speed-ups are at; none is its own")
     parser.add_argument("--prompts", type=int, default=32, help="held-out prompts for acceptance")
     parser.add_argument("--timed-prompts", type=int, default=6, help="of them for speed-ups")
-    parser.add_argument("--rounds", type=int, default=2, help="seeds of each prompt, for acceptance at a temperature")
+    parser.add_argument("--rounds", type=int, default=2, help="answers to each prompt, for acceptance at a temperature")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--orders", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--files", type=int, default=None, help="only so many files of the training text")

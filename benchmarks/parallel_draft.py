@@ -4,7 +4,7 @@
                                         [--draft embedded:draft] [--out FILE]
 
 For each cost of the target (its own, and padded to larger models: three ratios of draft to target) and for greedy,
-sampled and coupled requests: `draft` and `draft,async=1` answer each prompt in turns, four tokens drafted at every
+sampled and seeded requests: `draft` and `draft,async=1` answer each prompt in turns, four tokens drafted at every
 step. Both give the same tokens, which is checked; so the ratio of their times is what async brings. Beside it: the
 share of proposals that had been drafted ahead, what a forward of the target takes (which the other process slows
 down, for it takes a core), what drafting takes, and the processor time of the other process. `--draft` names a dearer
@@ -29,8 +29,8 @@ from truedraft.models.base import LanguageModel
 OUT = Path(__file__).parent / "results" / "parallel_draft.json"
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "temperature 0.8": {"temperature": 0.8, "seed": 1},
-    "temperature 0.8, coupled": {"temperature": 0.8, "seed": 1, "coupled": True},
+    "temperature 0.8": {"temperature": 0.8},
+    "temperature 0.8, seeded": {"temperature": 0.8, "seed": 1},
 }
 
 
@@ -43,7 +43,7 @@ class Timed:
     """
 
     def __init__(self, target: LanguageModel, drafter: str | None) -> None:
-        self.engine = Engine(target, drafter, controller="fixed")
+        self.engine = Engine(target, drafter, controller="fixed", entropy=1)
         self.steps: list[StepRecord] = []
         self.engine.listeners.append(self.steps.append)
         self.seconds: list[float] = []

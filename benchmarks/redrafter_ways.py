@@ -49,7 +49,7 @@ class Way:
     @property
     def params(self) -> SamplingParams:
         """Of the requests."""
-        return SamplingParams(max_tokens=_TOKENS, temperature=self.temperature, seed=1, coupled=self.coupled)
+        return SamplingParams(max_tokens=_TOKENS, temperature=self.temperature, seed=1 if self.coupled else None)
 
 
 def ways(variants: list[str]) -> list[Way]:
@@ -115,7 +115,7 @@ def drafter_of(way: Way, heads: dict[str, Path]) -> Redrafter:
 
 def acceptance(target: LanguageModel, drafter: Drafter, way: Way, prompts: list[str]) -> dict[str, Any]:
     """Tokens per target call, and what merging shared paths saved of the proposed trees."""
-    answers = Engine(target, drafter, controller="fixed").generate(prompts, way.params)
+    answers = Engine(target, drafter, controller="fixed", entropy=1).generate(prompts, way.params)
     calls, emitted, nodes, listed = (
         sum(getattr(answer.stats, name) for answer in answers)
         for name in ("target_calls", "emitted_tokens", "draft_tokens", "listed_tokens")

@@ -1,6 +1,6 @@
 """What coupled noise costs in acceptance, and what block verification gains: tokens per target call, and no times.
 
-Each way to draft and judge answers the shipped prompts with the same seeds. Rounds of one seed for each prompt follow
+Each way to draft and judge answers the shipped prompts by the same noise. Rounds of one answer to each prompt follow
 each other until there are enough; what was counted is written after each way of each round, and a run that is started
 again goes on from there. Standard errors are over prompts, with all rounds of a prompt together; differences are
 paired by prompt. Writes one JSON object.
@@ -54,8 +54,8 @@ class Way:
     Attributes:
         drafter: by its word.
         temperature: of the requests.
-        judged: "speculative" or "block", the rules; or "coupled", requests that are judged by comparison.
-        unheard: whether Medusa heads are kept from the noise of coupled requests.
+        judged: "speculative" or "block", the rules; or "coupled", requests with a seed, judged by comparison.
+        unheard: whether Medusa heads are kept from the noise of seeded requests.
     """
 
     drafter: str
@@ -65,7 +65,7 @@ class Way:
 
 
 class UnheardNoise(Medusa):
-    """Medusa heads that draft for coupled requests as for any other: what they were before they heard the noise."""
+    """Medusa heads that draft for seeded requests as for any other: what they were before they heard the noise."""
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -78,7 +78,7 @@ def comparisons() -> dict[str, list[tuple[Way, Way]]]:
     """Pairs of ways by what they show; the second one is what the first is held against."""
     coupling, hearing, block = [], [], []
     for drafter, temperature in itertools.product(DRAFTERS, TEMPERATURES):
-        # Coupled requests get the same beams whether those of other requests are drawn or not.
+        # Seeded requests get the same beams whether those of other requests are drawn or not.
         coupled = Way(drafter.partition(",sampled=")[0], temperature, "coupled")
         coupling.append((coupled, Way(drafter, temperature)))
     for nodes, temperature in itertools.product(MEDUSA_NODES, TEMPERATURES):
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rules.json"))
     parser.add_argument("--limit", type=int, default=32, help="prompts")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="seeds for each prompt")
+    parser.add_argument("--rounds", type=int, default=3, help="answers to each prompt")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further round after so many")
     parser.add_argument("--only", default="", help="only drafters whose word begins so")
     parser.add_argument("--threads", type=int, default=1)
@@ -139,13 +139,14 @@ def count(
 ) -> list[tuple[int, int]]:
     """Emitted tokens and target calls for each prompt."""
     rule = BlockVerification() if way.judged == "block" else SpeculativeSampling()
-    engine = Engine(target, drafter_of(way, target), rule, max_batch=len(prompts), controller="fixed")
+    engine = Engine(
+        target, drafter_of(way, target), rule, max_batch=len(prompts), controller="fixed", entropy=round_number
+    )
     params = [
         SamplingParams(
             max_tokens=tokens,
             temperature=way.temperature,
-            coupled=way.judged == "coupled",
-            seed=len(prompts) * round_number + number,
+            seed=len(prompts) * round_number + number if way.judged == "coupled" else None,
             ignore_eos=True,
         )
         for number in range(len(prompts))

@@ -132,14 +132,14 @@ class Kept:
 def loads(clients: int, temperature: float, each: int = 4) -> Load:
     """A closed loop's requests, so many for each client."""
     texts = prompts(max(each * clients, 12))
-    return Load([Request(text, 64, temperature, seed) for seed, text in enumerate(texts)], clients)
+    return Load([Request(text, 64, temperature) for text in texts], clients)
 
 
 def alike(temperature: float, turn: int) -> Load:
     """Requests of 8 clients that begin with the same 600 tokens or so, others in each turn, and end each in its own."""
     start = prompts(2 * TURNS, 600)[turn % TURNS + (TURNS if temperature else 0)]
     texts = prompts(24)
-    return Load([Request(f"{start}\n\n{text}", 64, temperature, seed) for seed, text in enumerate(texts)], 8)
+    return Load([Request(f"{start}\n\n{text}", 64, temperature) for text in texts], 8)
 
 
 def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) -> None:
@@ -279,7 +279,7 @@ def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
                 asked |= {f"{name}_plain": {**of, "speculation": {"enabled": False}} for name, of in asked.items()}
                 found = {}
                 for name, fields in asked.items():
-                    load = Load([Request(text, 128, 0.0, 0, fields) for text in texts], clients)
+                    load = Load([Request(text, 128, 0.0, fields) for text in texts], clients)
                     found[name] = asdict(run(closed_loop(8101, load)))
                 kept.add(cell, found)
     finally:

@@ -29,8 +29,7 @@ while True:
 def answer(engine: Engine, load: dict[str, Any]) -> Outcome:
     """Answer all requests of a load, so many at a time."""
     waiting = [
-        (each["prompt"], SamplingParams(each["max_tokens"], each["temperature"], seed=each["seed"]))
-        for each in reversed(load["requests"])
+        (each["prompt"], SamplingParams(each["max_tokens"], each["temperature"])) for each in reversed(load["requests"])
     ]
     running, done = [], []
     began = time.perf_counter()

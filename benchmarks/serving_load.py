@@ -20,19 +20,17 @@ class Request:
         prompt: a text or ids.
         max_tokens: of the answer.
         temperature: of it.
-        seed: of it.
         more: further fields.
     """
 
     prompt: str | Sequence[int]
     max_tokens: int
     temperature: float = 0.0
-    seed: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> bytes:
         """As it is sent."""
-        fields = {"model": "model", "prompt": self.prompt, "max_tokens": self.max_tokens, "seed": self.seed}
+        fields = {"model": "model", "prompt": self.prompt, "max_tokens": self.max_tokens}
         rest = {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({**fields, **rest, **self.more}).encode()
 

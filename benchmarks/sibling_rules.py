@@ -161,17 +161,14 @@ class Answers:
     ) -> None:
         assert target.tokenizer is not None
         self.temperature, self.draft = temperature, draft
-        params = [
-            SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, ignore_eos=True)
-            for number in range(len(prompts))
-        ]
-        made = Engine(target, controller="fixed").generate(list(prompts), params)
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
+        made = Engine(target, controller="fixed", entropy=0).generate(list(prompts), params)
         self.places: list[list[tuple[Numbers, Numbers, int]]] = []
         self.contexts: list[list[int]] = []
         for prompt, answer in zip(prompts, made, strict=True):
             ids = [*target.tokenizer.encode(prompt), *answer.token_ids]
             count = len(answer.token_ids)
-            p, q = (_distributions(model, ids, count, params[0]) for model in (target, draft))
+            p, q = (_distributions(model, ids, count, params) for model in (target, draft))
             self.places.append(list(zip(p[1:], q[1:], answer.token_ids[1:], strict=True)))
             self.contexts += [ids[: len(ids) - count + place] for place in range(1, count, _EVERY)]
 
@@ -317,11 +314,8 @@ def drawn_chains(answers: Answers, length: int) -> list[list[tuple[int, ...]]]:
     """For some places the chains that the draft draws there."""
     count = max(CHAINS)
     prompts = [context for context in answers.contexts for _ in range(count)]
-    params = [
-        SamplingParams(max_tokens=length, temperature=answers.temperature, seed=9000 + n, ignore_eos=True)
-        for n in range(len(prompts))
-    ]
-    made = Engine(answers.draft, controller="fixed", max_batch=64).generate(prompts, params)
+    params = SamplingParams(max_tokens=length, temperature=answers.temperature, ignore_eos=True)
+    made = Engine(answers.draft, controller="fixed", max_batch=64, entropy=9000).generate(prompts, params)
     chains = [tuple(each.token_ids) for each in made]
     return [chains[first : first + count] for first in range(0, len(chains), count)]
 

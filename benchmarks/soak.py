@@ -4,7 +4,7 @@
 
 Requests differ in prompt, sampling, streaming, structure, predictions and what may draft; some clients close the
 connection before, in the middle of, or without reading their answer; the drafter fails now and then. Every request must
-be answered or refused, greedy and coupled answers must be those of plain decoding, and at the end no slot, cache or
+be answered or refused, greedy and seeded answers must be those of plain decoding, and at the end no slot, cache or
 block may be left over and memory must not have grown. The last line of standard output is a JSON object; exit status 0
 if all of that held.
 """
@@ -107,7 +107,7 @@ def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) 
         text = expected[prompt, tokens, -1]
     elif kind == 1:
         seed = chance.randrange(4)
-        body |= {"temperature": 1.0, "coupled": True, "seed": seed}
+        body |= {"temperature": 1.0, "seed": seed}
         text = expected[prompt, tokens, seed]
     elif kind == 2:
         body |= {"temperature": 1.0, "top_p": 0.9, "n": chance.choice((1, 2, 3)), "presence_penalty": 0.5}
@@ -220,12 +220,12 @@ def resident_bytes() -> int:
 
 
 def expected_answers(engine: Engine) -> dict[tuple[str, int, int], str]:
-    """What plain decoding answers, greedily (-1) and coupled by seed."""
+    """What plain decoding answers, greedily (-1) and by seed."""
     found = {}
     for prompt in _PROMPTS:
         for tokens in (1, 4, 8, 16):
             for seed in range(-1, 4):
-                way = SamplingParams(tokens) if seed < 0 else SamplingParams(tokens, 1.0, seed=seed, coupled=True)
+                way = SamplingParams(tokens) if seed < 0 else SamplingParams(tokens, 1.0, seed=seed)
                 found[prompt, tokens, seed] = engine.generate(prompt, way).text or ""
     return found
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from truedraft.errors import ModelNotFoundError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ADDRESS = "127.0.0.1:8000"  # of the server, on all pages
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SOURCE_MARK = re.compile(r"<!-- numbers: (\S+) -->\n((?:```.*?\n```(?=\n))?.*?)(?:\n\n(?![|`])|\Z)", re.DOTALL)
 SLOW_TARGETS = {"demo", "test"}  # what the README's first screen shows; the test run is one of them itself
@@ -52,18 +50,18 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    """What docs/serving.md starts, where it says that it listens; its clients come to it."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of what docs/serving.md starts, here on a free port; its clients come to it."""
     pytest.importorskip("fastapi")
-    command = [sys.executable, "-m", "truedraft", "serve"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "truedraft", "serve", "--port", "0", "--json"]
+    with log.open("w") as said:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
     try:
-        for _ in range(1200):
-            assert process.poll() is None, process.stdout.read() if process.stdout is not None else ""
-            with contextlib.suppress(OSError), urllib.request.urlopen("http://127.0.0.1:8000/health", timeout=5):
-                break
-            time.sleep(0.1)
-        yield
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, log.read_text()
+        yield str(json.loads(line)["address"]).removeprefix("http://")
         process.terminate()
         assert process.wait(60) == 0
     finally:
@@ -76,8 +74,7 @@ def server() -> Iterator[None]:
 def test_the_snippets_of_a_page_run_in_order(
     page: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    if page.name == "serving.md":
-        request.getfixturevalue("server")
+    address = request.getfixturevalue("server") if page.name == "serving.md" else ADDRESS
     space: dict[str, Any] = {"__name__": "snippet"}
     if page.name == "models.md":  # whose user has models that see and hear
         save_with_processor(tmp_path)
@@ -87,7 +84,7 @@ def test_the_snippets_of_a_page_run_in_order(
             space[name] = tmp_path / name
         space["wave"] = [0.0] * 8000
     for number, body in enumerate(blocks(page, "python")):
-        exec(compile(body, f"{page.name}, snippet {number}", "exec"), space)
+        exec(compile(body.replace(ADDRESS, address), f"{page.name}, snippet {number}", "exec"), space)
     capsys.readouterr()
 
 
@@ -98,9 +95,8 @@ def test_the_snippets_of_a_page_run_in_order(
     ids=lambda text: text.replace(" ", "_")[:60],
 )
 def test_a_command_works(line: str, page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    words = shlex.split(line)
-    if page in ("serving.md", "certify_engines.md"):
-        request.getfixturevalue("server")
+    address = request.getfixturevalue("server") if page in ("serving.md", "certify_engines.md") else ADDRESS
+    words = shlex.split(line.replace(ADDRESS, address))
     if words[0] == "pip":
         extra = re.fullmatch(r"truedraft\[(\w+)\]", words[2])
         assert extra is not None and f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text()

@@ -3,6 +3,7 @@
 TruedraftError
 ├── OptionError            an option has an unusable value (also a ValueError)
 │   ├── UnknownOptionError     an option or word that does not exist; names the nearest valid one
+│   ├── FormMemoryError        the forms of open requests leave no room for one more
 │   └── ChangedOptionsError    what was begun with some options cannot go on with others
 ├── PromptError            a request cannot be run as asked (also a ValueError)
 ├── ModelError             a model cannot be loaded or run
@@ -87,6 +88,10 @@ class UnknownOptionError(OptionError):
         error = cls(f"unknown {what} {given!r}; {hint}valid: {', '.join(words)}")
         error.field = what if what.isidentifier() else None
         return error
+
+
+class FormMemoryError(OptionError):
+    """The forms of open requests leave no room for one more; it may be asked for again once some are over."""
 
 
 class ChangedOptionsError(OptionError):

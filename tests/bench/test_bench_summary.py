@@ -192,10 +192,10 @@ def test_decisions_of_all_runs_in_table_record_and_report() -> None:
 
 
 def test_peers_draw_other_random_numbers() -> None:
-    coupled = dataclasses.replace(circumstances(), sampling={"temperature": 0.8, "coupled": True})
-    rows_of = {each[0]: each[-1] for each in all_tables(summaries(), coupled)[0].rows}
+    seeded = dataclasses.replace(circumstances(), sampling={"temperature": 0.8, "seed": 1})
+    rows_of = {each[0]: each[-1] for each in all_tables(summaries(), seeded)[0].rows}
     assert (rows_of["draft"], rows_of["peer, slow"]) == ("2 of 2", "-")
-    contestants = bench_record(summaries(), coupled, [], Results())["contestants"]
+    contestants = bench_record(summaries(), seeded, [], Results())["contestants"]
     assert [each["identical"] for each in contestants] == [True, True, None, None]
 
 

@@ -26,14 +26,14 @@ def script() -> dict[str, Any]:
 
 
 def test_every_pair_has_its_cells(script: dict[str, Any]) -> None:
-    """Every drafter with every rule, at temperature 0, 0.7 and 1, plain and coupled, batch 1 and 8."""
+    """Every drafter with every rule, at temperature 0, 0.7 and 1, without and with seeds, batch 1 and 8."""
     cells = list(script["cells"]())
     assert len({cell.key for cell in cells}) == len(cells)
     for drafter in script["DRAFTERS"]:
-        own = {(rule, c.temperature, c.coupled, c.batch) for c in cells if c.drafter == drafter for rule in c.rules}
+        own = {(rule, c.temperature, c.seeded, c.batch) for c in cells if c.drafter == drafter for rule in c.rules}
         for rule in script["LOSSLESS"]:
             for batch in (1, 8):
-                modes = {(t, coupled) for r, t, coupled, b in own if (r, b) == (rule, batch)}
+                modes = {(t, seeded) for r, t, seeded, b in own if (r, b) == (rule, batch)}
                 assert modes == {(0.0, False), (0.7, False), (0.7, True), (1.0, False), (1.0, True)}
         for rule in script["LOSSY"]:
             assert {t for r, t, *_ in own if r == rule} == {0.0, 1.0}
@@ -44,7 +44,7 @@ def test_the_short_round_has_every_drafter_greedy_and_at_temperature_1(script: d
     drafters = (*script["DRAFTERS"], *script["PORTFOLIOS"])
     assert [(c.drafter, c.temperature) for c in cells] == [(d, t) for d in drafters for t in (0.0, 1.0)]
     assert len({cell.key for cell in cells}) == len(cells) == 16
-    assert all(not cell.coupled and len(cell.rules) == 1 for cell in cells)
+    assert all(not cell.seeded and len(cell.rules) == 1 for cell in cells)
 
 
 def test_portfolios_are_exercised_in_turn_and_auto_also_as_it_is_served(script: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import conformance  # noqa: E402
 
 CELLS = [
     conformance.Cell("none", "speculative", "greedy", 8),
-    conformance.Cell("prompt-lookup", "speculative", "coupled", 8),
+    conformance.Cell("prompt-lookup", "speculative", "seeded", 8),
     conformance.Cell("draft", "block", "sampled", 8),
     conformance.Cell("draft tree", "speculative", "greedy", 1),
 ]

@@ -124,6 +124,22 @@ def row_noise(inner: LanguageModel, size: float) -> LanguageModel:
     return altered(inner, forward=forward)
 
 
+def drafted_error(inner: LanguageModel, size: float) -> LanguageModel:
+    """Logits of drafted rows that are off by up to `size`; all rows of plain decoding, prompts included, are right."""
+
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+        drafted = [
+            row > 0 and segment.cache.length > 0 and len(segment.tokens) > 1
+            for segment in segments
+            for row in segment.rows
+        ]
+        output = inner.forward(segments)
+        noise = 2 * torch.rand(output.logits.shape, generator=torch.Generator().manual_seed(len(drafted))) - 1
+        return replace(output, logits=output.logits + (size * noise * torch.tensor(drafted)[:, None]).to(inner.dtype))
+
+    return altered(inner, forward=forward)
+
+
 def markov(
     seed: int, *, sharpness: float = 1.5, lead: float | None = None, astray: float = 0.0, vocab: int = 8
 ) -> MarkovModel:

@@ -46,7 +46,7 @@ def test_every_member_drafts_alone_and_with_each_other() -> None:
                 sizes.setdefault(share.drafter, set()).add(share.depth)
 
     engine.listeners.append(note)
-    engine.generate(TEXTS, SamplingParams(max_tokens=50, temperature=1.0, seed=1, ignore_eos=True))
+    engine.generate(TEXTS, SamplingParams(max_tokens=50, temperature=1.0, ignore_eos=True))
     names = ["draft", "draft-2", "prompt-lookup"]
     assert all(together[(name,)] for name in names) and together[()]
     assert all(together[one, other] or together[other, one] for one in names for other in names if one < other)
@@ -56,7 +56,7 @@ def test_every_member_drafts_alone_and_with_each_other() -> None:
 
 @pytest.mark.parametrize("controller", [None, Goodput()], ids=["in turn", "learning"])
 @pytest.mark.parametrize(
-    "params", [SamplingParams(max_tokens=24), SAMPLED, SamplingParams(max_tokens=24, temperature=1.0, coupled=True)]
+    "params", [SamplingParams(max_tokens=24), SAMPLED, SamplingParams(max_tokens=24, temperature=1.0, seed=1)]
 )
 def test_answers_are_the_same_where_they_must_be(params: SamplingParams, controller: Goodput | None) -> None:
     """A learning controller's budgets hang on time, so sampled requests are asked without it."""

@@ -32,13 +32,13 @@ def target() -> HuggingFaceModel:
     "params",
     [
         SamplingParams(max_tokens=24),
+        SamplingParams(max_tokens=24, temperature=0.8),
         SamplingParams(max_tokens=24, temperature=0.8, seed=1),
-        SamplingParams(max_tokens=24, temperature=0.8, seed=1, coupled=True),
     ],
-    ids=["greedy", "sampled", "coupled"],
+    ids=["greedy", "sampled", "seeded"],
 )
 def test_a_certificate_finds_no_fault(target: HuggingFaceModel, word: str, params: SamplingParams) -> None:
-    """A sampled one may lack evidence in so little time; greedy and coupled answers are all compared."""
+    """A sampled one may lack evidence in so little time; greedy and seeded answers are all compared."""
     stack = Stack(target, from_spec(f"{word},num_speculative_tokens=3", target), SpeculativeSampling())
     certificate = certify(stack, [list(prompt) for prompt in PROMPTS], params, batch=2, seconds=1.0)
     assert not certificate.failures, [finding.summary for finding in certificate.failures]

@@ -12,9 +12,9 @@ from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.controls import (
     ComparedControl,
     ComparedControls,
-    CoupledControls,
     SampledControl,
     SampledControls,
+    SeededControls,
 )
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
@@ -101,18 +101,18 @@ def test_no_time_for_a_fault_that_is_none_is_not_enough_evidence(monkeypatch: py
 
 
 def test_without_tests_of_answers_there_is_nothing_to_show_a_fault_to() -> None:
-    for check in (SampledControls(), CoupledControls()):
+    for check in (SampledControls(), SeededControls()):
         (finding,) = check.run(Context(stack_of(draft()), TEXTS, WARM))
         assert finding.status is Status.DOES_NOT_APPLY
 
 
-GREEDY_OR_COUPLED = pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(temperature=1.0, coupled=True)], ids=["T0", "coupled"]
+GREEDY_OR_SEEDED = pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=1.0, seed=1)], ids=["T0", "seeded"]
 )
 
 
-@GREEDY_OR_COUPLED
-def test_faults_of_greedy_and_coupled_answers_are_found(params: SamplingParams) -> None:
+@GREEDY_OR_SEEDED
+def test_faults_of_greedy_and_seeded_answers_are_found(params: SamplingParams) -> None:
     for finding in ComparedControls().run(Context(stack_of(draft()), TEXTS, params)):
         assert finding.status is Status.HOLDS, finding.summary
         assert finding.facts["differing_answers"] > 0
@@ -129,7 +129,7 @@ def compared(params: SamplingParams, rounds: int, tokens: int = 32, **parts: Rul
     return finding
 
 
-@GREEDY_OR_COUPLED
+@GREEDY_OR_SEEDED
 def test_a_comparison_that_finds_nothing_is_not_trusted(params: SamplingParams) -> None:
     """A plant that does nothing: no answer differs, so there is nothing to be found."""
     finding = compared(params, rounds=2)
@@ -139,7 +139,7 @@ def test_a_comparison_that_finds_nothing_is_not_trusted(params: SamplingParams) 
     assert finding.facts["answers"] == 8 and finding.facts["tokens"] == 8 * 32
 
 
-@GREEDY_OR_COUPLED
+@GREEDY_OR_SEEDED
 def test_a_fault_seen_in_few_tokens_is_too_small_to_count(params: SamplingParams) -> None:
     """Of 4 x 3 tokens at most all are wrong, and that is not three times what one sees in so few: 0.38."""
     finding = compared(params, rounds=1, tokens=3, coupled_rule=faults.coupled_accepts_always())
@@ -150,10 +150,10 @@ def test_a_fault_seen_in_few_tokens_is_too_small_to_count(params: SamplingParams
 
 
 def test_shared_noise_is_found_in_the_distribution() -> None:
-    params = SamplingParams(temperature=1.0, coupled=True)
+    params = SamplingParams(temperature=1.0, seed=1)
     told: list[float] = []
     context = Context(stack_of(draft()), TEXTS, params, seconds=FOREVER, tell=told.append, earlier=[sampled()])
-    *others, finding = CoupledControls().run(context)
+    *others, finding = SeededControls().run(context)
     assert [each.name for each in others] == [control.name for control in controls.COMPARED]
     assert finding.status is Status.HOLDS, finding.summary
     assert finding.facts["total_variation"] > 0.09

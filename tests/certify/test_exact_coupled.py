@@ -1,4 +1,4 @@
-"""The exact part of a certificate for coupled and greedy requests, and the tiny worlds that all of it is summed on.
+"""The exact part of a certificate for seeded and greedy requests, and the tiny worlds that all of it is summed on.
 
 Nothing here is left to chance: noise is either summed over or keyed by fixed seeds.
 """
@@ -31,12 +31,12 @@ from truedraft.verification import (
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
 
 
-def test_coupled_and_greedy_requests_hold() -> None:
+def test_seeded_and_greedy_requests_hold() -> None:
     found = findings(CoupledSampling(), *DrawKind)
     names = ["coupled kernel", "coupled walks", "coupled distribution, every cell", "greedy walks"]
     assert statuses(found) == dict.fromkeys(names, Status.HOLDS)
     assert found["coupled walks"].facts["walks"] > 400 and found["greedy walks"].facts["walks"] > 250
-    assert findings(SpeculativeSampling(), coupled=True).keys() == {KERNEL, SHIPPED, *names}
+    assert findings(SpeculativeSampling(), seeded=True).keys() == {KERNEL, SHIPPED, *names}
 
 
 # ------------------------------------------------------------------------------- coupled rules broken on purpose
@@ -88,7 +88,7 @@ class WarmerDist(CoupledSampling):
     ids=lambda each: type(each).__name__ if isinstance(each, Rule) else "",
 )
 def test_a_broken_coupled_rule_fails(rule: Rule, failing: set[str]) -> None:
-    found = findings(SpeculativeSampling(), coupled=True, by=rule)
+    found = findings(SpeculativeSampling(), seeded=True, by=rule)
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == failing
     if "coupled distribution, every cell" in failing:
         assert found["coupled distribution, every cell"].facts["largest_distance"] > CAUGHT
@@ -137,7 +137,7 @@ def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
         def _likely(dist: Tensor) -> Tensor:
             return dist * (dist >= dist.median(dim=-1, keepdim=True).values) if dist.shape[-1] > 1000 else dist
 
-    found = findings(SpeculativeSampling(), coupled=True, by=LeavesOut())
+    found = findings(SpeculativeSampling(), seeded=True, by=LeavesOut())
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled walks"}
 
 

@@ -49,10 +49,11 @@ class Drawing(NoDrafter):
         self.kinds = kinds  # type: ignore[misc]
 
 
-def findings(rule: Rule, *kinds: DrawKind, coupled: bool = False, by: Rule | None = None) -> dict[str, Finding]:
+def findings(rule: Rule, *kinds: DrawKind, seeded: bool = False, by: Rule | None = None) -> dict[str, Finding]:
     done: list[float] = []
     stack = Stack(markov(0), Drawing(frozenset(kinds)), rule, by)
-    found = Exact().run(Context(stack, [[1]], SamplingParams(temperature=1.0, coupled=coupled), tell=done.append))
+    params = SamplingParams(temperature=1.0, seed=0 if seeded else None)
+    found = Exact().run(Context(stack, [[1]], params, tell=done.append))
     assert done == sorted(done) and done[-1] == 1.0
     assert {each.part for each in found} == {Part.EXACT}
     return {each.name: each for each in found}

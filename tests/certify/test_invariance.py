@@ -26,8 +26,8 @@ from truedraft.verification.specs import rule_from_spec
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7]]
 KINDS = {
     "greedy": SamplingParams(max_tokens=20),
-    "sampled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=3),
-    "coupled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, coupled=True, seed=3),
+    "sampled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95),
+    "seeded": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=3),
 }
 WAYS = {"streamed", "cancelled and asked again", "in a batch of 4"}
 BUDGETS = {"without drafting", "one drafted token at most on a path", "drafting now and then"}
@@ -120,7 +120,7 @@ def test_requests_end_with_the_way_that_ran_out_of_time(monkeypatch: pytest.Monk
         assert not taken, seconds
 
 
-@pytest.mark.parametrize("kind", ["sampled", "coupled"])
+@pytest.mark.parametrize("kind", ["sampled", "seeded"])
 def test_a_request_judged_with_anothers_options_is_a_fault(kind: str, borrowing: None) -> None:
     found = findings(stack(markov(0), chain()), KINDS[kind])
     assert found["streamed"].status is Status.HOLDS, "alone there is nobody to borrow from"
@@ -141,18 +141,18 @@ class CrossedProposals(DraftModel):
 
 
 @pytest.mark.plants_failures
-def test_proposals_of_a_neighbour_change_sampled_tokens_but_not_coupled_ones() -> None:
-    """A neighbour's proposal is judged exactly, so coupled answers stay; sampled ones depend on who sits beside."""
+def test_proposals_of_a_neighbour_change_sampled_tokens_but_not_seeded_ones() -> None:
+    """A neighbour's proposal is judged exactly, so seeded answers stay; sampled ones depend on who sits beside."""
     crossed = CrossedProposals(markov(0, astray=1.0), 3)
     assert findings(stack(markov(0), crossed), KINDS["sampled"])["in a batch of 4"].status is Status.FAILS
-    coupled = findings(stack(markov(0), crossed), KINDS["coupled"])["in a batch of 4"]
-    assert coupled.facts["identical"]
+    seeded = findings(stack(markov(0), crossed), KINDS["seeded"])["in a batch of 4"]
+    assert seeded.facts["identical"]
     # Sampled neighbours were given coupled draws, which the engine refused and asked for again; that is a failure.
-    assert coupled.facts["recoveries"] > 0 and coupled.status is Status.FAILS
+    assert seeded.facts["recoveries"] > 0 and seeded.status is Status.FAILS
 
 
 def test_a_rule_that_accepts_always_depends_on_budgets() -> None:
-    found = findings(stack(markov(0), chain(), AcceptAlways()), KINDS["coupled"])
+    found = findings(stack(markov(0), chain(), AcceptAlways()), KINDS["seeded"])
     for name in BUDGETS:
         assert found[name].status is Status.FAILS and found[name].facts["faults"]
 
@@ -172,7 +172,7 @@ def test_rounding_between_rows_gives_near_ties_only() -> None:
 def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does() -> None:
     """Noise of 1e-3 explains a few; options of another request make more answers differ than it explains."""
     texts = [[a, b] for a in range(8) for b in range(2)]
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    params = SamplingParams(max_tokens=12, temperature=1.0)
     target = row_noise(markov(0), 2e-6)
     held = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
     assert held.status in (Status.HOLDS, Status.MEASURED)
@@ -209,5 +209,5 @@ def test_a_lossy_rule_may_depend_on_budgets_but_on_nothing_else() -> None:
 
 def test_the_alternating_budget_is_a_function_of_the_request() -> None:
     controller, limits = AlternatingBudget(), Budget(4, 2, 9)
-    views = [RequestView(n, SamplingParams(), 0, 5, 9, {"any": limits}, Counters(target_calls=n)) for n in range(4)]
+    views = [RequestView(n, SamplingParams(), 5, 9, {"any": limits}, Counters(target_calls=n)) for n in range(4)]
     assert [decision.budget for decision in controller.decide(views)] == [NO_DRAFT, Budget(1, 2, 9), limits, NO_DRAFT]

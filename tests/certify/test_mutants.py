@@ -45,8 +45,8 @@ from truedraft.verification import SpeculativeSampling
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
 GREEDY = SamplingParams(max_tokens=16)
-WARM = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
-COUPLED = SamplingParams(max_tokens=16, temperature=1.0, seed=1, coupled=True)
+WARM = SamplingParams(max_tokens=16, temperature=1.0)
+SEEDED = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
 
 
 def healthy() -> Stack:
@@ -54,7 +54,7 @@ def healthy() -> Stack:
 
 
 def accepting() -> Stack:
-    """Greedy and coupled requests get whatever was drafted."""
+    """Greedy and seeded requests get whatever was drafted."""
     return Stack(markov(0), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
 
 
@@ -134,7 +134,7 @@ def accepting_always_is_a_fault_alone() -> bool:
 
 def the_third_of_a_batch_is_looked_at() -> bool:
     stack = Stack(third_is_warm(), NoDrafter(), SpeculativeSampling())
-    return equal(stack, "coupled, batch 4", COUPLED).status is Status.FAILS
+    return equal(stack, "seeded, batch 4", SEEDED).status is Status.FAILS
 
 
 def a_drafter_that_gave_up_is_no_evidence() -> bool:

@@ -7,7 +7,6 @@ are fixed. The smallest detectable deviation is checked in test_e_process.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from certify.planted_faults import markov, slipping_target, wrong_mask, wrong_po
 from support.tiny_models import PROMPTS, noisy, packed
 from truedraft import SamplingParams
 from truedraft.certify import faults
-from truedraft.certify.checks import Context, Stack, Status
+from truedraft.certify.checks import Context, Stack, Status, numbered
 from truedraft.certify.controls import drafting_one
 from truedraft.certify.e_process import Events
 from truedraft.certify.sampling import Decision, Scored, plain_probs, scored_answers
@@ -46,7 +45,7 @@ def sample_of(
 ) -> Sample:
     """So many batches of answers, tested."""
     tests = TokenTests(stack.target.vocab_size, batch, 0.0)
-    runs = scored_answers(stack, texts, params, batch, judge=judge, first_seed=seed, length=length)
+    runs = scored_answers(stack.but(entropy=seed), texts, params, batch, judge=judge, length=length)
     for answers, _ in zip(runs, range(batches), strict=False):
         for scored in answers:
             tests.add(scored)
@@ -66,11 +65,12 @@ def test_a_hundred_seeds_of_correct_stacks_pass(seed: int) -> None:
     """Drafters, rules and options take turns; each of the 100 samples has tokens of its own."""
     target = markov(0)
     drafters = [chain(), DraftModel(markov(0, astray=1.0), branching=(2, 2)), PromptLookup()]
-    options = [WARM, SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.2, coupled=True)]
+    options = [WARM, SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.2, seed=0)]
     for number in range(seed, seed + 20):
         drafter, params = drafters[number % 3], options[number // 3 % 3]
         rule: Rule = BlockVerification() if number % 2 and number % 3 != 1 else SpeculativeSampling()
-        sample = sample_of(Stack(target, drafter, rule), 1, params, seed=1000 * number)
+        params = numbered(params, 1000 * number)
+        sample = sample_of(Stack(target, drafter, rule), 1, params, seed=number)
         assert sample.tokens == 4 * 24
         assert sample.impossible == 0
         assert smallest(sample) > FALSE_ALARM, (number, sample.adjusted())
@@ -129,16 +129,16 @@ def test_one_requests_wrong_options_are_found_where_it_stands() -> None:
 
 
 def test_findings_hold_for_a_correct_stack_and_fail_for_a_broken_one() -> None:
-    healthy = Stack(markov(0), chain(), SpeculativeSampling())
+    healthy = Stack(markov(0), chain(), SpeculativeSampling(), entropy=7)
     told: list[float] = []
-    tokens, joint = Statistics().run(Context(healthy, TEXTS, replace(WARM, seed=7), 4, 1.0, told.append))
+    tokens, joint = Statistics().run(Context(healthy, TEXTS, WARM, 4, 1.0, told.append))
     assert tokens.status is joint.status is Status.HOLDS
     assert 0.0 < tokens.facts["smallest_detectable_tv"] < 0.5
     assert joint.facts["answers"] >= 32
     assert told == sorted(told)
     assert told[-1] == 1.0
     broken = healthy.but(rule=faults.accepts_always(SpeculativeSampling()))
-    tokens, joint = Statistics().run(Context(broken, TEXTS, replace(WARM, seed=7), 4, 1.0, told.append))
+    tokens, joint = Statistics().run(Context(broken, TEXTS, WARM, 4, 1.0, told.append))
     assert tokens.status is Status.FAILS
 
 

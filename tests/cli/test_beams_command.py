@@ -123,7 +123,6 @@ def test_the_draft_ends_at_its_own_context(run: Run, target: str, tmp_path: Path
         ),
         (["--num-beams", "2", "--image", "no.png"], "--image does not go with --num-beams"),
         (["--num-beams", "4", "--temperature", "1"], "--temperature does not go with --num-beams"),
-        (["--num-beams", "4", "--coupled"], "--coupled does not go with --num-beams"),
         (["--num-beams", "4", "--seed", "3"], "--seed does not go with --num-beams"),
         (["--num-beams", "4", "--adapter", "sql"], "--adapter does not go with --num-beams"),
         (["--num-beams", "4", "--adapters", "sql=x"], "--adapters does not go with --num-beams"),

@@ -110,12 +110,14 @@ def test_portfolios(run: Run, base: tuple[str, ...], target: str, draft: str, tm
 
 
 def test_a_batch_at_a_temperature(run: Run, base: tuple[str, ...], draft: str) -> None:
-    words = ("--drafter", f"draft:{draft}", "--batch", "3", "--temperature", "0.8", "--top-p", "0.9", "--seed", "1")
-    result = run(*base, *words)
-    assert result.status == 0, result.err
-    assert result.record["identical"] is None and result.record["contestants"][0]["groups"] == 2
-    shown = "".join(result.out.splitlines()[:-1])
-    assert "batch 3, temperature 0.8, seed 1" in shown and "identical" not in shown
+    words = ("--drafter", f"draft:{draft}", "--batch", "3", "--temperature", "0.8", "--top-p", "0.9")
+    for seed, identical in ((), None), (("--seed", "1"), True):
+        result = run(*base, *words, *seed)
+        assert result.status == 0, result.err
+        assert result.record["identical"] is identical and result.record["contestants"][0]["groups"] == 2
+        shown = "".join(result.out.splitlines()[:-1])
+        assert f"batch 3, temperature 0.8, {'seed 1' if seed else 'controller'}" in shown
+        assert ("identical" in shown) == bool(identical)
 
 
 def test_plain_alone_without_fast_paths(run: Run, base: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ def test_a_greedy_certificate_in_every_form(run: Run, target: str, prompts: str,
     assert record["command"] == "certify"
     assert record["certified"] is True
     assert record["failures"] == []
-    assert {finding["part"] for finding in record["findings"]} >= {"exact", "greedy and coupled", "negative controls"}
+    assert {finding["part"] for finding in record["findings"]} >= {"exact", "greedy and seeded", "negative controls"}
     assert record["sampling"]["temperature"] == 0.0
     assert record["batch"] == 2
     assert "CERTIFIED lossless: temperature 0, batch 2" in done.out
@@ -105,7 +105,7 @@ def test_an_earlier_report_is_kept(run: Run, name: str, tmp_path: Path) -> None:
         (["--minutes", "nan"], "--minutes must be above 0, got nan"),
         (["--temperature", "-1"], "--temperature must be"),
         (["--rule", "blok"], "did you mean 'block'"),
-        (["--rule", "typical", "--coupled"], "leave one of them out"),
+        (["--rule", "typical", "--seeded"], "leave one of them out"),
         (["--drafter", "medusaa"], "did you mean 'medusa'"),
         (["--prompts", "nowhere.txt"], "no prompts file"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),

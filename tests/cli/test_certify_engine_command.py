@@ -16,6 +16,7 @@ from peers.scripted_server import Made, models, scripted
 from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
 from truedraft.certify import Part
+from truedraft.certify.engines import xml_text
 from truedraft.cli.terminal import Terminal
 from truedraft.errors import DataError
 from truedraft.peers import Recorded
@@ -52,6 +53,17 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(FUNCTION)
     monkeypatch.chdir(tmp_path)
     return name
+
+
+def test_what_no_xml_can_hold_is_replaced() -> None:
+    allowed = '\t\n\x20\x7f\x85\ud7ff\ue000\ufdd0\ufffd\U00010000\U0010ffff<&">'
+    forbidden = [*map(chr, range(9)), "\x0b", "\x0c", "\x0e", "\x1b", "\x1f", "\ud800", "\udfff", "\ufffe", "\uffff"]
+    said = allowed + "".join(forbidden)
+    suite = ElementTree.Element("suite", message=said)
+    suite.text = said
+    text = xml_text(suite)
+    read = ElementTree.fromstring(text.encode())
+    assert read.text == read.attrib["message"] == allowed + "\ufffd" * len(forbidden)
 
 
 def test_a_function_that_deviates_in_every_form(

@@ -119,12 +119,20 @@ def test_a_prompt_that_fails_leaves_the_others_alone(run: Run, target: str, tmp_
     assert "truedraft: error: prompt 2: the prompt has 800 tokens" in result.err
 
 
-def test_seeds_repeat_and_are_told(run: Run, target: str) -> None:
+def test_a_seed_gives_one_answer_whatever_drafts(run: Run, target: str, draft: str) -> None:
     sampled = ("generate", "hello", "--model", target, "--temperature", "1", "--top-p", "0.9", "--json", *TOKENS)
-    first = run(*sampled)
-    seed = str(first.record["seed"])
-    assert f"seed {seed}" in first.err
-    assert run(*sampled, "--seed", seed).record["prompts"][0]["text"] == first.record["prompts"][0]["text"]
+    drafters = (
+        (),
+        ("--drafter", "none"),
+        ("--drafter", f"draft:{draft}", "--rule", "block"),
+        ("--controller", "in-turn"),
+    )
+    results = [run(*sampled, "--seed", "7", *words) for words in drafters]
+    assert len({result.record["prompts"][0]["text"] for result in results}) == 1
+    assert all(result.record["seed"] == 7 and "seed 7" in result.err for result in results)
+    fresh = [run(*sampled) for _ in range(2)]
+    assert len({result.record["prompts"][0]["text"] for result in (*fresh, results[0])}) == 3
+    assert all(result.record["seed"] is None and "seed" not in result.err for result in fresh)
 
 
 def test_stop_text_and_stop_id_end_the_answer(run: Run, target: str) -> None:

@@ -83,5 +83,5 @@ def test_every_command_shares_what_options_mean() -> None:
     options = {
         name: {each.name: each.help for each in commands[name].params} for name in ("generate", "bench", "certify")
     }
-    for name in ("model", "pad_to", "rule", "temperature", "top_p", "coupled", "dtype", "device", "threads", "json"):
+    for name in ("model", "pad_to", "rule", "temperature", "top_p", "dtype", "device", "threads", "json"):
         assert len({found[name] for found in options.values()}) == 1, name

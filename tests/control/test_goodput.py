@@ -62,7 +62,9 @@ def lengths(simulation: Simulation, request: int = 0, last: int = 200) -> list[i
 
 
 def answering(rate: float, guesses: float, answers: int, counted: bool = True) -> tuple[Simulation, list[float]]:
-    """Answers of 64 tokens, seeded at a temperature, long after one another, by a cascade: a level takes 0.4 of a step.
+    """Answers of 64 tokens, long after one another, by a cascade: a level takes 0.4 of a step.
+
+    Each has a temperature of its own, so that nothing is known of its acceptance.
 
     Args:
         rate: of its tokens that are accepted.
@@ -88,7 +90,7 @@ def answering(rate: float, guesses: float, answers: int, counted: bool = True) -
     simulation = simulated(drafters=[SimulatedDrafter(steady(rate), 0.4 * STEP_S, limits, hint, levels=levels)])
     found = []
     for number in range(answers):
-        params = SamplingParams(temperature=0.8, seed=1)
+        params = SamplingParams(temperature=0.8 + 0.001 * number)
         simulation.requests = [SimulatedRequest(number, params, remaining=64)]
         simulation.reset()
         while simulation.requests[0].remaining > 0:

@@ -17,7 +17,7 @@ CHAIN, TREE = Budget(40, 1, 40), Budget(6, 4, 24, 0.1)
 
 
 def view(number: int = 0, limits: Budget = CHAIN) -> RequestView:
-    return RequestView(number, SamplingParams(), number, 10, 100, {"draft": limits, "other": Budget(1)}, Counters(), {})
+    return RequestView(number, SamplingParams(), 10, 100, {"draft": limits, "other": Budget(1)}, Counters(), {})
 
 
 def record(*steps: tuple[int, int, int]) -> StepRecord:

@@ -97,7 +97,6 @@ def test_defaults_are_those_of_the_design() -> None:
         "top_p": 1.0,
         "min_p": 0.0,
         "seed": None,
-        "coupled": False,
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,
@@ -113,6 +112,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "logprobs_mode": "raw",
         "n": 1,
         "structured": None,
+        "reasoning": None,
         "prediction": None,
         "adapter": None,
     }
@@ -141,11 +141,10 @@ def test_params_are_frozen_and_equal_by_value() -> None:
     assert hash(params) == hash(SamplingParams(stop=("a",)))
 
 
-@pytest.mark.parametrize("option", ["coupled", "ignore_eos"])
 @pytest.mark.parametrize("value", ["no", "false", 0, 1, None, []])
-def test_what_is_true_or_false_is_a_boolean(option: str, value: object) -> None:
-    with pytest.raises(OptionError, match=f"{option} must be True or False, got {value!r}".replace("[", r"\[")):
-        SamplingParams(**{option: value})  # type: ignore[arg-type]
+def test_what_is_true_or_false_is_a_boolean(value: object) -> None:
+    with pytest.raises(OptionError, match=f"ignore_eos must be True or False, got {value!r}".replace("[", r"\[")):
+        SamplingParams(ignore_eos=value)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -154,10 +153,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
         temperature=np.float32(0.5),
         top_k=np.uint8(4),
         seed=np.int32(7),
-        coupled=np.True_,
+        ignore_eos=np.True_,
         stop_token_ids=[np.int64(1)],
     )
-    plain = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=7, coupled=True, stop_token_ids=(1,))
+    plain = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, seed=7, ignore_eos=True, stop_token_ids=(1,))
     assert given == plain
     assert repr(given) == repr(plain)  # they are kept as Python's own
     with pytest.raises(OptionError, match="max_tokens"):

@@ -172,9 +172,7 @@ def test_prompt_lookup_finds_what_repeats() -> None:
     assert [(point.depth, point.nodes) for point in cost.points] == [(1, 1), (2, 2), (3, 3)]
 
 
-@pytest.mark.parametrize(
-    "params", [None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, coupled=True)]
-)
+@pytest.mark.parametrize("params", [None, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=1)])
 @pytest.mark.parametrize(("branching", "nodes"), [((1, 1, 1), [1, 2, 3]), ((2, 2), [2, 6])])
 def test_draft_models_are_measured_as_chains_and_trees(
     params: SamplingParams | None, branching: tuple[int, ...], nodes: list[int]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.fixed_noise import answers_of
 from support.noise_cells import CellNoise, every_result
 from support.tiny_models import PROMPTS as TEXTS
 from support.tiny_models import packed
@@ -39,7 +41,7 @@ from truedraft.verification import SpeculativeSampling
 
 VOCAB = 6
 PROMPTS = [[3, 1, 2], [0], [5, 5, 4, 1], [2, 2], [1, 4, 1, 4, 1]]
-WARM = SamplingParams(temperature=1.0, seed=3)
+WARM = SamplingParams(temperature=1.0)
 TARGET = MarkovModel.random(VOCAB, 1, context_length=128)
 MIDDLE = MarkovModel.random(VOCAB, 1, sharpness=1.2, context_length=128)
 SMALL = MarkovModel.random(VOCAB, 1, sharpness=0.8, context_length=128)
@@ -162,9 +164,9 @@ def test_no_number_decides_twice() -> None:
 
 
 @EVERY
-def test_greedy_and_coupled_answers_are_those_of_plain_decoding(make: Callable[[], Cascade]) -> None:
+def test_greedy_and_seeded_answers_are_those_of_plain_decoding(make: Callable[[], Cascade]) -> None:
     params = [
-        SamplingParams(60, temperature=1.0, seed=seed, coupled=True) if seed % 2 else SamplingParams(60)
+        SamplingParams(60, temperature=1.0, seed=seed) if seed % 2 else SamplingParams(60)
         for seed in range(len(PROMPTS))
     ]
     plain = Engine(TARGET).generate(PROMPTS, params)
@@ -180,11 +182,11 @@ def test_greedy_and_coupled_answers_are_those_of_plain_decoding(make: Callable[[
 def test_answers_and_caches_are_certified(make: Callable[[], Cascade]) -> None:
     stack = Stack(TARGET, make(), SpeculativeSampling())
     greedy = SamplingParams(max_tokens=24)
-    coupled = SamplingParams(max_tokens=24, temperature=1.0, seed=2, coupled=True)
-    warm = SamplingParams(max_tokens=24, temperature=1.0, seed=2)
+    seeded = SamplingParams(max_tokens=24, temperature=1.0, seed=2)
+    warm = SamplingParams(max_tokens=24, temperature=1.0)
     checks: list[tuple[SamplingParams, Check]] = [
         (greedy, Equality()),
-        (coupled, Equality()),
+        (seeded, Equality()),
         (greedy, Invariance()),
         (warm, Invariance()),
         (greedy, DraftState()),
@@ -205,7 +207,7 @@ def test_answers_of_transformers_are_the_same(family: str) -> None:
     prompts = [list(text) for text in TEXTS]
     for params in (
         SamplingParams(24),
-        SamplingParams(24, temperature=0.9, seed=4, coupled=True, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(24, temperature=0.9, seed=4, repetition_penalty=1.3, presence_penalty=0.5),
         SamplingParams(24, min_tokens=6, frequency_penalty=0.4),
     ):
         plain = Engine(target).generate(prompts, params)
@@ -214,19 +216,20 @@ def test_answers_of_transformers_are_the_same(family: str) -> None:
             assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in plain]
 
 
-def test_seeded_answers_do_not_depend_on_neighbours() -> None:
-    params = [SamplingParams(40, temperature=1.0, seed=seed) for seed in range(len(PROMPTS))]
-    together = Engine(TARGET, CASCADES["model"](), controller="fixed").generate(PROMPTS, params)
-    alone = [
-        Engine(TARGET, CASCADES["model"](), controller="fixed").generate(prompt, own)
-        for prompt, own in zip(PROMPTS, params, strict=True)
-    ]
+def test_sampled_answers_do_not_depend_on_neighbours() -> None:
+    params = SamplingParams(40, temperature=1.0)
+
+    def engine() -> Engine:
+        return Engine(TARGET, CASCADES["model"](), controller="fixed")
+
+    together = answers_of(engine(), PROMPTS, params)
+    alone = [answers_of(engine(), [prompt], params)[0] for prompt in PROMPTS]
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
 
 
 def test_a_middle_model_like_the_target_is_always_right() -> None:
     engine = Engine(TARGET, Cascade(PromptLookup(min_ngram=1), DraftModel(TARGET), 6), controller="fixed")
-    answer = engine.generate(PROMPTS[0], SamplingParams(43, temperature=1.0, seed=1))
+    answer = engine.generate(PROMPTS[0], SamplingParams(43, temperature=1.0))
     assert answer.stats.accepted_tokens == answer.stats.draft_tokens > 30
 
 
@@ -336,18 +339,12 @@ def test_it_counts_the_levels_that_guesses_save(params: SamplingParams) -> None:
 
 
 @torch.inference_mode()
-def test_what_it_counts_of_a_seeded_request_is_told_of_no_other() -> None:
-    nobody = SamplingParams()
-    for params, kept, told in [
-        (WARM, True, False),
-        (SamplingParams(temperature=1.0), True, True),
-        (nobody, True, True),
-        (nobody, False, False),
-    ]:
+def test_what_it_counts_of_a_request_that_is_kept_is_told_to_others() -> None:
+    for params, kept in [(WARM, True), (replace(WARM, seed=3), True), (SamplingParams(), True), (WARM, False)]:
         cascade = Cascade(DraftModel(MIDDLE, 8), DraftModel(MIDDLE), 8)
         first = written(cascade, WARM, 0, chains=0).guessed
         assert written(cascade, params, 1, kept=kept).guessed > first
-        assert (written(cascade, WARM, 2, chains=0).guessed > first) is told, (params, kept)
+        assert (written(cascade, WARM, 2, chains=0).guessed > first) is kept, (params, kept)
 
 
 def test_a_tree_below_a_chain() -> None:

@@ -18,7 +18,7 @@ from truedraft.verification.coupled import coupled_choice
 
 VOCAB = 40
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
-COUPLED = SamplingParams(temperature=0.8, top_p=0.9, coupled=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
 GREEDY = SamplingParams()
 
 
@@ -59,7 +59,7 @@ def slow_draws(dist: Tensor, node: OpenNode) -> list[Child]:
 
 def test_kinds_of_drawing() -> None:
     assert drawing_for(GREEDY, 3).kind is DrawKind.DETERMINISTIC
-    assert drawing_for(COUPLED, 3).kind is DrawKind.COUPLED
+    assert drawing_for(SEEDED, 3).kind is DrawKind.COUPLED
     assert drawing_for(SAMPLED, 1).kind is DrawKind.INDEPENDENT
     assert drawing_for(SAMPLED, 2).kind is DrawKind.WITHOUT_REPLACEMENT
 
@@ -81,12 +81,12 @@ def test_never_more_draws_than_the_distribution_has_tokens() -> None:
     scores = torch.full((2, VOCAB), -math.inf)
     scores[0, [4, 9]] = 1.0
     scores[1, 7] = 0.0
-    for params in (SAMPLED, COUPLED):
+    for params in (SAMPLED, SEEDED):
         children, _ = drawn(scores, params, nodes(4, 4))
         assert [sorted(own) for own in ids(children)] == [[4, 9], [7]]
 
 
-@pytest.mark.parametrize("params", [SAMPLED, COUPLED], ids=["sampled", "coupled"])
+@pytest.mark.parametrize("params", [SAMPLED, SEEDED], ids=["sampled", "seeded"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nothing_is_drawn_from_broken_logits_and_other_rows_are_as_ever(
@@ -129,7 +129,7 @@ def test_coupled_drafts_are_the_choices_of_the_shared_noise() -> None:
     for seed in range(20):
         scores = logits(2, seed)
         open_nodes = nodes(1, 3)
-        children, probs = drawn(scores, COUPLED, open_nodes, wants=True)
+        children, probs = drawn(scores, SEEDED, open_nodes, wants=True)
         assert probs is not None
         for own, dist, node in zip(children, probs, open_nodes, strict=True):
             noise = node.noise.gumbel(node.depth, VOCAB, dist.device)
@@ -138,7 +138,7 @@ def test_coupled_drafts_are_the_choices_of_the_shared_noise() -> None:
             assert own == [(token, float(dist[token])) for token in best if dist[token] > 0]
 
 
-@pytest.mark.parametrize("params", [COUPLED, SamplingParams(temperature=1.0, coupled=True)], ids=["top-p", "dense"])
+@pytest.mark.parametrize("params", [SEEDED, SamplingParams(temperature=1.0, seed=1)], ids=["top-p", "dense"])
 def test_coupled_drafts_over_a_large_vocabulary(params: SamplingParams) -> None:
     """Where not every token is looked at: the same children, in the same order, for every width of a neighbour."""
     scores = torch.randn(4, 9_000, generator=torch.Generator().manual_seed(1)) * torch.tensor(
@@ -158,6 +158,6 @@ def test_coupled_drafts_over_a_large_vocabulary(params: SamplingParams) -> None:
 def test_logits_are_left_as_they_were() -> None:
     scores = logits(2)
     before = scores.clone()
-    for params in (GREEDY, SAMPLED, COUPLED, SamplingParams(temperature=1.0)):
+    for params in (GREEDY, SAMPLED, SEEDED, SamplingParams(temperature=1.0)):
         drawn(scores, params, nodes(2, 1), wants=True)
     assert torch.equal(scores, before)

@@ -71,7 +71,7 @@ def test_it_drafts_within_its_budget_and_only_where_something_is_predicted() -> 
 def test_a_prediction_changes_no_answer_and_saves_calls(temperature: float) -> None:
     target = tiny_models.packed("llama")
     prompt = [3, 1, 4, 1, 5]
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, coupled=temperature > 0)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
     plain = Engine(target).generate(prompt, params)
     engine = Engine(target, with_own_drafts(DraftModel(tiny_models.noisy("llama", 0.05))))
     wrong = [*plain.token_ids[:15], 0, 1, 2, *plain.token_ids[17:]]
@@ -87,7 +87,7 @@ def test_a_prediction_changes_no_answer_and_saves_calls(temperature: float) -> N
 
 
 def _options(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in ("max_tokens", "temperature", "seed", "coupled")}
+    return {name: getattr(params, name) for name in ("max_tokens", "temperature", "seed")}
 
 
 def test_they_stand_by_beside_other_drafters() -> None:

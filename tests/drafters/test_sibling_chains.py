@@ -230,11 +230,11 @@ def test_greedy_requests_get_the_likeliest_first_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_greedy_and_coupled_answers_are_those_of_plain_decoding(family: str) -> None:
+def test_greedy_and_seeded_answers_are_those_of_plain_decoding(family: str) -> None:
     target, drafter = packed(family), DraftModel(noisy(family, 0.1), 3, chains=3)
     for params in (
         SamplingParams(max_tokens=20, ignore_eos=True),
-        SamplingParams(max_tokens=20, temperature=0.8, seed=3, coupled=True, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True),
     ):
         answers = Engine(target, drafter, controller="fixed").generate([list(p) for p in PROMPTS], params)
         plain = Engine(target).generate([list(p) for p in PROMPTS], params)
@@ -250,11 +250,11 @@ def test_answers_are_certified(rule: Rule, options: dict) -> None:
         return  # refused when it is composed: tests/verification
     stack = Stack(TARGET, drafter, rule)
     texts = [[1, 2, 2], [0], [1, 1, 0, 2, 1], [2, 1]]
-    coupled = SamplingParams(max_tokens=24, temperature=0.8, seed=4, coupled=True)
+    seeded = SamplingParams(max_tokens=24, temperature=0.8, seed=4)
     checks: list[tuple[SamplingParams, Check]] = [(WARM, Statistics())]
     if rule.name == "speculative":
         greedy = SamplingParams(max_tokens=24)
-        checks += [(params, check) for params in (greedy, coupled) for check in (Equality(), Invariance())]
+        checks += [(params, check) for params in (greedy, seeded) for check in (Equality(), Invariance())]
     for params, check in checks:
         found = list(check.run(Context(stack, texts, params, 3, 1.0)))
         assert Status.HOLDS in {each.status for each in found}

@@ -21,9 +21,9 @@ from truedraft.drafters.tree_builder import TreeBuilder, draw_level, is_fixed_ch
 
 KINDS = [
     SamplingParams(),
-    SamplingParams(temperature=0.9, seed=1),
-    SamplingParams(temperature=0.9, seed=1),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=2, coupled=True),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=2),
 ]
 
 

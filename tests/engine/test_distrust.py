@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -23,7 +24,7 @@ from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
 VOCAB = 8
 PROMPTS = [[3, 1], [1, 1], [2, 5]]
-PARAMS = SamplingParams(max_tokens=15, temperature=1.0, seed=4)
+PARAMS = SamplingParams(max_tokens=15, temperature=1.0)
 
 Spoil = Callable[[list[int], Tensor], Tensor]
 """From the text before a draw and its distribution `[vocab]` to the distribution that is stored."""
@@ -83,8 +84,12 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_distribution_that_is_none_undrafts_its_request_alone(fault: str, rule: Rule) -> None:
     target = MarkovModel.random(VOCAB, seed=1)
-    sound = Engine(target, Drawing(lambda text, dist: dist), rule, controller="fixed").generate(PROMPTS, PARAMS)
-    answers = Engine(target, Drawing(on_second(FAULTS[fault])), rule, controller="fixed").generate(PROMPTS, PARAMS)
+    sound = Engine(target, Drawing(lambda text, dist: dist), rule, controller="fixed", entropy=4).generate(
+        PROMPTS, PARAMS
+    )
+    answers = Engine(target, Drawing(on_second(FAULTS[fault])), rule, controller="fixed", entropy=4).generate(
+        PROMPTS, PARAMS
+    )
     assert [(a.token_ids, a.stats, a.warnings) for a in answers[::2]] == [
         (a.token_ids, a.stats, ()) for a in sound[::2]
     ]
@@ -100,7 +105,7 @@ def test_a_token_that_its_distribution_forbids_was_not_drawn_from_it() -> None:
     """The stored distribution is one-hot at 7: each other token would stay for certain."""
     target = MarkovModel.random(VOCAB, seed=1)
     one_hot = torch.eye(VOCAB, dtype=torch.float64)[7]
-    answer = Engine(target, Drawing(lambda text, dist: one_hot), controller="fixed").generate([3, 1], PARAMS)
+    answer = Engine(target, Drawing(lambda text, dist: one_hot), controller="fixed", entropy=4).generate([3, 1], PARAMS)
     assert "nothing to the token drawn" in answer.warnings[0]
     assert answer.stats.accepted_tokens == 0
 
@@ -111,11 +116,11 @@ def test_a_distribution_that_breaks_below_a_drawn_token_does_not_bend_the_answer
     """To drop the token above it, because of what was drawn there, would give 1 with 0.75 instead of 0.5."""
     even = MarkovModel(torch.full((2, 2, 2), 0.5, dtype=torch.float64))
     drafter = Drawing(lambda text, dist: dist * torch.nan if text[-1] == 0 else dist, depth=2, vocab=2)
-    engine = Engine(even, drafter, rule, controller="fixed")
+    engine = Engine(even, drafter, rule, controller="fixed", entropy=4)
     begun = ones = 0
-    for seed in range(800):
+    for _ in range(800):
         # After a 1 from the prefill, so that the first distribution is sound.
-        answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0, seed=seed)).token_ids
+        answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0)).token_ids
         begun += answer[0] == 1
         ones += answer[:2] == [1, 1]
     # About 400 answers begin with 1; more than 5 standard deviations off with probability below 1e-6.
@@ -131,7 +136,7 @@ class Breaking(MarkovModel):
 
 
 @pytest.mark.parametrize("branching", [(1, 1, 1), (3, 2, 1)], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["sampled", "coupled"])
+@pytest.mark.parametrize("kind", ["sampled", "seeded"])
 def test_a_draft_model_that_breaks_below_a_drawn_token_is_judged_by_what_it_drew(
     branching: tuple[int, ...], kind: str
 ) -> None:
@@ -139,13 +144,14 @@ def test_a_draft_model_that_breaks_below_a_drawn_token_is_judged_by_what_it_drew
     draft = Breaking(target.probs)
     answers, plain = [], []
     for seed in range(20):
-        params = SamplingParams(max_tokens=15, temperature=1.0, seed=seed, coupled=kind == "coupled")
-        answers += Engine(target, DraftModel(draft, branching=branching), controller="fixed").generate(PROMPTS, params)
+        params = PARAMS if kind == "sampled" else replace(PARAMS, seed=seed)
+        engine = Engine(target, DraftModel(draft, branching=branching), controller="fixed", entropy=seed)
+        answers += engine.generate(PROMPTS, params)
         plain += Engine(target).generate(PROMPTS, params)
     assert all(answer.warnings == () and len(answer.token_ids) == 15 for answer in answers)
     assert any(0 in answer.token_ids for answer in answers)
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0
-    if kind == "coupled":
+    if kind == "seeded":
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
 
 
@@ -160,9 +166,9 @@ def test_a_distribution_that_nobody_drew_from_may_hold_anything() -> None:
                 for each in made
             ]
 
-    answer = Engine(MarkovModel.random(VOCAB, seed=1), Unnamed(lambda text, dist: dist), controller="fixed").generate(
-        [3, 1], PARAMS
-    )
+    answer = Engine(
+        MarkovModel.random(VOCAB, seed=1), Unnamed(lambda text, dist: dist), controller="fixed", entropy=4
+    ).generate([3, 1], PARAMS)
     assert answer.warnings == ()
     assert answer.stats.accepted_tokens > 0
 
@@ -184,9 +190,9 @@ def test_shapes_are_checked(tree: TokenTree, probs: Tensor, words: str) -> None:
             whole = Proposal.chain(torch.zeros(len(tree), dtype=torch.int64), probs)
             return [Proposal(tree, whole.draws, probs) for _ in batch]
 
-    answers = Engine(MarkovModel.random(VOCAB, seed=1), Given(lambda text, dist: dist), controller="fixed").generate(
-        PROMPTS, PARAMS
-    )
+    answers = Engine(
+        MarkovModel.random(VOCAB, seed=1), Given(lambda text, dist: dist), controller="fixed", entropy=4
+    ).generate(PROMPTS, PARAMS)
     for answer in answers:
         assert "drafter 'drawing'" in answer.warnings[0] and words in answer.warnings[0]
         assert answer.stats.draft_tokens == 0
@@ -213,8 +219,8 @@ def test_a_drafter_cannot_change_the_text_that_it_is_shown(change: str) -> None:
             return super().propose(batch, budgets, noise)
 
     target = MarkovModel.random(VOCAB, seed=1)
-    answer = Engine(target, Meddling(lambda tokens: [[5]]), controller="fixed").generate([3, 1], PARAMS)
-    assert answer.token_ids == Engine(target).generate([3, 1], PARAMS).token_ids
+    answer = Engine(target, Meddling(lambda tokens: [[5]]), controller="fixed", entropy=4).generate([3, 1], PARAMS)
+    assert answer.token_ids == Engine(target, entropy=4).generate([3, 1], PARAMS).token_ids
     (warning,) = answer.warnings
     assert "drafter 'scripted' failed" in warning
     assert "cannot" in warning
@@ -250,9 +256,9 @@ def test_observing_that_fails_undrafts_one_request_and_the_others_go_on_as_befor
                 super().observe([request], [outcome])
 
     target = MarkovModel.random(VOCAB, seed=1)
-    sound = Engine(target, DraftModel(target, 3), controller="fixed").generate(PROMPTS, PARAMS)
+    sound = Engine(target, DraftModel(target, 3), controller="fixed", entropy=4).generate(PROMPTS, PARAMS)
     draft = MarkovModel(target.probs)
-    answers = Engine(target, Broken(draft, 3), controller="fixed").generate(PROMPTS, PARAMS)
+    answers = Engine(target, Broken(draft, 3), controller="fixed", entropy=4).generate(PROMPTS, PARAMS)
     assert [answer.token_ids for answer in answers[::2]] == [answer.token_ids for answer in sound[::2]]
     assert all(answer.stats.draft_acceptance_rate == 1.0 and answer.warnings == () for answer in answers[::2])
     assert [answer.stats.recoveries for answer in answers] == [1, 1, 1]

@@ -65,11 +65,11 @@ class OfTrees(Watching):
     features: ClassVar[Features | None] = Features(rows="tree", logits=True)
 
 
-PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperature=1.0, seed=2)]
+PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperature=1.0)]
 
 
 def run(target: MarkovWithHead, drafter: Watching) -> list[list[int]]:
-    engine = Engine(target, drafter, controller="fixed")
+    engine = Engine(target, drafter, controller="fixed", entropy=2)
     engine._scheduler.chunk = 4
     return [answer.token_ids for answer in engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)]
 
@@ -119,7 +119,7 @@ def test_rows_of_trees_are_all_of_a_tree_and_the_last_of_a_part_of_a_prompt(targ
     run(target, every)
     pairs = [(alone, every)]
     pairs.append((OfTrees(), All()))
-    engine = Engine(target, Portfolio({"all": pairs[1][1], "trees": pairs[1][0]}), controller=Both())
+    engine = Engine(target, Portfolio({"all": pairs[1][1], "trees": pairs[1][0]}), controller=Both(), entropy=2)
     engine._scheduler.chunk = 4
     engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)
     for own, other in pairs:
@@ -155,7 +155,7 @@ def test_layers_are_shown_at_the_same_rows() -> None:
     for backend in (StockBackend, fused_backend):
         target = HuggingFaceModel(stock("llama"), None, "llama", backend)
         drafter = Layered()
-        engine = Engine(target, drafter, controller="fixed")
+        engine = Engine(target, drafter, controller="fixed", entropy=2)
         engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=6))
         compared = 0
         for before, outcome in drafter.seen:
@@ -173,4 +173,4 @@ def test_layers_that_a_forward_does_not_show_are_refused(target: MarkovWithHead)
         features: ClassVar[Features | None] = Features(layers=(2,))
 
     with pytest.raises(CompositionError, match=r"reads vectors of layers 2, .* shows none; load the target"):
-        Engine(target, Layered(), controller="fixed")
+        Engine(target, Layered(), controller="fixed", entropy=2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.fixed_noise import answers_of
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
@@ -31,8 +32,8 @@ from truedraft.testing import MarkovModel, ScriptedDrafter
 
 SMALL = 8
 GREEDY = SamplingParams(max_tokens=40)
-SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, seed=3)
-COUPLED = SamplingParams(max_tokens=40, temperature=0.9, seed=3, coupled=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.9)
+SEEDED = SamplingParams(max_tokens=40, temperature=0.9, seed=3)
 
 DRAFTERS = {
     "none": lambda target: None,
@@ -84,16 +85,16 @@ def test_greedy_makes_no_distribution(
 def test_answers_are_those_that_distributions_give(
     target: MarkovModel, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy, sampled and coupled requests in one batch, in every order of neighbours."""
+    """Greedy, sampled and seeded requests in one batch, in every order of neighbours."""
     prompts = [[3, 1, 4], [1] * 9, [2], [5, 6], [3, 3], [7]]
-    params = [GREEDY, SAMPLED, GREEDY, GREEDY, COUPLED, SAMPLED]
+    params = [GREEDY, SAMPLED, GREEDY, GREEDY, SEEDED, SAMPLED]
     engine = Engine(target, drafter, controller="fixed")
-    without = engine.generate(prompts, params)
-    alone = [engine.generate(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    backwards = engine.generate(prompts[::-1], params[::-1])[::-1]
+    without = answers_of(engine, prompts, params)
+    alone = [answers_of(engine, [prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    backwards = answers_of(engine, prompts[::-1], params[::-1])[::-1]
     with_probs(monkeypatch)
     made = count_probs(monkeypatch)
-    with_them = engine.generate(prompts, params)
+    with_them = answers_of(engine, prompts, params)
     assert sum(made) > 0
     for answers in (alone, backwards, with_them):
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in without]

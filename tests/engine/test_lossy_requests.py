@@ -4,16 +4,19 @@ exact."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from support.fixed_noise import answers_of
 from support.letters import Letters
 from truedraft import Engine, SamplingParams
+from truedraft.core.stats import Counters
 from truedraft.core.verdict import Divergence
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
-from truedraft.errors import InvalidLogitsError
+from truedraft.errors import InvalidLogitsError, OptionError
 from truedraft.testing import MarkovModel, ScriptedDrafter
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling, TypicalAcceptance
 
@@ -28,8 +31,8 @@ DRAFTERS = {
 }
 OPTIONS = {
     "greedy": SamplingParams(max_tokens=40),
-    "sampled": SamplingParams(max_tokens=40, temperature=0.9, seed=5),
-    "nucleus": SamplingParams(max_tokens=40, temperature=1.3, top_p=0.8, top_k=5, seed=5),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.9),
+    "nucleus": SamplingParams(max_tokens=40, temperature=1.3, top_p=0.8, top_k=5),
 }
 
 
@@ -65,7 +68,7 @@ def tokens_judged(answer: Answer) -> int:
 def test_every_emitted_token_is_measured_once(
     target: MarkovModel, drafter: Drafter | None, rule: Rule, options: str
 ) -> None:
-    stats = Engine(target, drafter, rule, controller="fixed").generate(PROMPT, OPTIONS[options]).stats
+    stats = Engine(target, drafter, rule, controller="fixed", entropy=5).generate(PROMPT, OPTIONS[options]).stats
     assert stats.divergence is not None
     assert stats.divergence.tokens == 40 == stats.emitted_tokens + stats.prefill_tokens
     assert stats.mean_total_variation == pytest.approx(stats.divergence.total_variation / 40)
@@ -78,7 +81,7 @@ def test_every_emitted_token_is_measured_once(
 def test_the_figures_of_a_greedy_answer_follow_from_its_tokens(target: MarkovModel, rule: Rule) -> None:
     """At temperature 0 the distributions are those at temperature 1: 1 - p(x) and -log p(x) of the tokens that came
     out."""
-    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, OPTIONS["greedy"])
+    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, OPTIONS["greedy"])
     probs = probs_on(target, answer)
     p_x = [float(dist[token]) for dist, token in zip(probs, answer.token_ids, strict=True)]
     largest = [float(dist.max()) for dist in probs]
@@ -91,8 +94,8 @@ def test_the_figures_of_a_greedy_answer_follow_from_its_tokens(target: MarkovMod
 
 
 def test_plain_decoding_under_lenience_is_exact_and_under_typical_acceptance_greedy(target: MarkovModel) -> None:
-    lenient = Engine(target, None, LenientSampling(0.1)).generate(PROMPT, OPTIONS["sampled"])
-    assert lenient.token_ids == Engine(target).generate(PROMPT, OPTIONS["sampled"]).token_ids
+    lenient = Engine(target, None, LenientSampling(0.1), entropy=5).generate(PROMPT, OPTIONS["sampled"])
+    assert lenient.token_ids == Engine(target, entropy=5).generate(PROMPT, OPTIONS["sampled"]).token_ids
     assert lenient.stats.mean_total_variation == lenient.stats.mean_kl == 0.0
     typical = Engine(target, None, TypicalAcceptance()).generate(PROMPT, OPTIONS["sampled"])
     assert typical.token_ids == Engine(target).generate(PROMPT, OPTIONS["greedy"]).token_ids
@@ -100,10 +103,10 @@ def test_plain_decoding_under_lenience_is_exact_and_under_typical_acceptance_gre
 
 
 def test_tokens_behind_a_stop_count_nowhere(target: MarkovModel, rule: Rule) -> None:
-    full = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, OPTIONS["greedy"])
+    full = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, OPTIONS["greedy"])
     for stop in range(VOCAB):
         params = SamplingParams(max_tokens=40, stop_token_ids=(stop,))
-        answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, params)
+        answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, params)
         kept = full.token_ids.index(stop) if stop in full.token_ids else 40
         assert answer.token_ids == full.token_ids[:kept]
         assert tokens_judged(answer) == kept
@@ -125,7 +128,9 @@ def test_what_a_stop_text_takes_back_counts_nowhere(target: MarkovModel) -> None
 
 def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | None) -> None:
     for params in OPTIONS.values():
-        stats = Engine(target, drafter, SpeculativeSampling(), controller="fixed").generate(PROMPT, params).stats
+        stats = (
+            Engine(target, drafter, SpeculativeSampling(), controller="fixed", entropy=5).generate(PROMPT, params).stats
+        )
         assert stats.divergence is None and stats.mean_total_variation is None and stats.mean_kl is None
         assert stats.mean_total_variation_greedy is None and stats.mean_kl_greedy is None
 
@@ -135,7 +140,7 @@ def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | 
 
 def test_more_is_accepted_than_by_the_lossless_rule(target: MarkovModel) -> None:
     def length(rule: Rule, params: SamplingParams) -> float:
-        answers = Engine(target, DRAFTERS["chain"](), rule, controller="fixed").generate(
+        answers = Engine(target, DRAFTERS["chain"](), rule, controller="fixed", entropy=5).generate(
             [[i, i] for i in range(8)], params
         )
         return sum(each.stats.emitted_tokens for each in answers) / sum(each.stats.target_calls for each in answers)
@@ -150,39 +155,40 @@ def test_at_temperature_zero_top_k_does_not_narrow_the_distribution(target: Mark
     """With top-k 1 the distribution would be one-hot and nothing but the argmax could stay."""
     narrow = SamplingParams(max_tokens=40, top_k=1, top_p=0.1, min_p=1.0)
     for rule in RULES:
-        engine = Engine(target, DRAFTERS["tree"](), rule, controller="fixed")
+        engine = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5)
         assert engine.generate(PROMPT, narrow).token_ids == engine.generate(PROMPT, OPTIONS["greedy"]).token_ids
 
 
 def test_above_temperature_zero_the_request_keeps_its_own_distribution(target: MarkovModel, rule: Rule) -> None:
     """Under top-k 1 only the argmax has mass, so no rule can emit anything else."""
-    params = SamplingParams(max_tokens=30, temperature=0.7, top_k=1, seed=1)
-    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed").generate(PROMPT, params)
+    params = SamplingParams(max_tokens=30, temperature=0.7, top_k=1)
+    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, params)
     assert answer.token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=30)).token_ids
     assert answer.stats.mean_total_variation == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_coupled_request_stays_exact(target: MarkovModel, drafter: Drafter | None, rule: Rule) -> None:
-    for temperature in (0.0, 0.9):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, coupled=True)
-        answer = Engine(target, drafter, rule, controller="fixed").generate(PROMPT, params)
-        assert answer.token_ids == Engine(target).generate(PROMPT, params).token_ids
-        assert answer.stats.divergence is None
+def test_a_seed_is_refused_by_name_and_decides_nothing_of_greedy_answers(target: MarkovModel, rule: Rule) -> None:
+    lossy, lossless = Engine(target, rule=rule, controller="fixed", entropy=5), Engine(target)
+    seeded = SamplingParams(max_tokens=40, temperature=0.9, seed=5)
+    for ask in (lambda: lossy.generate(PROMPT, seeded), lambda: lossless.submit(PROMPT, seeded, rule=rule)):
+        with pytest.raises(OptionError, match=f"rule {rule.spec!r} is lossy") as caught:
+            ask()
+        assert caught.value.field == "seed"
+    assert lossy.generate([PROMPT], seeded)[0].finish_reason == "error"
+    greedy = lossy.generate(PROMPT, OPTIONS["greedy"])
+    assert lossy.generate(PROMPT, replace(OPTIONS["greedy"], seed=5)).token_ids == greedy.token_ids
 
 
 def test_a_mixed_batch_answers_as_each_request_alone(target: MarkovModel, drafter: Drafter | None, rule: Rule) -> None:
-    params = [*OPTIONS.values(), SamplingParams(max_tokens=20, temperature=0.9, seed=1, coupled=True)]
-    engine = Engine(target, drafter, rule, controller="fixed")
-    together = engine.generate([PROMPT] * 4, params)
+    params = list(OPTIONS.values())
+    engine = Engine(target, drafter, rule, controller="fixed", entropy=5)
+    together = answers_of(engine, [PROMPT] * 3, params)
     for answer, own in zip(together, params, strict=True):
-        alone = engine.generate(PROMPT, own)
+        (alone,) = answers_of(engine, [PROMPT], own)
         assert answer.token_ids == alone.token_ids
-        if alone.stats.divergence is None:
-            assert answer.stats.divergence is None
-        else:
-            assert answer.stats.mean_kl == pytest.approx(alone.stats.mean_kl)
-    total = together[0].stats + together[1].stats + together[3].stats
-    assert total.divergence is not None and total.divergence.tokens == 80  # the coupled request's are not among them
+        assert answer.stats.mean_kl == pytest.approx(alone.stats.mean_kl)
+    total = sum((answer.stats for answer in together), Counters())
+    assert total.divergence is not None and total.divergence.tokens == 120
 
 
 def test_broken_logits_end_the_answer_where_they_are(target: MarkovModel, rule: Rule) -> None:
@@ -191,7 +197,7 @@ def test_broken_logits_end_the_answer_where_they_are(target: MarkovModel, rule: 
     probs[:, 6] = torch.nan
     probs[:, :6, 6] = 0.9
     broken = MarkovModel(probs / probs.sum(dim=-1, keepdim=True))
-    engine = Engine(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule, controller="fixed")
+    engine = Engine(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule, controller="fixed", entropy=5)
     request = engine.submit([1, 2], SamplingParams(max_tokens=20))
     while engine.step():
         pass

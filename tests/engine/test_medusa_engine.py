@@ -18,6 +18,7 @@ from scipy import stats
 
 from support.answers import assert_ends_inside_blocks
 from support.candidate_schemes import candidates_scheme
+from support.fixed_noise import answers_of
 from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_heads
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
@@ -91,9 +92,8 @@ def test_typical_acceptance_does_not(tree: str) -> None:
 def p_value(target: MarkovWithHead, rule: Rule, answers: int = 3000) -> float:
     """Chi-square of tokens 2 and 3 of many answers under the target's own joint distribution; cells of fewer than 10
     are one."""
-    engine = Engine(target, drafter_of(target), rule, max_batch=64, controller="fixed")
-    params = [SamplingParams(max_tokens=3, temperature=1.0, seed=seed) for seed in range(answers)]
-    made = engine.generate([[3, 1]] * answers, params)
+    engine = Engine(target, drafter_of(target), rule, max_batch=64, controller="fixed", entropy=0)
+    made = engine.generate([[3, 1]] * answers, SamplingParams(max_tokens=3, temperature=1.0))
     vocab = target.vocab_size
     counts = np.zeros((vocab, vocab))
     for answer in made:
@@ -125,7 +125,7 @@ def test_the_same_test_catches_a_lossy_rule(target: MarkovWithHead) -> None:
 @pytest.mark.parametrize("tree", TREES)
 def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithHead, tree: str) -> None:
     params = SamplingParams(max_tokens=60)
-    engine = Engine(target, drafter_of(target, tree), controller="fixed")
+    engine = Engine(target, drafter_of(target, tree), controller="fixed", entropy=0)
     plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)]
     made = engine.generate(PROMPTS, params)
     assert [answer.token_ids for answer in made] == plain
@@ -135,35 +135,33 @@ def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithHead, tree
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"coupled": True}, {"top_p": 0.8, "top_k": 5}], ids=["plain", "coupled", "cut"]
-)
-def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
+@pytest.mark.parametrize("options", [{}, {"seed": 5}, {"top_p": 0.8, "top_k": 5}], ids=["plain", "seeded", "cut"])
+def test_a_request_answers_alike_alone_in_a_batch_and_streamed(
     target: MarkovWithHead, options: dict[str, float]
 ) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, **options)  # type: ignore[arg-type]
-    engine = Engine(target, drafter_of(target), controller="fixed")
-    alone = [engine.generate(prompt, params).token_ids for prompt in PROMPTS]
-    assert [answer.token_ids for answer in engine.generate(PROMPTS, params)] == alone
-    two = Engine(target, drafter_of(target), max_batch=2, controller="fixed").generate(PROMPTS, params)
+    params = SamplingParams(max_tokens=30, temperature=0.9, **options)  # type: ignore[arg-type]
+    engine = Engine(target, drafter_of(target), controller="fixed", entropy=0)
+    alone = [answers_of(engine, [prompt], params)[0].token_ids for prompt in PROMPTS]
+    assert [answer.token_ids for answer in answers_of(engine, PROMPTS, params)] == alone
+    two = answers_of(Engine(target, drafter_of(target), max_batch=2, controller="fixed", entropy=0), PROMPTS, params)
     assert [answer.token_ids for answer in two] == alone
-    assert [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids] == alone[0]
-    if options == {"coupled": True}:
+    if "seed" in options:
+        assert [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids] == alone[0]
         assert [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)] == alone
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
-def test_coupled_answers_are_plain_ones_and_are_guessed_more_often(target: MarkovWithHead, temperature: float) -> None:
+def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(target: MarkovWithHead, temperature: float) -> None:
     """Whatever trees and sizes draft; heads that hear the noise have more accepted than those kept from it.
 
     Seeds are fixed, so the counts are too.
     """
-    params = [SamplingParams(max_tokens=30, temperature=temperature, coupled=True, seed=seed) for seed in range(8)]
+    params = [SamplingParams(max_tokens=30, temperature=temperature, seed=seed) for seed in range(8)]
     prompts = PROMPTS * 2
     plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
 
     def accepted(drafter: Medusa) -> int:
-        answers = Engine(target, drafter, max_batch=8, controller="fixed").generate(prompts, params)
+        answers = Engine(target, drafter, max_batch=8, controller="fixed", entropy=0).generate(prompts, params)
         assert [answer.token_ids for answer in answers] == plain
         assert not any(answer.warnings for answer in answers)
         return sum(answer.stats.accepted_tokens for answer in answers)
@@ -175,7 +173,7 @@ def test_coupled_answers_are_plain_ones_and_are_guessed_more_often(target: Marko
 
 
 class Unhearing(Medusa):
-    """Kept from the noise of coupled requests."""
+    """Kept from the noise of seeded requests."""
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -183,17 +181,17 @@ class Unhearing(Medusa):
         return super().propose(batch, budgets, [KeyedNoise(0, 0, 0, greedy=True)] * len(batch))
 
 
-def test_greedy_sampled_and_coupled_requests_share_a_batch(target: MarkovWithHead) -> None:
+def test_greedy_sampled_and_seeded_requests_share_a_batch(target: MarkovWithHead) -> None:
     params = [
         SamplingParams(max_tokens=30),
-        SamplingParams(max_tokens=30, temperature=0.8, seed=3, coupled=True),
-        SamplingParams(max_tokens=30, temperature=0.8, seed=4),
-        SamplingParams(max_tokens=30, temperature=1.2, seed=5, coupled=True, top_p=0.9),
+        SamplingParams(max_tokens=30, temperature=0.8, seed=3),
+        SamplingParams(max_tokens=30, temperature=0.8),
+        SamplingParams(max_tokens=30, temperature=1.2, seed=5, top_p=0.9),
     ]
     for trees in (LikeliestTrees(3), {"greedy": TREES["mixed"]}):
-        engine = Engine(target, Medusa(heads_of(target), trees, nodes=6), controller="fixed")
-        alone = [engine.generate(prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
-        together = engine.generate(PROMPTS, params)
+        engine = Engine(target, Medusa(heads_of(target), trees, nodes=6), controller="fixed", entropy=0)
+        alone = [answers_of(engine, [prompt], own)[0] for prompt, own in zip(PROMPTS, params, strict=True)]
+        together = answers_of(engine, PROMPTS, params)
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
         assert [answer.stats for answer in together] == [answer.stats for answer in alone]
         plain = Engine(target).generate(PROMPTS, params)
@@ -202,7 +200,9 @@ def test_greedy_sampled_and_coupled_requests_share_a_batch(target: MarkovWithHea
 
 
 def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:
-    assert_ends_inside_blocks(Engine(target), Engine(target, drafter_of(target), controller="fixed"), PROMPTS[0])
+    assert_ends_inside_blocks(
+        Engine(target), Engine(target, drafter_of(target), controller="fixed", entropy=0), PROMPTS[0]
+    )
 
 
 # --- requests that come and go ---
@@ -242,10 +242,9 @@ class Watched(Medusa):
 def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHead, budgets: list[Budget]) -> None:
     """Whatever was accepted, also after steps without a budget, and in a batch whose members end at different times."""
     drafter = Watched(target)
-    engine = Engine(target, drafter, controller=ScriptedController(budgets))
+    engine = Engine(target, drafter, controller=ScriptedController(budgets), entropy=1)
     params = [
-        SamplingParams(max_tokens=count, temperature=t, seed=1)
-        for count, t in ((40, 0.0), (7, 1.0), (25, 0.7), (1, 0.0))
+        SamplingParams(max_tokens=count, temperature=t) for count, t in ((40, 0.0), (7, 1.0), (25, 0.7), (1, 0.0))
     ]
     answers = engine.generate(PROMPTS, params)
     assert not any(answer.warnings for answer in answers)
@@ -259,7 +258,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHea
 def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
     long = MarkovWithHead(target.probs, context_length=2048)
     drafter = Watched(long)
-    engine = Engine(long, drafter, controller="fixed")
+    engine = Engine(long, drafter, controller="fixed", entropy=0)
     prompt = [i * i % 8 for i in range(1500)]
     answer = engine.generate(prompt, SamplingParams(max_tokens=20))
     assert answer.token_ids == Engine(long).generate(prompt, SamplingParams(max_tokens=20)).token_ids
@@ -269,7 +268,7 @@ def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
 
 def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) -> None:
     drafter = Watched(target)
-    engine = Engine(target, drafter, controller="fixed")
+    engine = Engine(target, drafter, controller="fixed", entropy=0)
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60))
     next(iter(stream))
     stream.close()  # type: ignore[attr-defined]
@@ -282,6 +281,9 @@ def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) 
 
 def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithHead) -> None:
     drafter = drafter_of(target)
-    first, second = Engine(target, drafter, controller="fixed"), Engine(target, drafter, controller="fixed")
+    first, second = (
+        Engine(target, drafter, controller="fixed", entropy=0),
+        Engine(target, drafter, controller="fixed", entropy=0),
+    )
     params = SamplingParams(max_tokens=30)
     assert first.generate(PROMPTS[0], params).token_ids == second.generate(PROMPTS[0], params).token_ids

@@ -36,7 +36,7 @@ def _forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("way", ["greedy", "coupled"])
+@pytest.mark.parametrize("way", ["greedy", "seeded"])
 def test_tokens_are_those_of_plain_decoding(option: str, way: str) -> None:
     plain = tokens_of(engine_of("none", "speculative"), option, way)
     for drafter, rule in COMPOSED:
@@ -95,7 +95,7 @@ Every sampling option beside every drafter, each under the rules `speculative` a
 (`make results-options`): each cell is proven on a language model of four tokens whose distributions can be written
 down, and drafters that are right at times and wrong at others.
 
-- **=** At temperature 0, and coupled at temperature 1.2, the tokens, finish reasons and logprobs are those of plain
+- **=** At temperature 0, and with a seed at temperature 1.2, the tokens, finish reasons and logprobs are those of plain
   decoding by the same engine, bit for bit.
 - **~** Sampled at temperature 1.2, {answers} answers of two tokens follow the exact distribution that the option
   defines: a chi-square test whose false alarms come once in a million runs of a cell.
@@ -107,7 +107,7 @@ down, and drafters that are right at times and wrong at others.
 {table}
 
 Lossy rules (`typical`, `speculative,lenience=L`) obey the same bans, biases and penalties, for they judge by the same
-changed distributions; what they give up is stated [there](lossy_rules.md). Refused whatever drafts: `coupled` with a
-lossy rule in commands, `structured` with `ignore_eos`, `n` above 1 in `Engine.stream` (ask for each sample by
+changed distributions; what they give up is stated [there](lossy_rules.md). Refused whatever drafts: a `seed` with a
+lossy rule above temperature 0, `structured` with `ignore_eos`, `n` above 1 in `Engine.stream` (ask for each sample by
 `submit`), and options about ids that the model has not.
 """

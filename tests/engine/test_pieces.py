@@ -45,20 +45,27 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
     return DRAFTERS[request.param](target)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "seeded"])
 def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafter: Drafter | None, kind: str) -> None:
-    options = {"temperature": 0.0 if kind == "greedy" else 1.0, "coupled": kind == "coupled"}
-    engine = Engine(target, drafter, controller="fixed")
+    engine = Engine(target, drafter, controller="fixed", entropy=5)
     params = [
-        SamplingParams(max_tokens=40, seed=seed, stop=stops, stop_token_ids=ids, **options)
+        SamplingParams(
+            max_tokens=40,
+            temperature=0.0 if kind == "greedy" else 1.0,
+            seed=seed if kind == "seeded" else None,
+            stop=stops,
+            stop_token_ids=ids,
+        )
         for seed in range(3)
         for stops in [(stop,) for stop in STOPS] + [("é", "bab"), ()]
         for ids in ((), (7,))
     ]
     prompts = [[seed % VOCAB, (3 * seed + 1) % VOCAB] for seed in range(len(params))]
     answers = engine.generate(prompts, params)
-    for prompt, its, answer in list(zip(prompts, params, answers, strict=True))[::7]:
-        pieces = list(engine.stream(prompt, its))
+    for number, (prompt, its, answer) in list(enumerate(zip(prompts, params, answers, strict=True)))[::7]:
+        again = Engine(target, drafter, controller="fixed", entropy=5)
+        again._unseeded = itertools.count(number)
+        pieces = list(again.stream(prompt, its))
         assert [token for piece in pieces for token in piece.token_ids] == answer.token_ids
         assert "".join(piece.text for piece in pieces) == answer.text
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
@@ -71,7 +78,9 @@ def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() 
     target = MarkovModel(after.expand(count, count, count))
     target.tokenizer = Letters(count, "_accccbababx")  # type: ignore[assignment]
     guesses = {2: [2, 3, 4], 6: [6, 0], 8: [8, 0], 10: [10]}  # by tokens of the text so far, the prompt's one too
-    engine = Engine(target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), controller="fixed")
+    engine = Engine(
+        target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), controller="fixed", entropy=5
+    )
     whole = engine.generate([0], SamplingParams(max_tokens=11))
     assert (whole.token_ids, whole.text) == (list(range(1, 12)), "accccbababx")
     assert (whole.stats.accepted_per_position, whole.stats.tried_per_position) == ([4, 1, 1], [4, 3, 1])
@@ -85,10 +94,10 @@ def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() 
 
 def test_tokens_wait_no_longer_than_a_stop_text_may_begin(target: MarkovModel) -> None:
     target.tokenizer = Letters(VOCAB)  # type: ignore[assignment]
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=4)
-    plain = [piece.token_ids for piece in Engine(target).stream([1, 2], params)]
+    params = SamplingParams(max_tokens=30, temperature=1.0)
+    plain = [piece.token_ids for piece in Engine(target, entropy=4).stream([1, 2], params)]
     assert [len(tokens) for tokens in plain] == [1] * 30 + [0]
-    stream = list(Engine(target).stream([1, 2], replace(params, stop=("ay", "byy"))))
+    stream = list(Engine(target, entropy=4).stream([1, 2], replace(params, stop=("ay", "byy"))))
     given = list(itertools.accumulate(len(piece.token_ids) for piece in stream[:-1]))
     # With "a" and "b" a stop text may begin: that one token waits for the next.
     held = [tokens[0] in (A, B) for tokens in plain[:-1]]
@@ -116,8 +125,10 @@ def _add(answer: Answer, name: str) -> None:
 
 @pytest.mark.parametrize("fault", PERTURBED)
 def test_the_check_sees_what_it_is_for(target: MarkovModel, fault: str) -> None:
-    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3), controller="fixed")
-    pieces = list(engine.stream([3, 1], SamplingParams(max_tokens=30, temperature=1.0, seed=2)))
+    engine = Engine(
+        target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3), controller="fixed", entropy=5
+    )
+    pieces = list(engine.stream([3, 1], SamplingParams(max_tokens=30, temperature=1.0)))
     pieces = [piece for piece in pieces if piece.token_ids or piece.answer]
     answer = deepcopy(pieces[-1].answer)
     assert answer is not None
@@ -138,7 +149,7 @@ def test_a_break_behind_an_accepted_token_tries_no_further_position() -> None:
         told.probs[first[0], first[1]] = torch.nan
         for rule in (None, LenientSampling(0.5)):
             drafter = ScriptedDrafter(lambda tokens: [[first[1], seed, 0, 1]])  # noqa: B023
-            answers = Engine(told, drafter, rule, controller="fixed").generate(
+            answers = Engine(told, drafter, rule, controller="fixed", entropy=5).generate(
                 [[3, 1]], SamplingParams(max_tokens=9, stop_token_ids=())
             )
             assert answers[0].finish_reason == "error"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support.answers import assert_ends_inside_blocks
 from support.candidate_schemes import candidates_scheme, proposal_after
+from support.fixed_noise import answers_of
 from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
@@ -177,32 +178,30 @@ def test_greedy_answers_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["beams", "drawn"])
-@pytest.mark.parametrize(
-    "options", [{}, {"coupled": True}, {"top_p": 0.8, "top_k": 5}], ids=["plain", "coupled", "cut"]
-)
-def test_a_seeded_request_answers_alike_alone_in_a_batch_and_streamed(
+@pytest.mark.parametrize("options", [{}, {"seed": 5}, {"top_p": 0.8, "top_k": 5}], ids=["plain", "seeded", "cut"])
+def test_a_request_answers_alike_alone_in_a_batch_and_streamed(
     target: MarkovWithEmbedding, options: dict[str, float], sampled: bool
 ) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, **options)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=30, temperature=0.9, **options)  # type: ignore[arg-type]
     engine = Engine(target, drafter_of(target, sampled=sampled), controller="fixed")
-    alone = [engine.generate(prompt, params) for prompt in PROMPTS]
-    together = engine.generate(PROMPTS, params)
+    alone = [answers_of(engine, [prompt], params)[0] for prompt in PROMPTS]
+    together = answers_of(engine, PROMPTS, params)
     assert [a.token_ids for a in together] == [a.token_ids for a in alone]
     assert [a.stats.accepted_per_position for a in together] == [a.stats.accepted_per_position for a in alone]
     assert not any(a.warnings for a in together)
     assert sum(a.stats.accepted_tokens for a in together) > 0
-    streamed = [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids]
-    assert streamed == alone[0].token_ids
-    if options == {"coupled": True}:
+    if "seed" in options:
+        streamed = [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids]
+        assert streamed == alone[0].token_ids
         assert [a.token_ids for a in Engine(target).generate(PROMPTS, params)] == [a.token_ids for a in alone]
 
 
 def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding) -> None:
-    """Greedy, sampled and coupled requests, with budgets that change from step to step."""
+    """Greedy, sampled and seeded requests, with budgets that change from step to step."""
     budgets = [Budget(3, 4), NO_DRAFT, Budget(1, 2), Budget(3, 1), Budget(2, 4, 3)]
     params = [
-        SamplingParams(max_tokens=count, temperature=t, seed=1, coupled=coupled)
-        for count, t, coupled in ((40, 0.0, False), (7, 1.0, False), (25, 0.7, True), (1, 0.0, False))
+        SamplingParams(max_tokens=count, temperature=t, seed=seed)
+        for count, t, seed in ((40, 0.0, None), (7, 1.0, None), (25, 0.7, 1), (1, 0.0, None))
     ]
     drafter = drafter_of(target, sampled=True)
     answers = Engine(target, drafter, controller=ScriptedController(budgets)).generate(PROMPTS, params)

@@ -22,7 +22,7 @@ PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
 SPECS = ("typical", "speculative,lenience=0.5")
 OPTIONS = {
     "greedy": SamplingParams(max_tokens=40),
-    "sampled": SamplingParams(max_tokens=40, temperature=0.9, seed=5),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.9),
 }
 
 
@@ -33,7 +33,7 @@ def target() -> MarkovWithEmbedding:
 
 @cache
 def head() -> RedrafterHead:
-    answers = Engine(target()).generate(PROMPTS, SamplingParams(max_tokens=60, temperature=1.0, seed=1))
+    answers = Engine(target(), entropy=1).generate(PROMPTS, SamplingParams(max_tokens=60, temperature=1.0))
     return fitted_redrafter(target(), [[*p, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)])
 
 
@@ -64,7 +64,7 @@ def test_lossy_rules_do_not_emit_the_targets_distribution(beams: int, length: in
 
 def answers_of(spec: str, sampled: bool, params: SamplingParams) -> tuple[list[list[int]], Counters]:
     drafter = Redrafter(head(), beams=4, length=3, nodes=9, sampled=sampled)
-    answers = Engine(target(), drafter, rule_from_spec(spec), controller="fixed").generate(PROMPTS, params)
+    answers = Engine(target(), drafter, rule_from_spec(spec), controller="fixed", entropy=5).generate(PROMPTS, params)
     assert not any(answer.warnings for answer in answers)
     return [answer.token_ids for answer in answers], sum((answer.stats for answer in answers), Counters())
 
@@ -93,12 +93,3 @@ def test_lenience_accepts_more(sampled: bool, options: str) -> None:
         for lenience in (1, 0.5, 0.1)
     ]
     assert lengths[0] < lengths[1] < lengths[2]
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["beams", "drawn"])
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_coupled_request_stays_exact(spec: str, sampled: bool) -> None:
-    params = SamplingParams(max_tokens=40, temperature=0.9, seed=5, coupled=True)
-    tokens, stats = answers_of(spec, sampled, params)
-    assert tokens == [answer.token_ids for answer in Engine(target()).generate(PROMPTS, params)]
-    assert stats.divergence is None and stats.accepted_tokens > 0

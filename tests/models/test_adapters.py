@@ -81,8 +81,7 @@ def test_neighbours_change_no_bit(family: str, folders: dict[str, Path]) -> None
     beside = {name: folders[name] for name in ("one", "two")}
     model = load_model(folders["model"], dtype="bfloat16", adapters=beside)
     params = [
-        SamplingParams(max_tokens=COUNT, temperature=1.0, coupled=True, seed=3, adapter=name)
-        for name in ("two", "one", None, "two")
+        SamplingParams(max_tokens=COUNT, temperature=1.0, seed=3, adapter=name) for name in ("two", "one", None, "two")
     ]
     engine = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", prefix_cache_bytes=1 << 20)
     together = engine.generate(LIST, params)

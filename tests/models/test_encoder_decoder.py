@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SEEDS = {"bart": 3}  # whose answers wander
 WAYS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=COUNT),
-    "coupled": SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5, coupled=True),
+    "seeded": SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5),
 }
 
 
@@ -124,10 +124,10 @@ def test_greedy_equals_transformers(family: str, drafted: str) -> None:
 
 @pytest.mark.parametrize("drafted", ["prompt-lookup", "chain", "tree"])
 @pytest.mark.parametrize("family", ["t5", "bart"])
-def test_coupled_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
+def test_seeded_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
     prompts = sources(family)
-    plain = Engine(target(family)).generate(prompts, WAYS["coupled"])
-    found = Engine(target(family), drafters(family)[drafted], controller="fixed").generate(prompts, WAYS["coupled"])
+    plain = Engine(target(family)).generate(prompts, WAYS["seeded"])
+    found = Engine(target(family), drafters(family)[drafted], controller="fixed").generate(prompts, WAYS["seeded"])
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
 
 
@@ -136,8 +136,8 @@ def test_coupled_answers_are_those_of_plain_decoding(family: str, drafted: str) 
 @pytest.mark.parametrize("family", ["t5", "marian"])
 def test_sampled_tokens_have_the_probabilities_of_transformers(family: str, rule: str) -> None:
     prompts = sources(family)
-    params = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=3, logprobs=0)
-    engine = Engine(target(family), DraftModel(target(family, 0.05), 4), rule, controller="fixed")
+    params = SamplingParams(max_tokens=COUNT, temperature=1.0, logprobs=0)
+    engine = Engine(target(family), DraftModel(target(family, 0.05), 4), rule, controller="fixed", entropy=3)
     for prompt, answer in zip(prompts, engine.generate(prompts, params), strict=True):
         begun = [target(family).sources.start, *answer.token_ids]  # type: ignore[union-attr]
         rows = stock(family)(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([begun])).logits[0]
@@ -177,12 +177,10 @@ def test_samples_of_one_prompt_share_what_the_encoder_read() -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5, n=3)
     engine = Engine(target("bart"), DraftModel(target("bart", 0.05), 4), controller="fixed")
     alone = Engine(target("bart"), prefix_cache_bytes=0)
-    coupled = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=5, n=3, coupled=True)
-    assert [each.token_ids for each in engine.generate([source, source], coupled)] == [
-        each.token_ids for each in alone.generate([source, source], coupled)
+    assert [each.token_ids for each in engine.generate([source, source], params)] == [
+        each.token_ids for each in alone.generate([source, source], params)
     ]
     assert engine.shared_tokens > 0
-    engine.generate(source, params)
     assert not engine.check_idle()
 
 

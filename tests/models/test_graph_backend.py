@@ -292,12 +292,12 @@ def test_greedy_answers_equal_those_of_transformers(family: str, max_batch: int)
 
 
 def test_sampled_answers_do_not_depend_on_how_the_forward_runs() -> None:
-    """Float32 rounds alike enough for 64 seeded tokens of each prompt."""
+    """Float32 rounds alike enough for 64 tokens of each prompt."""
     prompts = [list(prompt) for prompt in PROMPTS]
-    for coupled in (False, True):
-        params = SamplingParams(max_tokens=64, temperature=0.8, top_p=0.9, seed=7, coupled=coupled)
+    for seed in (None, 7):
+        params = SamplingParams(max_tokens=64, temperature=0.8, top_p=0.9, seed=seed)
         answers = [
-            Engine(target, DraftModel(packed("qwen3"), 3), controller="fixed").generate(prompts, params)
+            Engine(target, DraftModel(packed("qwen3"), 3), controller="fixed", entropy=7).generate(prompts, params)
             for target in (graphs(stock("qwen3")), packed("qwen3"))
         ]
         assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]

@@ -48,11 +48,15 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, template: str | None = None) -> None:
     vocab = {"<unk>": 0, "<end>": 1} | {f"w{i}": i for i in range(2, WORDS)}
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>").save_pretrained(folder)
+    if template is not None:
+        backend.add_special_tokens(["w7"])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>")
+    made.chat_template = template
+    made.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +123,8 @@ def test_how_a_model_reads_is_known_without_its_weights(tmp_path: Path, ends: st
     for file in folder.glob("*.safetensors"):
         file.unlink()
     reader = load_reader(str(folder))
+    if has_tokenizer and ends is not None:
+        assert model.eos_token_ids == (3, 4, 1)
     for name in ("name", "vocab_size", "context_length", "eos_token_ids", "sources"):
         assert getattr(reader, name) == getattr(model, name)
     assert (reader.tokenizer is not None) is has_tokenizer
@@ -324,6 +330,27 @@ def test_a_generation_config_says_what_ends_an_answer(llama: Path, tmp_path: Pat
     folder = copy_of(llama, tmp_path / "ends")
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert load_model(folder, dtype="float32").eos_token_ids == (3, 4)
+
+
+CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} w7 {% endfor %}"
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_what_tokenizer_and_template_end_an_answer_by_ends_it_too(
+    tmp_path: Path, template: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A generation configuration that lacks the end of a turn let answers run past it."""
+    folder = save(stock("llama"), tmp_path / "words")
+    save_tokenizer(folder, template)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    model = load_model(folder, dtype="float32")
+    ends = (3, 4, 1) if template is None else (3, 4, 1, 7)
+    assert load_reader(str(folder)).eos_token_ids == model.eos_token_ids == ends
+    told = "'<end>' too" if template is None else "'<end>', 'w7' too"
+    assert f"answers end at {told}" in str(model.note)
+    assert [told in each for each in caplog.messages] == [True]
+    answer = Engine(model).generate(PROMPT, SamplingParams(max_tokens=8, allowed_token_ids=ends[-1:]))
+    assert (answer.token_ids, answer.finish_reason) == ([], "stop")
 
 
 BERT = BertConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)

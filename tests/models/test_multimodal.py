@@ -121,7 +121,7 @@ def test_one_text_at_a_time(family: str) -> None:
 def test_coupled_answers_do_not_depend_on_drafts(family: str, tmp_path: Path) -> None:
     target = loaded(family, tmp_path)
     prompts = [FAMILIES[family].prompt(seed) for seed in range(3)]
-    params = [SamplingParams(max_tokens=20, temperature=1.2, coupled=True, seed=seed) for seed in range(3)]
+    params = [SamplingParams(max_tokens=20, temperature=1.2, seed=seed) for seed in range(3)]
     expected = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
     drafted = Engine(target, PromptLookup(), controller="fixed").generate(prompts, params)
     assert [answer.token_ids for answer in drafted] == expected
@@ -165,7 +165,7 @@ def test_single_layers_are_shown_of_images_too(tmp_path: Path) -> None:
 
 def test_samples_of_one_prompt(tmp_path: Path) -> None:
     target = loaded("llava", tmp_path)
-    params = SamplingParams(max_tokens=12, temperature=1.0, coupled=True, seed=5, n=3)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3)
     prompt = FAMILIES["llava"].prompt(0)
     answer = Engine(target, PromptLookup(), controller="fixed").generate(prompt, params)
     plain = Engine(target).generate(prompt, params)

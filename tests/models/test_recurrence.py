@@ -244,13 +244,13 @@ def test_a_rolled_back_cache_begins_again(family: str) -> None:
     assert cache.length == 0 and not cache.carried.entries() and not cache.carried.edges
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("way", ["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "zamba2", "recurrent_gemma", "rwkv", "zaya"])
 def test_drafted_answers_equal_plain_ones(family: str, way: str) -> None:
     """With a hybrid draft, too, which drafts level by level and catches up with what it did not see."""
     model, draft = packed(family, torch.bfloat16), packed("qwen3_next", torch.bfloat16)
     params = SamplingParams(
-        max_tokens=30, temperature=0.0 if way == "greedy" else 1.0, seed=3, coupled=way == "coupled"
+        max_tokens=30, temperature=0.0 if way == "greedy" else 1.0, seed=3 if way == "seeded" else None
     )
     prompts = [list(prompt) for prompt in PROMPTS]
     plain = Engine(model).generate(prompts, params)
@@ -266,7 +266,7 @@ def test_drafted_answers_equal_plain_ones(family: str, way: str) -> None:
 def one_after_another(model: HuggingFaceModel, prompts: Sequence[Sequence[int]]) -> tuple[list[Any], list[int]]:
     """Answers by one engine that keeps what prompts begin with, and how many tokens each prompt did not compute."""
     engine = Engine(model, prefix_cache_bytes=64 << 20)
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, coupled=True)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
     answers, copied = [], [0]
     for prompt in prompts:
         answers.append(engine.generate(list(prompt), params).token_ids)
@@ -290,7 +290,7 @@ def test_prompts_that_begin_alike_share_states(family: str) -> None:
 def test_samples_of_one_prompt_share_all_but_its_last_token(family: str) -> None:
     model = packed(family, torch.bfloat16)
     prompt = [(11 * place * place + 3) % VOCAB for place in range(300)]
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, coupled=True)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
     alone = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", prefix_cache_bytes=0)
     engine = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed")
     answer = engine.generate(prompt, replace(params, n=3))
@@ -322,7 +322,7 @@ def test_what_is_not_committed_marks_no_edge() -> None:
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
 def test_short_memory_makes_requests_wait_and_changes_no_token(family: str) -> None:
     model = packed(family, torch.bfloat16)
-    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, coupled=True)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
     prompts = [[(7 * place * number + 1) % VOCAB for place in range(280)] for number in (1, 2, 3)]
     free = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed").generate(prompts, params)
     # It learns what a token takes, and how many are drafted.

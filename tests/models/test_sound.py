@@ -140,8 +140,8 @@ def test_a_draft_hears_the_same_sound(family: str) -> None:
 
 @pytest.mark.parametrize("drafted", ["prompt-lookup", "chain", "tree"])
 @pytest.mark.parametrize("family", ["whisper"])
-def test_coupled_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
-    params = [SamplingParams(max_tokens=COUNT, temperature=1.0, seed=seed, coupled=True) for seed in range(3)]
+def test_seeded_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
+    params = [SamplingParams(max_tokens=COUNT, temperature=1.0, seed=seed) for seed in range(3)]
     plain = Engine(target(family)).generate(prompts(family), params)
     found = Engine(target(family), drafters(family)[drafted], controller="fixed").generate(prompts(family), params)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
@@ -160,7 +160,7 @@ def test_the_encoder_hears_once_for_all_samples() -> None:
     model = target("whisper")
     heard: list[int] = []
     model.module.get_encoder().register_forward_hook(lambda *_: heard.append(1))
-    params = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=3, coupled=True, n=3)
+    params = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=3, n=3)
     engine = Engine(model)
     answer = engine.generate(prompts("whisper")[0], params)
     assert len(heard) == 1

@@ -73,7 +73,7 @@ def test_what_vllm_would_do_otherwise_is_refused(server: ScriptedServer, tokeniz
     with opened(server, tokenizer) as endpoint:
         cold = refusal(endpoint.ask([question(tokenizer, temperature=0.005)]))
         assert cold == "vllm samples at temperature 0.01 or above, or at 0, got 0.005"
-        assert "does not take coupled" in refusal(endpoint.ask([question(tokenizer, coupled=True)]))
+        assert "does not take logprobs_mode" in refusal(endpoint.ask([question(tokenizer, logprobs_mode="processed")]))
     assert not server.posted()
 
 

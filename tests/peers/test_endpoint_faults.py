@@ -6,7 +6,7 @@ import email.utils
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 from peers.scripted_server import Asked, Made, ScriptedServer, StillClock, completion, models
 from truedraft import SamplingParams
 from truedraft.errors import PeerError
-from truedraft.peers import Endpoint, Patience, Question, Reply
+from truedraft.peers import Endpoint, Patience, Question, Reply, calling
+from truedraft.peers.calling import Caller
 from truedraft.text import Tokenizer
 
 GOOD, BAD = (5, 6), (7, 8)  # prompts
@@ -105,6 +106,50 @@ def test_a_server_that_drips(server: ScriptedServer) -> None:
     script(server, drips)
     (found,) = ask(server, BAD, timeout_s=30, patience=patience(clock))
     assert "did not answer within 30 s; give it more time" in str(found)
+
+
+def test_an_answer_without_an_end(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calling, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(calling, "_MOST_EVENT_BYTES", 1 << 19)
+    sent = []
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            sent.append(1 << 16)
+            yield b"x" * (1 << 16) if body != b"events" else b": alive\n\n" * 6000
+
+    caller = Caller("http://x", transport=httpx2.MockTransport(lambda _: httpx2.Response(200, content=endless())))
+    for body in (b"whole", b"line", b"events"):
+        sent.clear()
+        with pytest.raises(PeerError, match=r"answers more than [01] MiB at once|answered no stream of events"):
+            if body == b"whole":
+                caller.get("/v1/models")
+            else:
+                list(caller.events("/v1/completions", {}))
+        assert sum(sent) <= 3 << 20
+
+
+def test_who_is_sent_on_keeps_the_key_on_the_same_host_alone() -> None:
+    hops = {
+        "https://a/v1/models": "https://a/v1/x",
+        "https://a/v1/x": "http://a/v1/y",
+        "https://b/v1/models": "https://b:444/v1/y",
+        "http://c/v1/models": "https://c/v1/y",
+        "http://d/v1/models": "http://e/v1/y",
+    }
+    keys: dict[str, str | None] = {}
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        url = str(request.url)
+        keys[url] = request.headers.get("authorization")
+        return httpx2.Response(307, headers={"Location": hops[url]}) if url in hops else httpx2.Response(200, json={})
+
+    for url in hops:
+        if url.endswith("/models"):
+            transport = httpx2.MockTransport(answer)
+            Caller(url.removesuffix("/models"), api_key="k", transport=transport, follows=True).get("/v1/models")
+    sent = {url for url, key in keys.items() if key == "Bearer k"}
+    assert set(keys) - sent == {"http://a/v1/y", "https://b:444/v1/y", "http://e/v1/y"}
 
 
 @pytest.mark.parametrize("status", [429, 503])

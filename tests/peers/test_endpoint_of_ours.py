@@ -51,8 +51,8 @@ def test_what_is_known_of_it(endpoint: Endpoint) -> None:
 def test_ids_and_logprobs_are_those_of_the_engine(endpoint: Endpoint, target: LanguageModel) -> None:
     options = (
         SamplingParams(24, logprobs=2),
-        SamplingParams(24, 0.8, seed=5, coupled=True, top_p=0.9, logprobs=0, logprobs_mode="processed"),
-        SamplingParams(24, 1.0, seed=5, coupled=True, stop=("eturn", "self"), repetition_penalty=1.2),
+        SamplingParams(24, 0.8, seed=5, top_p=0.9, logprobs=0, logprobs_mode="processed"),
+        SamplingParams(24, 1.0, seed=5, stop=("eturn", "self"), repetition_penalty=1.2),
     )
     questions = asked(target, *options)
     plain = Engine(target)

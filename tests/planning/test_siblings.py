@@ -135,8 +135,9 @@ def test_which_draws_a_drafter_makes() -> None:
 
 def forced(big: MarkovModel, drafter: DraftModel, prompt: list[int], text: tuple[int, ...]) -> tuple[Walk, float]:
     """The walk along one text as if the target had drawn it, and the text's probability."""
-    params = SamplingParams(max_tokens=len(text), temperature=1.0, seed=sum(3**n * t for n, t in enumerate(text)))
-    trace = trace_answers(big, [("1", prompt, params)], [drafter])[0]
+    params = SamplingParams(max_tokens=len(text), temperature=1.0)
+    entropy = sum(3**n * t for n, t in enumerate(text))
+    trace = trace_answers(big, [("1", prompt, params)], [drafter], entropy=entropy)[0]
     dists = [big.probs_after([*prompt, *text[:place]]).float() for place in range(len(text))]
     seen = list(trace.seen)
     for step, token in zip(range(len(seen) - len(text), len(seen)), text, strict=True):
@@ -203,15 +204,13 @@ def test_calls_and_nodes_are_those_of_the_engine(options: dict) -> None:
     """Within six standard errors of 300 answers: a false alarm has a probability below 1e-8, and the seed is fixed."""
     big, small = pair()
     prompts = [[n % 3, (n // 3) % 3] for n in range(300)]
-    params = [SamplingParams(max_tokens=24, temperature=1.0, seed=100 + number) for number in range(300)]
+    params = SamplingParams(max_tokens=24, temperature=1.0)
     drafter = DraftModel(small, 3, **options)
-    asked = [(str(number), prompt, own) for number, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
+    asked = [(str(number), prompt, params) for number, prompt in enumerate(prompts)]
     walks = walk_along(drafter, big, trace_answers(big, asked, [drafter], batch=100), batch=100)  # type: ignore[arg-type]
     steps = [walk.steps([drafter.limits.nodes]) for walk in walks]
     replayed = np.array([[float(each.calls[0]), float((each.visits * each.nodes).sum())] for each in steps])
-    answers = Engine(big, drafter, controller="fixed").generate(
-        prompts, [dataclasses.replace(own, seed=(own.seed or 0) + 10_000) for own in params]
-    )
+    answers = Engine(big, drafter, controller="fixed", entropy=10_000).generate(prompts, params)
     engine = np.array([[float(each.stats.target_calls), float(each.stats.draft_tokens)] for each in answers])
     error = np.hypot(replayed.std(axis=0), engine.std(axis=0)) / 300**0.5
     assert (abs(replayed.mean(axis=0) - engine.mean(axis=0)) < 6 * error).all()
@@ -220,7 +219,7 @@ def test_calls_and_nodes_are_those_of_the_engine(options: dict) -> None:
 def test_a_smaller_budget_drafts_shorter_chains() -> None:
     big, small = pair()
     longest = DraftModel(small, 4, chains=2)
-    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
+    params = SamplingParams(max_tokens=20, temperature=1.0)
     traces = trace_answers(big, [("1", [0, 1], params)], [longest])
     (walk,) = walk_along(longest, big, traces)
     steps = walk.steps([2, 4, 8])

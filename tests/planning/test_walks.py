@@ -28,7 +28,7 @@ TOKENS = 60
 WORLD_PROMPTS: list[list[int]] = [[3, 1, 4], [1] * 9, [2], [5, 6]]
 GREEDY = Params(max_tokens=TOKENS)
 DRAWN = Params(max_tokens=TOKENS, temperature=0.8, top_p=0.95)
-COUPLED = Params(max_tokens=TOKENS, temperature=0.8, coupled=True)
+SEEDED = Params(max_tokens=TOKENS, temperature=0.8, seed=1)
 Of = Callable[[int], Drafter]
 
 
@@ -55,7 +55,8 @@ def texts() -> list[list[int]]:
 
 
 def seeded(params: Params, count: int) -> list[Params]:
-    return [dataclasses.replace(params, seed=100 + number) for number in range(count)]
+    """Options of several requests, each with a seed of its own if they have one."""
+    return [dataclasses.replace(params, seed=params.seed and 100 + number) for number in range(count)]
 
 
 def traced(
@@ -104,7 +105,7 @@ def assert_as_the_engine(
     assert max(found) > least and len(set(found)) > 1  # else equality says little
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN, COUPLED], ids=["greedy", "drawn", "coupled"])
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, SEEDED], ids=["greedy", "drawn", "seeded"])
 def test_prompt_lookup(params: Params) -> None:
     def of(length: int) -> Drafter:
         return PromptLookup(length, max_ngram=2, min_ngram=1)
@@ -118,7 +119,7 @@ def test_prompt_lookup(params: Params) -> None:
     assert_as_the_engine(world(), WORLD_PROMPTS, params, of, (1, 2, 4, 7), least=1.05)
 
 
-@pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_chains_of_a_draft_model(params: Params) -> None:
     assert_as_the_engine(target(), PROMPTS, params, lambda length: DraftModel(draft(), length), (1, 2, 3, 5))
 
@@ -145,20 +146,20 @@ def test_redrafter(length: int) -> None:
     assert_as_the_engine(world(), WORLD_PROMPTS, GREEDY, of, (1, 2, 3, 4)[: 2 + length], least=1.2)
 
 
-def test_coupled_beams_of_one_size() -> None:
+def test_seeded_beams_of_one_size() -> None:
     drafter = Redrafter(fitted_redrafter(world(), texts()), beams=4, length=3, nodes=6)
-    traces = traced(world(), WORLD_PROMPTS, COUPLED, drafter)
+    traces = traced(world(), WORLD_PROMPTS, SEEDED, drafter)
     walks = walk_along(drafter, world(), traces)
-    assert calls_of(walks, 6) == lived(world(), WORLD_PROMPTS, COUPLED, drafter).target_calls
+    assert calls_of(walks, 6) == lived(world(), WORLD_PROMPTS, SEEDED, drafter).target_calls
 
 
 def test_answers_that_end() -> None:
     """The token that ends an answer is drafted and accepted like any other, and no step follows it."""
     ending = world(ends=5)
-    ends = [trace.stopped for trace in traced(ending, WORLD_PROMPTS, COUPLED, PromptLookup(3))]
+    ends = [trace.stopped for trace in traced(ending, WORLD_PROMPTS, SEEDED, PromptLookup(3))]
     assert any(ends)
     draft = MarkovModel(ending.probs**0.8 / (ending.probs**0.8).sum(-1, keepdim=True), context_length=160)
-    assert_as_the_engine(ending, WORLD_PROMPTS, COUPLED, lambda length: DraftModel(draft, length), (1, 2, 4))
+    assert_as_the_engine(ending, WORLD_PROMPTS, SEEDED, lambda length: DraftModel(draft, length), (1, 2, 4))
 
 
 def small_pair() -> tuple[MarkovModel, MarkovModel]:
@@ -172,7 +173,7 @@ def test_drawn_chains_against_all_texts(length: int) -> None:
     """Summed over every text with its probability, replayed calls are the calls of the process by its own recursion."""
     big, small = small_pair()
     prompt, tokens = [0, 1], 5
-    params = Params(max_tokens=tokens, temperature=1.0, seed=0)
+    params = Params(max_tokens=tokens, temperature=1.0)
     total = mass = 0.0
     drafter = DraftModel(small, length)
     for text in itertools.product(range(3), repeat=tokens):
@@ -221,9 +222,7 @@ def test_drawn_chains_against_the_engine() -> None:
     drafter = DraftModel(small, 3)
     walks = walk_along(drafter, big, traced(big, prompts, params, drafter), batch=100)  # type: ignore[arg-type]
     replayed = np.array([calls_of([walk], 3) for walk in walks])
-    answers = Engine(big, drafter, controller="fixed").generate(
-        prompts, [dataclasses.replace(p, seed=(p.seed or 0) + 10_000) for p in seeded(params, 300)]
-    )
+    answers = Engine(big, drafter, controller="fixed", entropy=10_000).generate(prompts, params)
     engine = np.array([float(answer.stats.target_calls) for answer in answers])
     error = np.hypot(replayed.std() / 300**0.5, engine.std() / 300**0.5)
     assert abs(replayed.mean() - engine.mean()) < 6 * error
@@ -280,7 +279,7 @@ def test_the_worked_example() -> None:
 # ------------------------------------------------------------------------------------------ cascades
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN, COUPLED], ids=["greedy", "drawn", "coupled"])
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, SEEDED], ids=["greedy", "drawn", "seeded"])
 def test_a_walk_says_how_much_a_cascades_guesses_save(params: Params) -> None:
     """Guesses of the middle model's twin are all right; a token that it never writes is always wrong."""
     model = world()

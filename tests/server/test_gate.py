@@ -7,7 +7,7 @@ import hashlib
 import http.client
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import pytest
 from pydantic import ValidationError
 
 from server.conftest import Running, serving
-from server.test_load import Raising, get, post, wait_for
+from server.test_load import Broken, Raising, get, open_stream, post, wait_for
 from truedraft import Engine
-from truedraft.errors import OptionError
-from truedraft.models.base import LanguageModel
+from truedraft.errors import ModelError, OptionError, PromptError
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.server.chat import ChatRequest
 from truedraft.server.completions import CompletionRequest
 from truedraft.server.errors import ApiError
@@ -199,7 +199,7 @@ def test_one_mistake_is_told_of_a_million() -> None:
         with pytest.raises(ValidationError) as refused:
             CompletionRequest.model_validate(body)
         assert refused.value.error_count() <= 6
-    message = {"role": "user", "content": "x"} | {f"field_{number}": number for number in range(5000)}
+    message = {"role": "robot", "content": [5] * 50} | {f"field_{number}": number for number in range(5000)}
     with pytest.raises(ValidationError) as refused:
         ChatRequest.model_validate({"messages": [message] * 50})
     assert refused.value.error_count() <= 6
@@ -248,6 +248,50 @@ def test_errors_name_no_folder(target: LanguageModel, tmp_path: Path) -> None:
         told = post(running.url, {"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions")[2]
         assert "'tiny' has no chat template" in told["error"]["message"]
         assert "secret" not in get(running.url, "/metrics")[1]
+        assert named.name == str(folder), "the caller's model is called as before"
+
+
+class Unreadable(Broken):
+    """A model that fails over a file, or says which folder it lies in.
+
+    Args:
+        model: answers otherwise.
+        error: that it raises.
+    """
+
+    def __init__(self, model: LanguageModel, error: Exception) -> None:
+        super().__init__(model)
+        self._error = error
+
+    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+        if any(Broken.BAD in segment.tokens for segment in segments):
+            raise self._error
+        return self._model.forward(segments)
+
+
+@pytest.mark.plants_failures
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory", "/srv/secret/model.safetensors"),
+        RuntimeError("cannot map /srv/secret/model.safetensors"),
+        ModelError("a shard is missing: '/srv/secret/model.safetensors'"),
+        PromptError("the tokenizer failed"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_a_model_name_no_files(target: LanguageModel, error: Exception) -> None:
+    if isinstance(error, PromptError):
+        error.__cause__ = FileNotFoundError(2, "No such file or directory", "/srv/secret/tokenizer.json")
+    with serving(Engine(Unreadable(target, error), controller="fixed")) as running:
+        body = {"prompt": [Broken.BAD, 6], "max_tokens": 4, "temperature": 0}
+        status, _, told = post(running.url, body)
+        assert status == 500 and "secret" not in str(told) and "log of the server" in told["error"]["message"], told
+        with open_stream(running.url, body) as stream:
+            text = b""
+            while not text.endswith(b"0\r\n\r\n"):
+                text += stream.recv(4096)
+        assert b"log of the server" in text and b"secret" not in text
 
 
 def test_variables_of_templates_are_no_arguments_of_the_tokenizer(running: Running) -> None:

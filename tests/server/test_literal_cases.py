@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from server.conftest import Running, serving
 from server.test_load import open_stream, post
+from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
 from truedraft.core.params import Structured
-from truedraft.drafters import DraftModel
+from truedraft.drafters import Drafter, DraftModel
+from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
+from truedraft.server.options import ServerOptions
+from truedraft.server.serving import application
 
 PROMPT = "class Stack:\n    def push(self, item):"
 
@@ -65,16 +70,14 @@ def test_penalties_count_drafted_tokens_as_if_they_stood(running: Running) -> No
 
 
 def test_logprobs_are_those_of_emitted_tokens_however_many_drafts_were_rejected(running: Running) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1.3, "seed": 5, "coupled": True, "logprobs": 1}
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1.3, "seed": 5, "logprobs": 1}
     _, _, found = post(running.url, body)
     assert found["speculation"]["num_accepted_tokens"] < found["speculation"]["num_draft_tokens"]
-    expected = plain(running, max_tokens=40, temperature=1.3, seed=5, coupled=True, logprobs=1)
+    expected = plain(running, max_tokens=40, temperature=1.3, seed=5, logprobs=1)
     values = [each.logprob for each in expected.logprobs]  # type: ignore[attr-defined]
     assert found["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(values)
     _, _, cooler = post(running.url, body | {"logprobs_mode": "processed"})
-    processed = plain(
-        running, max_tokens=40, temperature=1.3, seed=5, coupled=True, logprobs=1, logprobs_mode="processed"
-    )
+    processed = plain(running, max_tokens=40, temperature=1.3, seed=5, logprobs=1, logprobs_mode="processed")
     values = [each.logprob for each in processed.logprobs]  # type: ignore[attr-defined]
     assert cooler["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(values)
     assert cooler["choices"][0]["text"] == found["choices"][0]["text"]
@@ -100,3 +103,32 @@ def test_two_forms_at_once_and_forms_that_cannot_be(running: Running) -> None:
         status, _, told = post(running.url, {"prompt": "x", "structured_outputs": form})
         assert status == 400, told
     assert Structured("choice", ["a"]).value == ("a",)
+
+
+def test_a_seed_is_a_promise_over_http(target: LanguageModel, drafter: Drafter) -> None:
+    """Whatever is decided, drafted and answered beside it; without one answers differ."""
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 1.0, "seed": 7}
+    expected = Engine(target).generate(PROMPT, SamplingParams(24, 1.0, seed=7)).text
+    engine = Engine(target, drafter, controller=RandomDecisions(3))
+    with serving(engine, allow_rule=("block", "typical")) as running, ThreadPoolExecutor(8) as pool:
+
+        def text(more: dict[str, object]) -> str:
+            status, _, found = post(running.url, body | more)
+            assert status == 200, found
+            return str(found["choices"][0]["text"])
+
+        ways = [{}, {"speculation": {"enabled": False}}, {"speculation": {"num_speculative_tokens": 1}}, {"n": 2}]
+        beside = [{"seed": 8}, {"seed": None}, {"temperature": 0}, {"seed": None}]
+        assert {text(way) for way in ways} == {expected}
+        together = list(pool.map(text, [each for pair in zip(ways, beside, strict=True) for each in pair]))
+        assert set(together[::2]) == {expected}
+        assert len({expected, together[1], together[3], together[7]}) == 4
+        for wrong, field in (({"speculation": {"rule": "typical"}}, "seed"), ({"coupled": True}, "coupled")):
+            status, _, found = post(running.url, body | wrong)
+            assert status == 400 and found["error"]["param"] == field
+
+
+def test_an_engine_whose_noise_is_fixed_is_not_served(target: LanguageModel) -> None:
+    with pytest.raises(OptionError, match="entropy fixes the noise of requests") as caught:
+        application(Engine(target, entropy=7), ServerOptions(), "tiny")
+    assert caught.value.field == "entropy"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import importlib
 import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,8 +23,10 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
+from truedraft.core.stats import StepRecord
 from truedraft.drafters import DraftRequest, PromptLookup
 from truedraft.engine import Request
+from truedraft.engine.decisions import Decisions
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
@@ -45,11 +49,11 @@ def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> 
         connection.close()
 
 
-def get(url: str, path: str) -> tuple[int, str]:
+def get(url: str, path: str, **headers: str) -> tuple[int, str]:
     at = urlsplit(url)
     connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=headers)
         reply = connection.getresponse()
         return reply.status, reply.read().decode()
     finally:
@@ -68,7 +72,7 @@ def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
 def raw_request(data: bytes) -> bytes:
     head = (
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(data)}",
     )
@@ -310,6 +314,80 @@ def test_a_request_that_follows_an_answer_joins_the_next_step(
         service.stop()
 
     asyncio.run(run())
+
+
+def test_steps_are_counted_by_who_makes_them_and_long_answers_written_by_neither(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop walks through no steps, and makes no long answer."""
+    where: dict[str, set[str]] = {}
+
+    def noting(owner: type, name: str) -> None:
+        made = getattr(owner, name)
+
+        def noted(*given: Any) -> Any:
+            where.setdefault(f"{owner.__name__}.{name}", set()).add(threading.current_thread().name)
+            return made(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(Decisions, "__call__")
+    for module, owner in (("completions", "_Completion"), ("chat", "_Chat"), ("responses", "_Response")):
+        noting(getattr(importlib.import_module(f"truedraft.server.{module}"), owner), "whole")
+    chat = {"messages": [{"role": "user", "content": PROMPT}]}
+    for path, body, most in (
+        ("/v1/completions", {"prompt": PROMPT}, "max_tokens"),
+        ("/v1/chat/completions", chat, "max_tokens"),
+        ("/v1/responses", {"input": PROMPT}, "max_output_tokens"),
+    ):
+        long = {most: 300, "temperature": 0, "ignore_eos": True}
+        status, _, found = post(running.url, body | long, path)
+        assert status == 200
+        told = found["speculation"]
+        assert sum(told["acceptance_histogram"]) == told["num_drafts"] > 0 and told["speedup"] is not None
+    assert where.pop("Decisions.__call__") == {"truedraft-engine"}
+    assert len(where) == 3 and all(each == {"truedraft-writes_0"} for each in where.values())
+
+
+def test_of_a_step_nothing_is_kept_but_counts(make_engine: Callable[..., Engine]) -> None:
+    service = Service(make_engine())
+    alive: list[weakref.ref[StepRecord]] = []
+    service.engine.listeners.append(lambda record: alive.append(weakref.ref(record)))
+
+    async def run() -> Stream:
+        answering = Answering(service)
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        answering.start([service.engine.prepare(PROMPT, params)], Client("a"))
+        service.start()
+        await answering.answers()
+        service.stop()
+        return answering.streams[0]
+
+    stream = asyncio.run(run())
+    assert len(alive) > 20 and sum(record() is not None for record in alive) <= 2
+    assert stream.answer is not None
+    counters = stream.answer.stats
+    assert sum(place * count for place, count in enumerate(stream.accepted)) == counters.accepted_tokens
+    assert sum(each.accepted for each in stream.decisions.tallies.values()) == counters.accepted_tokens
+
+
+def test_a_reader_that_was_slow_gets_a_bounded_part_at_once(make_engine: Callable[..., Engine]) -> None:
+    service = Service(make_engine())
+
+    async def run() -> list[int]:
+        answering = Answering(service)
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        requests = [service.engine.prepare(PROMPT, params, sample=sample) for sample in range(2)]
+        answering.start(requests, Client("a"))
+        service.start()
+        while any(stream.answer is None for stream in answering.streams):
+            await asyncio.sleep(0.01)
+        got = [len(news.pieces) async for news in answering.news()]
+        service.stop()
+        return got
+
+    got = asyncio.run(run())
+    assert max(got) <= 64 and len(got) >= 3
 
 
 def test_who_never_sends_another_request_is_not_waited_for(make_engine: Callable[..., Engine]) -> None:

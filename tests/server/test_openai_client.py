@@ -10,6 +10,7 @@ import pytest
 from server.conftest import TEMPLATE, Running
 from truedraft import SamplingParams
 from truedraft.server.chat import ChatRequest
+from truedraft.text import infill
 
 openai = pytest.importorskip("openai")
 
@@ -28,10 +29,10 @@ def expected(running: Running, prompt: Any = PROMPT, **params: Any) -> Any:
     return Engine(running.engine.target).generate(prompt, SamplingParams(**params))
 
 
-def chat_prompt(running: Running, *messages: dict[str, Any], tools: Any = None) -> list[int]:
+def chat_prompt(running: Running, *messages: dict[str, Any], tools: Any = None, continues: bool = False) -> list[int]:
     tokenizer = running.engine.target.tokenizer
     assert tokenizer is not None
-    return tokenizer.chat(messages, tools=tools, template=TEMPLATE)
+    return tokenizer.chat(messages, tools=tools, template=TEMPLATE, continues=continues)
 
 
 def test_models(client: Any) -> None:
@@ -56,12 +57,10 @@ def test_a_completion(running: Running, client: Any) -> None:
 
 def test_completions_of_many_prompts_and_samples(running: Running, client: Any) -> None:
     prompts = [PROMPT, "import os\n", "def f("]
-    found = client.completions.create(
-        model="alias", prompt=prompts, max_tokens=8, temperature=1, seed=4, n=2, extra_body={"coupled": True}
-    )
+    found = client.completions.create(model="alias", prompt=prompts, max_tokens=8, temperature=1, seed=4, n=2)
     assert [choice.index for choice in found.choices] == list(range(6))
     for number, prompt in enumerate(prompts):
-        plain = expected(running, prompt, max_tokens=8, temperature=1.0, seed=4, coupled=True, n=2)
+        plain = expected(running, prompt, max_tokens=8, temperature=1.0, seed=4, n=2)
         assert found.choices[2 * number].text == plain.text
         assert found.choices[2 * number + 1].text == plain.others[0].text
     ids = running.engine.target.tokenizer.encode(PROMPT)
@@ -171,7 +170,7 @@ def test_structured_outputs(client: Any) -> None:
         body = {"structured_outputs": form}
         text = client.completions.create(model="tiny", prompt="x", max_tokens=40, extra_body=body).choices[0]
         assert text.finish_reason == "length" or check(text.text)
-    with pytest.raises(openai.BadRequestError, match="structured cannot be read"):
+    with pytest.raises(openai.BadRequestError, match="structured_outputs cannot be read"):
         client.completions.create(model="tiny", prompt="x", extra_body={"structured_outputs": {"regex": "("}})
 
 
@@ -322,7 +321,7 @@ def test_errors_have_openais_form(client: Any) -> None:
         ({"max_tokens": "many"}, "max_tokens", "max_tokens"),
         ({"n": 17}, "asks for 17 answers, and this server gives 16", "n"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias must be a mapping", "logit_bias"),
-        ({"suffix": "end"}, "suffix is not supported", "suffix"),
+        ({"suffix": "end"}, "suffix needs tokens for a text in the middle", "suffix"),
         ({"model": "gpt"}, "there is no model 'gpt' here", "model"),
         ({"prompt": []}, "prompt", "prompt"),
         ({"logprobs": 21}, "logprobs must lie in 0 to 20, got 21", "logprobs"),
@@ -364,11 +363,108 @@ def test_echoes_alone_cost_no_tokens_and_have_logprobs_in_streams_too(client: An
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
 
-def test_arguments_of_earlier_calls_are_objects_to_templates() -> None:
+def test_histories_reach_templates_in_one_form() -> None:
     calls = [
         {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}},
-        {"id": "2", "function": {"name": "f", "arguments": "no object"}},
+        {"id": None, "index": 1, "function": {"name": "f", "arguments": "no object"}},
+        {"function": {"name": "f", "arguments": {"x": 2}}},
+        {"function": {"name": "f", "arguments": ""}},
     ]
-    body = ChatRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": calls}]})
-    shown = body.messages[0].for_template["tool_calls"]
-    assert [call["function"]["arguments"] for call in shown] == [{"x": 1}, "no object"]
+    results = [{"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "1"}]
+    results += [{"role": "tool", "content": None}, {"role": "function", "name": "f", "content": "c"}]
+    turn = {"role": "assistant", "content": [], "tool_calls": calls, "reasoning": "why", "audio": {"id": "x"}}
+    body = ChatRequest.model_validate({"messages": [turn, *results]})
+    shown, *told = body.conversation
+    assert [call["function"]["arguments"] for call in shown["tool_calls"]] == [{"x": 1}, "no object", {"x": 2}, {}]
+    ids = [call["id"] for call in shown["tool_calls"]]
+    assert ids[0] == "1" and len(set(ids)) == 4
+    assert [(each["role"], each["tool_call_id"], each["content"]) for each in told] == [
+        ("tool", "1", "a"),
+        ("tool", ids[1], ""),
+        ("tool", ids[2], "c"),
+    ]
+    assert shown["reasoning_content"] == "why" and set(shown) == {"role", "content", "tool_calls", "reasoning_content"}
+
+
+def test_a_last_message_is_continued(client: Any, running: Running) -> None:
+    turns: Any = [{"role": "user", "content": "Write a stack."}, {"role": "assistant", "content": "class Stack"}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": turns, "max_tokens": 20, "temperature": 0}
+    plain = expected(running, chat_prompt(running, *turns, continues=True), max_tokens=20).text
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    assert client.chat.completions.create(**asked, extra_body=more).choices[0].message.content == plain
+    chunks = client.chat.completions.create(**asked, extra_body=more, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain
+    for wrong, message in (
+        ({"extra_body": more | {"add_generation_prompt": True}}, "add_generation_prompt begins another"),
+        ({"extra_body": {"add_generation_prompt": False}}, "set continue_final_message"),
+        ({"extra_body": more, "messages": turns[:1]}, "needs a last message of the assistant's"),
+        ({"extra_body": more, "tools": TOOLS, "tool_choice": "required"}, "tool_choice begins the answer with a call"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**asked | wrong)
+
+
+def test_functions_as_they_were_before_tools(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "push 1"}], "max_tokens": 80}
+    asked |= {"functions": [each["function"] for each in TOOLS], "function_call": {"name": "pop"}, "temperature": 0}
+    choice = client.chat.completions.create(**asked).choices[0]
+    called = choice.message.function_call
+    assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+    assert called.name == "pop" and 0 <= json.loads(called.arguments)["x"] <= 9
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    parts = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert "".join(part.arguments or "" for part in parts) == called.arguments and parts[0].name == "pop"
+    assert chunks[-1].finish_reason == "function_call"
+    answered = [*asked["messages"], choice.message.model_dump(exclude_none=True)]
+    answered.append({"role": "function", "name": "pop", "content": "1"})
+    assert client.chat.completions.create(model="tiny", messages=answered, max_tokens=4)
+
+
+def test_custom_tools_and_namespaces_of_responses(client: Any) -> None:
+    push = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
+    patch = {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+    }
+    tools: Any = [{"type": "namespace", "name": "stack", "description": "d", "tools": [push]}, patch]
+    asked: dict[str, Any] = {"model": "tiny", "input": "push 1", "tools": tools, "temperature": 0}
+    asked["max_output_tokens"] = 80
+    for choice, kind, key, namespace in (
+        ({"type": "custom", "name": "apply_patch"}, "custom_tool_call", "input", None),
+        ({"type": "function", "name": "push"}, "function_call", "arguments", "stack"),
+    ):
+        (item,) = client.responses.create(**asked, tool_choice=choice).output
+        assert (item.type, item.name, item.namespace) == (kind, choice["name"], namespace)
+        events = list(client.responses.create(**asked, tool_choice=choice, stream=True))
+        name = {"input": "response.custom_tool_call_input", "arguments": "response.function_call_arguments"}[key]
+        deltas = "".join(event.delta for event in events if event.type == f"{name}.delta")
+        (done,) = [event for event in events if event.type == f"{name}.done"]
+        assert deltas == getattr(done, key) == getattr(item, key) == getattr(events[-1].response.output[0], key)
+        result = {"type": f"{kind}_output", "call_id": item.call_id, "output": "done"}
+        turns = [{"role": "user", "content": "x"}, item.model_dump(exclude_none=True), result]
+        assert client.responses.create(**asked | {"input": turns, "max_output_tokens": 4}).output
+    only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "push"}]}
+    (item,) = client.responses.create(**asked, tool_choice=only, parallel_tool_calls=False).output
+    assert (item.name, item.namespace) == ("push", "stack")
+
+
+def test_a_text_in_the_middle(running: Running, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a family of which the embedded target has the tokens; it learnt nothing of them."""
+    tokenizer = running.engine.target.tokenizer
+    assert tokenizer is not None
+    names = [tokenizer.backend.convert_ids_to_tokens(number) for number in (400, 401, 402)]
+    monkeypatch.setattr(infill, "_FAMILIES", (infill._Family(*names),))
+    ids = [400, *tokenizer.plain_ids("def f("), 401, *tokenizer.plain_ids("\n"), 402]
+    plain = expected(running, ids, max_tokens=20, stop_token_ids=(400, 401, 402))
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "def f(", "suffix": "\n", "temperature": 0, "max_tokens": 20}
+    found = client.completions.create(**asked)
+    assert found.choices[0].text == plain.text and found.usage.prompt_tokens == len(ids)
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.text
+    for wrong, message in (
+        ({"prompt": [1, 2]}, "goes with a prompt that is text"),
+        ({"echo": True}, "echo gives the prompt back"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.completions.create(**asked | wrong)

@@ -262,10 +262,7 @@ class Simulation:
         }
         limits = {name: drafter.limits for name, drafter in self.drafters.items()}
         context = 10 + request.emitted
-        seed = request.params.seed if request.params.seed is not None else request.id + 1_000_000
-        return RequestView(
-            request.id, request.params, seed, context, request.remaining, limits, request.counters, hints
-        )
+        return RequestView(request.id, request.params, context, request.remaining, limits, request.counters, hints)
 
     def _judged(self, request: SimulatedRequest, view: RequestView, decision: Decision, now: float) -> RequestStep:
         """Draw what becomes of what was decided, as the engine cuts it."""

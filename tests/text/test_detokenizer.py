@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import TOK512
 
-from truedraft.text.detokenizer import StreamDetokenizer
+from truedraft.text.detokenizer import ShownTokens, StreamDetokenizer
 from truedraft.text.tokenizer import Tokenizer
 
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -160,3 +160,15 @@ def test_speed_is_reasonable(bytes_bpe: Tokenizer) -> None:
     start = time.perf_counter()
     streamed(bytes_bpe, ids)
     assert (time.perf_counter() - start) / len(ids) < 0.005  # ~0.00003 measured; fails only if something is absurd
+
+
+def test_shown_tokens_stand_in_the_text_by_their_names(tokenizer: Tokenizer) -> None:
+    special = [token for token in sorted(tokenizer.skipped_ids) if tokenizer.token_text(token) != "None"]
+    names = {token: tokenizer.token_text(token) for token in special[:1]}
+    decoder = ShownTokens(tokenizer, names | {tokenizer.plain_ids("a")[-1]: "never"})
+    ids = [*tokenizer.plain_ids("the quick"), *special, *tokenizer.plain_ids("the"), *special[:1]]
+    stream = StreamDetokenizer(decoder)
+    text = "".join([stream.push([token]) for token in ids] + [stream.finish()])
+    assert text == decoder.decode(ids) and text.count(names[special[0]]) == 2
+    hidden = "".join(tokenizer.decode(tokenizer.plain_ids(part)) for part in ("the quick", "the"))
+    assert text.replace(names[special[0]], "") == hidden, "all others stay hidden, and plain tokens are as they were"

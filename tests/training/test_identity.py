@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.training.drafts import DraftConfig, PretrainConfig, pretraining_loop
-from truedraft.training.loop import CHECKPOINT, identity_of, weights_fingerprint
+from truedraft.models.huggingface import weights_hash
+from truedraft.training.drafts import DraftConfig, PretrainConfig, distillation_loop, pretraining_loop
+from truedraft.training.loop import CHECKPOINT, identity_of, refuse_another_run
 from truedraft.training.losses import ForwardKL
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
@@ -70,6 +73,30 @@ def test_the_loss_is_a_part_of_the_identity():
     assert json.loads(json.dumps(mixed)) == mixed and "device" not in mixed
 
 
-def test_a_fingerprint_tells_weights_apart():
-    one, same, other = (weights_fingerprint(new_llama(SHAPE, seed=seed)) for seed in (1, 1, 2))
-    assert one == same != other
+def test_every_weight_counts():
+    """Also the last row of a tensor, by the last bit of its last value."""
+    model = new_llama(SHAPE, seed=1)
+    found = {weights_hash(new_llama(SHAPE, seed=1)), weights_hash(new_llama(SHAPE, seed=2))}
+    assert weights_hash(model) in found and len(found) == 2
+    for weight in model.parameters():
+        with torch.no_grad():
+            weight[(-1,) * weight.dim()] *= 1 + 2**-22
+        found.add(weights_hash(model))
+    assert len(found) == 2 + len(list(model.parameters()))
+
+
+def test_a_target_with_another_late_row_is_not_gone_on_with(stream, tmp_path):
+    settings = DraftConfig(schedule=WarmupStableDecay(2, 6, 3), curriculum=CURRICULUM)
+    target = new_llama(SHAPE, seed=1)
+    distillation_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=2)
+    assert distillation_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=3).step == 3
+    with torch.no_grad():
+        target.get_input_embeddings().weight[-1] += 1.0
+    with pytest.raises(OptionError, match="target was"):
+        distillation_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["target", "start_from"])
+def test_a_training_of_an_older_version_is_told_as_such(name):
+    with pytest.raises(TrainingError, match=r"'work' was begun by an older version .* begin again in another folder"):
+        refuse_another_run({name: "0123456789abcdef"}, {name: "0" * 32}, step=1, folder=Path("work"))

@@ -145,7 +145,7 @@ def test_it_drafts_and_changes_no_answer(trained, learned_folder, prompts):
     target = load_model(learned_folder)
     engine = Engine(target, LinearDrafter(LinearHead.load(trained[0])), controller="fixed")
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=32, temperature=temperature, seed=3, coupled=temperature > 0)
+        params = SamplingParams(max_tokens=32, temperature=temperature, seed=3)
         answer = engine.generate(prompts.test[0], params)
         assert answer.token_ids == Engine(target).generate(prompts.test[0], params).token_ids
         assert answer.stats.draft_tokens > 0 and not answer.warnings

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from filelock import FileLock, Timeout
 
 from truedraft.errors import OptionError
 from truedraft.training.workspace import alone_in, clear_work, free_bytes, refuse_busy
@@ -48,6 +52,37 @@ def test_a_second_process_is_refused_by_name_and_the_lock_goes_with_the_first(ho
     with alone_in(out / "work"):
         pass
     assert clear_work(out) > 2 and not out.exists()
+
+
+def test_a_lock_whose_file_is_removed_has_one_owner(tmp_path, monkeypatch):
+    """Who waits for it and who lets it go let no second one in: what is asked of filelock's version."""
+    path = tmp_path / "lock"
+    first, lock = FileLock(path, thread_local=False), fcntl.flock
+    first.acquire(timeout=0)
+
+    def late(opened, how):
+        """Between a waiter's opening and locking the file goes, as `alone_in` removes it, and its lock is free."""
+        if threading.current_thread() is not threading.main_thread() and first.is_locked and how & fcntl.LOCK_EX:
+            path.unlink()
+            first.release()
+        return lock(opened, how)
+
+    def take(timeout):
+        taken = FileLock(path, thread_local=False)
+        taken.acquire(timeout=timeout)
+        return taken
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with ThreadPoolExecutor(1) as waiter, ThreadPoolExecutor(1) as next_one, ThreadPoolExecutor(1) as last:
+        waited = waiter.submit(take, 5).result()
+        with pytest.raises(Timeout):
+            last.submit(take, 0).result()
+        path.unlink()
+        after = next_one.submit(take, 0).result()
+        waited.release()
+        with pytest.raises(Timeout):
+            last.submit(take, 0).result()
+        after.release()
 
 
 def test_a_training_that_begins_nothing_leaves_nothing(tmp_path):

@@ -35,7 +35,7 @@ class Circumstances:
         prompt_set: its name.
         prompts: how many prompts were asked for.
         runs: how often each system answered each group.
-        sampling: all sampling options, the seed among them.
+        sampling: all sampling options.
         must_agree: whether our engines' tokens are promised to be those of plain decoding.
         costs_kept: whether a cost curve is of an earlier run, and so of another moment of the machine.
         bandwidth: measured read bandwidth in bytes per second; None where it was not measured.
@@ -82,7 +82,8 @@ class Circumstances:
         """In one line, for the head of tables and under plots; with what a padded target's figures mean."""
         where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         temperature = self.sampling.get("temperature", 0.0)
-        how = "greedy" if not temperature else f"temperature {temperature:g}, seed {self.sampling.get('seed')}"
+        how, seed = f"temperature {temperature:g}" if temperature else "greedy", self.sampling.get("seed")
+        how += f", seed {seed}" if temperature and seed is not None else ""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''} each"
         model = self.model if self.pad_to is None else f"{self.model} padded to {self.pad_to}"
         prompts = f"{self.prompts} prompt{'s' if self.prompts > 1 else ''} of {self.prompt_set}"

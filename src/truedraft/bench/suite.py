@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 PLAIN = "plain"
+ENTROPY = 0
+"""Of engines that are measured: a benchmark of requests without a seed draws from the same noise each time."""
 _LEAST_BATCH = 32  # the engine's own limit; a larger batch raises it
 _NO_DRAFTER = "none"
 
@@ -122,7 +124,7 @@ class Suite:
 
     def must_agree(self, params: SamplingParams) -> bool:
         """Whether our engines promise the tokens of plain decoding."""
-        return self.lossless and (params.greedy or params.coupled)
+        return self.lossless and (params.greedy or params.seeded)
 
     def redraft(self, system: OurEngine, drafter: Drafter) -> None:
         """Let one of our engines draft with another drafter.
@@ -130,8 +132,8 @@ class Suite:
         Raises:
             CompositionError: the drafter does not fit.
         """
-        controller = controller_from_spec(self.controller)
-        system.engine = Engine(self.target, drafter, system.engine.rule, controller, max_batch=_room(self.batch))
+        controller, room = controller_from_spec(self.controller), _room(self.batch)
+        system.engine = Engine(self.target, drafter, system.engine.rule, controller, max_batch=room, entropy=ENTROPY)
 
 
 def load_suite(
@@ -163,13 +165,14 @@ def load_suite(
     lossless = rule_from_spec(rule).lossless
     target = load_model(model.model, pad_to=model.pad_to, **machine.of_models)
     room = _room(batch)
-    ours = [OurEngine(PLAIN, Engine(target, max_batch=room))]
+    ours = [OurEngine(PLAIN, Engine(target, max_batch=room, entropy=ENTROPY))]
     notes = _dtype_notes(machine.dtype, target.dtype, target.device)
     for spec in drafters:
         if spec != _NO_DRAFTER:
             drafter = from_spec(spec, target, drafters_dir, tell=notes.append)
             name = _short_name(spec, [each.name for each in ours])
-            ours.append(OurEngine(name, Engine(target, drafter, rule_from_spec(rule), controller, max_batch=room)))
+            engine = Engine(target, drafter, rule_from_spec(rule), controller, max_batch=room, entropy=ENTROPY)
+            ours.append(OurEngine(name, engine))
             if len(drafter.members) > 1:
                 notes.append(f"{name} is {' + '.join(drafter.members)}")
     suite = Suite(target, lossless, ours, notes=notes, batch=batch, controller=controller)

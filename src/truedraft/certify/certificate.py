@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, share_of
-from truedraft.certify.controls import ComparedControls, CoupledControls, SampledControls
+from truedraft.certify.controls import ComparedControls, SampledControls, SeededControls
 from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality, EqualityInFloat32
 from truedraft.certify.exact import Exact
@@ -80,6 +80,7 @@ def certify(
     *,
     batch: int = 1,
     seconds: float = 300.0,
+    entropy: int = 0,
     tell: Callable[[Part, float], None] = lambda part, done: None,
     in_float32: Callable[[], Stack] | None = None,
 ) -> Certificate:
@@ -88,24 +89,24 @@ def certify(
     Args:
         stack: target, drafter and rule.
         prompts: token ids, each shorter than the target's context; the more, the better.
-        params: sampling options: temperature, top-k, top-p, min-p, coupled. At most `max_tokens` of an answer are
-            compared.
+        params: sampling options: temperature, top-k, top-p, min-p. With a seed requests are certified that have
+            seeds, which count up from it. At most `max_tokens` of an answer are compared.
         batch: requests in a step.
         seconds: about how long to take. Where little could be seen by then it goes on, up to four times as long;
             what could not be seen even then is told as not enough evidence. Exact sums take their own time.
+        entropy: fixes the noise of requests without a seed, so that a certificate can be repeated.
         tell: is told a part and the fraction of it that is done.
-        in_float32: makes the same stack in float32, for greedy and coupled answers; None leaves that out.
+        in_float32: makes the same stack in float32, for greedy and seeded answers; None leaves that out.
 
     Returns:
         The certificate; look at `issued`.
 
     Raises:
-        OptionError: no prompts, an unusable batch or time, options that shape logits, or coupled requests with a lossy
-            rule.
+        OptionError: no prompts, an unusable batch or time, options that shape logits, or a seed with a lossy rule.
         TruedraftError: the target failed.
     """
     _refuse_unusable(stack, prompts, params, batch, seconds)
-    params = replace(params, seed=params.seed or 0)
+    stack = stack.but(entropy=entropy)
     checks = checks_of(stack, params, in_float32)
     findings: list[Finding] = []
     with _left_as_found(stack):
@@ -135,18 +136,15 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: Callable[[], Sta
     if params.greedy:
         tests: list[Check] = [ComparedControls()]
     else:
-        tests = [Statistics(), CoupledControls() if params.coupled else SampledControls()]
+        tests = [Statistics(), SampledControls() if params.seed is None else SeededControls()]
     return [Exact(), *equality, *tests, Invariance(), DraftState()]
 
 
 def _refuse_unusable(
     stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams, batch: int, seconds: float
 ) -> None:
-    if params.coupled and not stack.rule.lossless:
-        raise OptionError(
-            f"coupled requests take the target's own tokens whatever the rule, and rule {stack.rule.spec!r} is lossy; "
-            "leave one of them out"
-        )
+    if params.seeded:
+        stack.rule.check_seed()
     if params.shapes_logits:
         raise OptionError(
             "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
@@ -223,7 +221,7 @@ def _options(certificate: Certificate) -> str:
     words += [f"top-p {params.top_p:g}"] * (params.top_p < 1.0)
     words += [f"top-k {params.top_k}"] * (params.top_k > 0)
     words += [f"min-p {params.min_p:g}"] * (params.min_p > 0.0)
-    words += ["coupled"] * (params.coupled and not params.greedy)
+    words += ["seeded"] * params.seeded
     return ", ".join([*words, f"batch {certificate.batch}"])
 
 

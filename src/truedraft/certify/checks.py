@@ -22,6 +22,7 @@ from truedraft.verification import Rule, SpeculativeSampling
 
 PATIENCE = 4.0
 """So many times its time a check may take to come to the least evidence that says anything; then it says so."""
+_SEEDS = 1 << 63
 
 # ---------------------------------------------------------------------------------------- checks and their findings
 
@@ -30,7 +31,7 @@ class Part(Enum):
     """The parts of a certificate, in the order in which they are shown."""
 
     EXACT = "exact"
-    EQUALITY = "greedy and coupled"
+    EQUALITY = "greedy and seeded"
     STATISTICAL = "statistical"
     CONTROLS = "negative controls"
     INVARIANCE = "invariance"
@@ -81,9 +82,10 @@ class Stack:
         target: the model that decides.
         drafter: guesses; engines made here share it, one after the other.
         rule: judges requests at a temperature.
-        coupled_rule: judges greedy and coupled requests; None compares, as engines do.
+        coupled_rule: judges greedy and seeded requests; None compares, as engines do.
         controller: says how much is drafted; each engine gets a copy of it. None is all that the drafter may, and every
             drafter of a portfolio in turn (`InTurn`).
+        entropy: of each engine.
     """
 
     target: LanguageModel
@@ -91,6 +93,7 @@ class Stack:
     rule: Rule
     coupled_rule: Rule | None = None
     controller: Controller | None = None
+    entropy: int = 0
 
     def engine(self, batch: int) -> Engine:
         """An engine with speculation, of at most `batch` requests in a step."""
@@ -101,13 +104,14 @@ class Stack:
             InTurn() if self.controller is None else copy.deepcopy(self.controller),
             max_batch=batch,
             coupled_rule=self.coupled_rule,
+            entropy=self.entropy,
         )
 
     def plain(self, batch: int) -> Engine:
         """An engine without a drafter: the answers that speculation must not change."""
         return Engine(self.target, rule=SpeculativeSampling(), max_batch=batch)
 
-    def but(self, **parts: LanguageModel | Drafter | Rule | Controller | None) -> Stack:
+    def but(self, **parts: LanguageModel | Drafter | Rule | Controller | int | None) -> Stack:
         """The same with other parts."""
         return replace(self, **parts)  # type: ignore[arg-type]
 
@@ -132,7 +136,7 @@ class Context:
     Attributes:
         stack: what is certified.
         prompts: token ids, at least one prompt.
-        params: the user's options. Seeds of requests count up from its seed; None counts from 0.
+        params: the user's options. Where they have a seed, seeds of requests count up from it.
         batch: requests of a step.
         seconds: how long the check may take; several times as long where little could be seen by then.
         tell: is told the fraction of the check that is done.
@@ -146,11 +150,6 @@ class Context:
     seconds: float = math.inf
     tell: Tell = _tell_nobody
     earlier: Sequence[Finding] = ()
-
-    @property
-    def seed(self) -> int:
-        """Of the first request."""
-        return self.params.seed or 0
 
 
 class Check(ABC):
@@ -243,9 +242,14 @@ def answer_of(request: Request) -> Answer:
     return answer
 
 
-def open_ended(params: SamplingParams, seed: int, length: int) -> SamplingParams:
+def numbered(params: SamplingParams, number: int) -> SamplingParams:
+    """The options of one of many requests, by number: with a seed of its own where they have one."""
+    return params if params.seed is None else replace(params, seed=(params.seed + number) % _SEEDS)
+
+
+def open_ended(params: SamplingParams, length: int) -> SamplingParams:
     """The user's options for an answer that ends by its length alone."""
-    return replace(params, seed=seed, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
+    return replace(params, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
 
 
 def check_sound(answer: Answer, drafter: str) -> None:

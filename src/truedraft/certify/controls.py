@@ -10,7 +10,7 @@ certificate is issued. Only tokens whose distribution a fault puts off noticeabl
 before the token is. Where the user's own drafter leaves a fault little room (it agrees with the target, or its guesses
 are not drawn), a stand-in drafts: the target itself, sharpened or as it is, perhaps at a higher temperature.
 
-Faults of greedy and coupled answers are shown to the comparison with plain decoding. Given text and noise a
+Faults of greedy and seeded answers are shown to the comparison with plain decoding. Given text and noise a
 distribution is one-hot here: the target's choice. So a fault's total variation is the share of tokens that are not the
 target's choice at their own prefix, and one such token is enough to be found. Noise used twice is no such fault, for
 plain decoding would use it twice as well: it is found in the distribution, by the tests of sampled answers.
@@ -35,6 +35,7 @@ from truedraft.certify.checks import (
     Part,
     Stack,
     Status,
+    numbered,
     open_ended,
     share_of,
 )
@@ -147,7 +148,7 @@ SAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class ComparedControl:
-    """A fault of greedy and coupled answers.
+    """A fault of greedy and seeded answers.
 
     Attributes:
         name: what is wrong with the stack.
@@ -222,7 +223,7 @@ class SampledControls(Check):
 
 
 class ComparedControls(Check):
-    """Shows faults to the comparison of greedy or coupled answers with plain decoding.
+    """Shows faults to the comparison of greedy or seeded answers with plain decoding.
 
     Args:
         controls: the faults.
@@ -255,7 +256,7 @@ class ComparedControls(Check):
         counted = _Counted()
         for number in range(self._rounds):
             # Later rounds begin behind more of each prompt's plain answer, so that greedy texts are new, too.
-            self._compare(counted, broken, stack, prompts, replace(params, seed=number * len(prompts)))
+            self._compare(counted, broken, stack, prompts, numbered(params, number * len(prompts)))
             if counted.strong and counted.differing:
                 break
             prompts = [self._longer(stack, prompt) for prompt in prompts]
@@ -274,7 +275,7 @@ class ComparedControls(Check):
         """Answer prompts by a broken stack and plainly, and count what differs."""
         room = stack.target.context_length
         options = [
-            open_ended(params, (params.seed or 0) + number, min(self._tokens, room - len(prompt)))
+            open_ended(numbered(params, number), min(self._tokens, room - len(prompt)))
             for number, prompt in enumerate(prompts)
         ]
         wrong = [answer.token_ids for answer in broken.engine(len(prompts)).generate(prompts, options)]
@@ -287,8 +288,8 @@ class ComparedControls(Check):
             counted.differing += answer != expected
 
 
-class CoupledControls(Check):
-    """Shows faults of coupled answers: to the comparison, and one that it cannot see to the tests of sampled answers.
+class SeededControls(Check):
+    """Shows faults of seeded answers: to the comparison, and one that it cannot see to the tests of sampled answers.
 
     That one is a step whose tokens share their Gumbel noise.
     """
@@ -628,7 +629,7 @@ def target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], p
         stack: with the target.
         prompt: token ids.
         answer: tokens behind it.
-        params: greedy, or coupled with a seed.
+        params: greedy, or with a seed.
     """
     if params.greedy:
         (logits,) = plain_logits(stack.target, [(prompt, answer)])

@@ -1,4 +1,4 @@
-"""Coupled and greedy requests: what the shipped rule follows, and the distribution of it, in every cell.
+"""Seeded and greedy requests: what the shipped rule follows, and the distribution of it, in every cell.
 
 Over two tokens a choice depends on the difference of their Gumbel numbers alone, which is logistic. So the line of
 differences falls into cells, and the probability of an answer is a sum of products of their widths. The reference here

@@ -1,9 +1,9 @@
-"""Greedy and coupled answers with speculation, held against plain decoding bit for bit.
+"""Greedy and seeded answers with speculation, held against plain decoding bit for bit.
 
 Where two answers part that must be equal, that is a near tie, which rounding may decide either way, or a fault. Both
 followed the same text up to that *divergence point*. The logits there are known, so it is known by how much they would
 have to move for the other token to be chosen: the *margin*. For greedy requests that is the difference of the two
-logits; for coupled ones the difference of log p + G, times the temperature. If rounding moves each logit by at most r,
+logits; for seeded ones the difference of log p + G, times the temperature. If rounding moves each logit by at most r,
 it moves a margin by at most 2 r.
 
 Worked example: the logits of the two best tokens are 9.71 and 9.70, so the margin is 0.01. Shapes of plain decoding
@@ -32,6 +32,7 @@ from truedraft.certify.checks import (
     Stack,
     Status,
     answers_in_time,
+    numbered,
     recovered,
 )
 from truedraft.certify.rounding import Rounding, compare_shapes, measure_rounding
@@ -60,7 +61,7 @@ _HALVINGS = 60
 class Equality(Check):
     """Compares answers with speculation, alone and in batches, with plain decoding's: tokens and reasons for the end.
 
-    Greedy answers are always compared; coupled ones where the options ask for them. Every divergence is traced to its
+    Greedy answers are always compared; seeded ones where the options have a seed. Every divergence is traced to its
     first differing token and is a near tie or a fault. Stop texts are left out: they act on tokens that are already
     decided. Fewer prompts than the batch are repeated from later starts on; a batch of 1 leaves out what is the same
     then. The time may be exceeded several times until the first batch of prompts is compared.
@@ -76,8 +77,8 @@ class Equality(Check):
         stack, params = context.stack, context.params
         label = dtype_name(stack.target.dtype)
         kinds = {"greedy": as_greedy(params)}
-        if params.coupled and not params.greedy:
-            kinds["coupled"] = replace(params, stop=(), seed=context.seed)
+        if params.seeded:
+            kinds["seeded"] = replace(params, stop=())
         seconds = context.seconds * (1.0 - _ROUNDING_SHARE) / len(kinds)
         findings: list[Finding] = []
         texts: list[list[int]] = []
@@ -136,9 +137,7 @@ class EqualityInFloat32(Check):
 
 def as_greedy(params: SamplingParams) -> SamplingParams:
     """The same request at temperature 0, without stop texts."""
-    return SamplingParams(
-        params.max_tokens, stop_token_ids=params.stop_token_ids, ignore_eos=params.ignore_eos, seed=params.seed or 0
-    )
+    return SamplingParams(params.max_tokens, stop_token_ids=params.stop_token_ids, ignore_eos=params.ignore_eos)
 
 
 def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -159,7 +158,7 @@ class _Answers:
     def __init__(self, context: Context) -> None:
         self._context, self._batch = context, context.batch
         self._prompts = enough_prompts(context.prompts, context.batch)
-        self._each = [replace(context.params, seed=context.seed + i) for i in range(len(self._prompts))]
+        self._each = [numbered(context.params, number) for number in range(len(self._prompts))]
         self._plain = context.stack.plain(1)
         self._engines = {size: context.stack.engine(size) for size in sorted({1, context.batch})}
         self.comparisons = {size: Comparison() for size in self._engines}
@@ -280,8 +279,8 @@ class Comparison:
             found: the other answer.
             asked: the one prompt, the request's own options and the requests of a step where the other came about.
             number: of the prompt.
-            has_margins: whether the request is greedy, or coupled and seeded, without stop texts; of others a
-                divergence is only counted.
+            has_margins: whether the request is greedy or seeded, without stop texts; of others a divergence is only
+                counted.
         """
         self.answers += 1
         self.compared += len(expected.token_ids)
@@ -439,10 +438,11 @@ def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection
 
 
 def _chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Tensor], int]:
-    """What a greedy or coupled request makes of logits at a position."""
+    """What a greedy or seeded request makes of logits at a position."""
     if params.greedy:
         return lambda logits: int(most_likely(logits[None]))
-    noise = KeyedNoise(params.seed or 0, position, 0)
+    assert params.seed is not None
+    noise = KeyedNoise(params.seed, position, 0)
     gumbel = noise.gumbel(0, len(row), row.device)
     return lambda logits: int(coupled_choice(probs_from_logits(logits[None], params), gumbel))
 

@@ -40,7 +40,7 @@ class Exact(Check):
     """Checks the stack's rules, for the kinds of draws that its drafter makes, in sums over all that chance decides.
 
     Coupled draws, if the rule does not judge them, are left to the coupled rule, as engines do; it is checked where it
-    judges greedy or coupled requests. A lossy rule is measured, at temperature 0 its greedy form. What ships is asked
+    judges greedy or seeded requests. A lossy rule is measured, at temperature 0 its greedy form. What ships is asked
     on the target's device. It takes its own time.
 
     Raises:
@@ -60,7 +60,7 @@ class Exact(Check):
         if rule.coupled:
             comparing: Rule | None = rule
         else:
-            compares = params.coupled or (params.greedy and stack.rule.lossless)
+            compares = params.seeded or (params.greedy and stack.rule.lossless)
             comparing = (stack.coupled_rule or CoupledSampling()) if compares else None
             jobs += _of_uniform_numbers(rule, worlds, stack.target.device)
         if comparing is not None:

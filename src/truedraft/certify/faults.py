@@ -47,7 +47,7 @@ def accepts_always(rule: Rule) -> Rule:
 
 
 def coupled_accepts_always() -> Rule:
-    """The same for greedy and coupled requests."""
+    """The same for greedy and seeded requests."""
     rule = CoupledSampling()
 
     def last(p: Tensor, noise: Noise, depth: int) -> int:

@@ -16,9 +16,11 @@ from truedraft.certify.checks import (
     Finding,
     OutOfTimeError,
     Part,
+    Stack,
     Status,
     answer_of,
     answers_in_time,
+    numbered,
 )
 from truedraft.certify.equality import Comparison, enough_prompts
 from truedraft.certify.rounding import measure_rounding
@@ -38,13 +40,14 @@ Way = Callable[[Sequence[int], SamplingParams, int], Answer]
 
 
 class Invariance(Check):
-    """Asks seeded requests in many ways, and compares tokens and reasons for the end with those of each asked alone.
+    """Asks requests by the same noise in many ways, and compares tokens and reasons for the end.
 
-    Greedy and coupled answers must also be the same with other budgets. A sampled request's tokens may change with its
-    budgets, for another draw then decides; its distribution may not, which the statistics test. So sampled requests are
-    asked with budgets that hang on nothing but their own steps, whatever the stack's controller. Stop texts are left
-    out. Divergences of greedy and coupled requests are near ties or faults. A sampled one hangs on many draws and has
-    no margin; where rows are not bitwise equal, divergences are counted against a bound on what rounding does.
+    Greedy and seeded answers must also be the same with other budgets. Tokens of a sampled request without a seed may
+    change with its budgets, for another draw then decides; its distribution may not, which the statistics test. So such
+    requests are asked with budgets that hang on nothing but their own steps, whatever the stack's controller, each by
+    an engine of its own whose first noise they get. Stop texts are left out. Divergences of greedy and seeded requests
+    are near ties or faults. Others hang on many draws and have no margin; where rows are not bitwise equal, divergences
+    are counted against a bound on what rounding does.
 
     The other prompts serve as neighbours; at least three requests stand together. The time may be exceeded several
     times until one prompt was asked in all ways. It finds one thing for each way; NOT_ENOUGH where no answer could be
@@ -60,7 +63,7 @@ class Invariance(Check):
             replace(
                 context,
                 prompts=enough_prompts(context.prompts, together),
-                params=replace(context.params, stop=(), seed=context.seed),
+                params=replace(context.params, stop=()),
                 batch=together,
             )
         )
@@ -97,10 +100,8 @@ class _Asking:
         self._prompts = [list(prompt) for prompt in context.prompts]
         self._batch, self._params = context.batch, context.params
         lossless = context.stack.rule.lossless
-        self._has_margins = self._params.coupled or (self._params.greedy and lossless)
+        self._has_margins = self._params.seeded or (self._params.greedy and lossless)
         self._stack = context.stack if self._has_margins else context.stack.but(controller=None)
-        self._alone = self._stack.engine(1)
-        self._many = self._stack.engine(self._batch)
         self._limits = self._stack.drafter.limits
         self._ways: dict[str, Way] = {
             "streamed": self._streamed,
@@ -109,7 +110,7 @@ class _Asking:
         }
         if self._has_margins:
             for name, controller in _controllers(self._limits).items():
-                self._ways[name] = partial(self._ask, self._stack.but(controller=controller).engine(1))
+                self._ways[name] = partial(self._ask, self._stack.but(controller=controller))
         self._comparisons = {name: Comparison() for name in self._ways}
         self._texts: list[list[int]] = []
         self._deadline = Deadline(math.inf)
@@ -122,21 +123,25 @@ class _Asking:
         """
         self._deadline = deadline
         prompt = self._prompts[number]
-        own = replace(self._params, seed=(self._params.seed or 0) + number)
-        expected = self._ask(self._alone, prompt, own, number)
+        own = numbered(self._params, number)
+        expected = self._ask(self._stack, prompt, own, number)
         self._texts.append([*prompt, *expected.token_ids])
         asked = Context(self._stack, [prompt], own, self._batch)
         for name, way in self._ways.items():
             found = way(prompt, own, number)
             self._comparisons[name].add(expected, found, asked, number, has_margins=self._has_margins)
 
-    def _ask(self, engine: Engine, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
-        """The answer, or how it failed; without neighbours the prompt's number does not matter."""
-        return answers_in_time(engine, [prompt], [own], self._deadline)[0]
+    def _engine(self, stack: Stack, batch: int, number: int) -> Engine:
+        """A new engine; a prompt's number fixes the noise of its first request without a seed."""
+        return stack.but(entropy=stack.entropy + number).engine(batch)
+
+    def _ask(self, stack: Stack, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
+        """The answer, or how it failed."""
+        return answers_in_time(self._engine(stack, 1, number), [prompt], [own], self._deadline)[0]
 
     def _neighbours(self, number: int, engine: Engine, which: Sequence[int]) -> list[Request]:
         """Queue other requests, of other lengths and with other options; who sits where changes with the prompt."""
-        others = _other_options(self._params)
+        others = _other_options(self._params, lossless=self._stack.rule.lossless)
         found = []
         for place in which:
             options = replace(
@@ -148,21 +153,22 @@ class _Asking:
 
     def _beside(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Some neighbours are at work when the request comes, others come later."""
-        half = self._batch // 2
-        with _ended(self._many) as queued:
-            queued += self._neighbours(number, self._many, range(half))
-            self._deadline.step(self._many)
-            self._deadline.step(self._many)
-            request = self._many.submit(list(prompt), own)
+        half, engine = self._batch // 2, self._engine(self._stack, self._batch, number)
+        request = engine.prepare(list(prompt), own)
+        with _ended(engine) as queued:
+            queued += self._neighbours(number, engine, range(half))
+            self._deadline.step(engine)
+            self._deadline.step(engine)
+            engine.enqueue(request)
             queued.append(request)
-            self._deadline.step(self._many)
-            queued += self._neighbours(number, self._many, range(half, self._batch - 1))
-            return self._finished(request)
+            self._deadline.step(engine)
+            queued += self._neighbours(number, engine, range(half, self._batch - 1))
+            return self._finished(request, engine)
 
     def _streamed(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """The pieces must also add up to the answer that comes with the last of them."""
         pieces: list[Piece] = []
-        for piece in self._alone.stream(list(prompt), own):
+        for piece in self._engine(self._stack, 1, number).stream(list(prompt), own):
             pieces.append(piece)
             if self._deadline.over:
                 break
@@ -176,26 +182,29 @@ class _Asking:
 
     def _cancelled(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Cancelled half-way, asked again while others run."""
-        with _ended(self._many) as queued:
-            queued += self._neighbours(number, self._many, range(self._batch - 1))
-            queued.append(first := self._many.submit(list(prompt), own))
+        engine = self._engine(self._stack, self._batch, number)
+        again = engine.prepare(list(prompt), own)
+        with _ended(engine) as queued:
+            queued += self._neighbours(number, engine, range(self._batch - 1))
+            queued.append(first := engine.submit(list(prompt), own))
             while first.finish_reason is None and first.emitted < own.max_tokens // 2:
-                self._deadline.step(self._many)
-            self._many.cancel(first)
-            queued.append(again := self._many.submit(list(prompt), own))
-            return self._finished(again)
+                self._deadline.step(engine)
+            engine.cancel(first)
+            engine.enqueue(again)
+            queued.append(again)
+            return self._finished(again, engine)
 
-    def _finished(self, request: Request) -> Answer:
+    def _finished(self, request: Request, engine: Engine) -> Answer:
         """Step until a request is over."""
         while request.finish_reason is None:
-            self._deadline.step(self._many)
+            self._deadline.step(engine)
         return answer_of(request)
 
     def findings(self) -> list[Finding]:
         """One for each way."""
         found = [self._finding(name, comparison) for name, comparison in self._comparisons.items()]
         if not self._has_margins:
-            sentence = "Different budgets may change the tokens of a sampled request, but not their distribution."
+            sentence = "Different budgets may change the tokens of requests without a seed, but not their distribution."
             if not self._stack.rule.lossless:
                 sentence = f"The rule {self._stack.rule.spec!r} is lossy: its distribution depends on what is drafted."
             found.append(Finding(Part.INVARIANCE, _BUDGETS, Status.DOES_NOT_APPLY, sentence))
@@ -248,16 +257,16 @@ def _controllers(limits: Budget) -> dict[str, Controller]:
     }
 
 
-def _other_options(params: SamplingParams) -> list[SamplingParams]:
-    """Options that neighbours of a request have."""
-    seed = (params.seed or 0) + 1_000_003
+def _other_options(params: SamplingParams, *, lossless: bool) -> list[SamplingParams]:
+    """Options that neighbours of a request have; under a lossy rule none has a seed."""
+    seed = (params.seed or 0) + 1_000_003 if lossless else None
     warm = 1.5 if params.greedy else 2.0 * params.temperature
     return [
-        SamplingParams(temperature=warm, seed=seed),
+        SamplingParams(temperature=warm),
         SamplingParams(),
-        SamplingParams(temperature=1.0, top_k=2, seed=seed + 1),
-        SamplingParams(temperature=0.7, coupled=True, seed=seed + 2),
-        SamplingParams(temperature=0.9, top_p=0.5, min_p=0.05, seed=seed + 3),
+        SamplingParams(temperature=1.0, top_k=2),
+        SamplingParams(temperature=0.7, seed=seed),
+        SamplingParams(temperature=0.9, top_p=0.5, min_p=0.05),
     ]
 
 

@@ -59,10 +59,10 @@ class LossyDivergence(Check):
         found: list[Divergence] = []
         tests = TokenTests(stack.target.vocab_size, 1, 0.0)
         deadline = Deadline(context.seconds)
-        for first in itertools.count(context.seed, batch):
+        while True:
             asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
             room = stack.target.context_length
-            options = [open_ended(params, first + i, min(TOKENS, room - len(p))) for i, p in enumerate(asked)]
+            options = [open_ended(params, min(TOKENS, room - len(prompt))) for prompt in asked]
             answers = engine.generate(asked, options)
             for answer in answers:
                 check_sound(answer, stack.drafter.name)
@@ -70,7 +70,7 @@ class LossyDivergence(Check):
             if not params.greedy:
                 texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]
                 for probs, (prompt, tokens) in zip(plain_probs(stack.target, texts, params), texts, strict=True):
-                    tests.add(Scored(probs, tokens, prompt, [_UNKNOWN] * len(tokens), 0, params.coupled))
+                    tests.add(Scored(probs, tokens, prompt, [_UNKNOWN] * len(tokens), 0, coupled=False))
             context.tell(deadline.fraction)
             if deadline.over and (len(found) > batch or not found):
                 break

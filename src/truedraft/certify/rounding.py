@@ -3,8 +3,14 @@
 Floating-point sums depend on their order, and kernels choose the order by how many rows share a product. Where a
 target's rows are invariant (DESIGN section 2) nothing moves. Elsewhere two answers may part where two tokens are
 nearly as likely, and a certificate must tell that from a fault. A fault of drafted rows (a wrong mask, wrong positions,
-a wrong entry of the cache) moves logits too. So the yardstick is what *plain* decoding's own shapes make of a text,
-in none of which there is a drafted token; drafted shapes must stay near it.
+a wrong entry of the cache) moves logits too. So the yardstick is what *plain* decoding's own shapes make of a text:
+committed tokens alone, with as many rows as drafted steps have and under the masks of a prompt, whose rows a drafted
+path's are. Where these are equal bit for bit, drafted rows must be so, too. Elsewhere a drafted row must lie near one
+of them.
+
+Worked example: one token at a time, a place's best logit is 9.70; beside four others and within a prompt it is 9.72.
+Plain shapes differ by 0.02, so a drafted row may lie up to 0.04 from the nearest of them: at 9.73 it passes, for it is
+0.01 from 9.72, and at 9.80 it is a fault. Were all plain ones 9.70, then 9.73 would be a fault, too.
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ from truedraft.engine.scheduler import Scheduler
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
 
-_LEEWAY = 4.0
-"""Drafted shapes may differ this many times as far as plain ones: both are maxima over many roundings."""
+_LEEWAY = 2.0
+"""A drafted row may lie so many times as far from the nearest plain one as plain ones differ: both are maxima over
+roundings, whose unit doubles with each power of two."""
 _MOST_NODES = 32
 """More nodes of a tree than this change nothing about what its rows see, and cost memory."""
 _LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
@@ -53,6 +60,8 @@ class Spread:
         logits: largest absolute difference of two logits.
         mean_tv: mean total variation of the distributions that sampling options make of them.
         largest_tv: the largest of them.
+        apart: of a drafted shape the largest absolute difference of two logits, each row held against that plain one,
+            of any shape, which is nearest to it; 0 of a plain shape.
     """
 
     name: str
@@ -61,6 +70,7 @@ class Spread:
     logits: float
     mean_tv: float
     largest_tv: float
+    apart: float = 0.0
 
     def __add__(self, other: Spread) -> Spread:
         """Over the places of both."""
@@ -73,6 +83,7 @@ class Spread:
             max(self.logits, other.logits),
             summed / max(positions, 1),
             max(self.largest_tv, other.largest_tv),
+            max(self.apart, other.apart),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -84,6 +95,7 @@ class Spread:
             "largest_logit_difference": self.logits,
             "mean_total_variation": self.mean_tv,
             "largest_total_variation": self.largest_tv,
+            "from_nearest_plain": self.apart,
         }
 
 
@@ -124,20 +136,23 @@ class Rounding:
         return max((spread.logits for spread in self.drafted), default=0.0)
 
     @property
+    def apart(self) -> float:
+        """How far a drafted row lies from the plain one that is nearest to it, at most."""
+        return max((spread.apart for spread in self.drafted), default=0.0)
+
+    @property
     def limit(self) -> float:
-        """Largest difference of two logits that passes for rounding in this dtype."""
+        """Largest difference of two logits between plain shapes that passes for rounding in this dtype."""
         return relative_limit(self.dtype) * self.largest_logit
 
     @property
     def is_rounding(self) -> bool:
         """Whether all that was seen passes for rounding.
 
-        Plain shapes must differ by less than `limit`; drafted ones also by no more than a few times as much as plain
-        ones do, or by a few units in the last place of the largest logit.
+        Plain shapes must not differ by more than `limit`; drafted rows must be as near to plain ones as these are to
+        each other, `_LEEWAY` times: where plain ones are equal bit for bit, nothing is allowed.
         """
-        unit = _LEEWAY * torch.finfo(self.dtype).eps * self.largest_logit
-        near = max(_LEEWAY * self.plain_difference, unit)
-        return self.plain_difference <= self.limit and self.drafted_difference <= min(near, self.limit)
+        return self.plain_difference <= self.limit and self.apart <= _LEEWAY * self.plain_difference
 
     @property
     def largest_difference(self) -> float:
@@ -182,11 +197,16 @@ class Rounding:
         """In one sentence without its full stop."""
         if self.bitwise:
             return f"rows are bitwise equal in {len(self._all) + 1} shapes at {self.positions} places: rounding is 0"
+        if not any(spread.different for spread in self.plain):
+            return (
+                f"rows are bitwise equal in {len(self.plain) + 1} shapes of plain decoding at {self.positions} places, "
+                f"and drafted ones differ from them by up to {self.drafted_difference:.3g}: that is no rounding"
+            )
         told = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
-            f"{self.drafted_difference:.3g} in drafted ones, distributions by a total variation of "
-            f"{self.mean_total_variation:.2g} on average and {self.largest_total_variation:.2g} at most, "
-            f"over {self.positions} places"
+            f"{self.drafted_difference:.3g} in drafted ones, whose rows lie up to {self.apart:.3g} from the nearest "
+            f"plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
+            f"{self.largest_total_variation:.2g} at most, over {self.positions} places"
         )
         return told if self.is_rounding else f"{told}; that is more than rounding in {dtype_name(self.dtype)} does"
 
@@ -200,6 +220,7 @@ class Rounding:
             "largest_logit": self.largest_logit,
             "plain_difference": self.plain_difference,
             "drafted_difference": self.drafted_difference,
+            "from_nearest_plain": self.apart,
             "mean_total_variation": self.mean_total_variation,
             "largest_total_variation": self.largest_total_variation,
             "shapes": [spread.as_dict() for spread in self._all],
@@ -272,8 +293,9 @@ def compare_shapes(
     rows = baseline[near - start :]
     probs = probs_from_logits(rows, params)
 
-    def spread(feeding: Feeding) -> Spread:
-        other = fed_logits(target, text, near, feeding)
+    plain_rows = [rows]
+
+    def spread(feeding: Feeding, other: Tensor, apart: float) -> Spread:
         distance = total_variation(probs, probs_from_logits(other, params))
         return Spread(
             feeding.name,
@@ -282,11 +304,21 @@ def compare_shapes(
             float(_differences(rows, other).max()),
             float(distance.mean()),
             float(distance.max()),
+            apart,
         )
 
+    def plain(feeding: Feeding) -> Spread:
+        plain_rows.append(fed_logits(target, text, near, feeding))
+        return spread(feeding, plain_rows[-1], 0.0)
+
+    def drafted(feeding: Feeding) -> Spread:
+        other = fed_logits(target, text, near, feeding)
+        nearest = torch.stack([_differences(each, other).amax(dim=-1) for each in plain_rows]).amin(dim=0)
+        return spread(feeding, other, float(nearest.max()))
+
     largest = float(rows.double().abs().nan_to_num(posinf=0.0).max())
-    plain = tuple(map(spread, plain_feedings(limits, batch)))
-    return baseline, Rounding(target.dtype, largest, plain, tuple(map(spread, drafted_feedings(limits, batch))))
+    spreads = tuple(map(plain, plain_feedings(limits, batch)))
+    return baseline, Rounding(target.dtype, largest, spreads, tuple(map(drafted, drafted_feedings(limits, batch))))
 
 
 def _differences(a: Tensor, b: Tensor) -> Tensor:
@@ -319,6 +351,11 @@ class Feeding:
     at_once: bool = False
     rejected: int = 0
 
+    @property
+    def own_rows(self) -> int:
+        """Rows of the text in a forward, neighbours' not counted."""
+        return 1 + self.depth * (1 + self.siblings) + self.rejected
+
 
 ALONE = Feeding("one token at a time, alone")
 """Plain decoding of one request: what all others are compared with."""
@@ -327,19 +364,22 @@ ALONE = Feeding("one token at a time, alone")
 def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
     """Shapes of plain decoding under continuous batching, beside `ALONE`: none holds a drafted token.
 
+    Their forwards have as many rows as speculation's: so many requests of one token each, or a prompt beside one.
+
     Args:
-        limits: of the drafter; forwards are made as long as speculation's.
+        limits: of the drafter.
         batch: requests of a step.
     """
+    alone = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
     rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, Scheduler().chunk)
-    found = [
+    return [
         Feeding("as one prompt", at_once=True),
-        Feeding("one token at a time beside another", beside=(1,)),
+        *(
+            Feeding(f"one token at a time, {count} requests", beside=(1,) * (count - 1))
+            for count in sorted({2, *alone, max(2, batch)})
+        ),
         Feeding(f"one token at a time beside a prompt of {rows}", beside=(rows,)),
     ]
-    if batch > 2:
-        found.append(Feeding(f"one token at a time, {batch} requests", beside=(1,) * (batch - 1)))
-    return found
 
 
 def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.certify.checks import Stack, answer_of, check_sound, open_ended
+from truedraft.certify.checks import Stack, answer_of, check_sound, numbered, open_ended
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
@@ -29,7 +29,6 @@ TOKENS = 64
 _BEGINNING = 16
 _WHOLE = 8
 """Of so many prompts one is taken whole, the others cut to their beginning: a prefill tests nothing."""
-_SEEDS = 1 << 63
 _CHUNK = 256
 """Tokens of a text in one forward, as in the engine's prefill."""
 _ENTRIES = 1 << 25
@@ -141,11 +140,10 @@ def scored_answers(
     batch: int,
     *,
     judge: LanguageModel | None = None,
-    first_seed: int = 0,
     records_probs: bool = False,
     length: int = TOKENS,
 ) -> Iterator[list[Scored]]:
-    """Answer the prompts in turn, over and over, each time with another seed; one batch of requests after another.
+    """Answer the prompts in turn, over and over, each time by other noise; one batch of requests after another.
 
     Args:
         stack: what answers.
@@ -153,7 +151,6 @@ def scored_answers(
         params: the user's options; an answer does not end early here.
         batch: requests in a batch.
         judge: gives the distributions that tokens are held against; None is the stack's target.
-        first_seed: of the first request; the others follow.
         records_probs: whether `Decision.used` is wanted.
         length: tokens of an answer.
 
@@ -164,10 +161,10 @@ def scored_answers(
     engine = stack.but(drafter=recorder.drafter, rule=recorder.rule or stack.rule).engine(batch)
     room = stack.target.context_length
     turn = itertools.cycle(_cut(prompts))
-    for first in itertools.count(first_seed, batch):
+    for first in itertools.count(0, batch):
         asked = list(itertools.islice(turn, batch))
         options = [
-            open_ended(params, (first + place) % _SEEDS, min(length, room - len(prompt)))
+            open_ended(numbered(params, first + place), min(length, room - len(prompt)))
             for place, prompt in enumerate(asked)
         ]
         requests = [engine.submit(prompt, own) for prompt, own in zip(asked, options, strict=True)]
@@ -184,7 +181,7 @@ def scored_answers(
         texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(asked, requests, strict=True)]
         probs = plain_probs(judge or stack.target, texts, params)
         yield [
-            Scored(own, tokens, prompt, recorder.taken(request.id), place, params.coupled)
+            Scored(own, tokens, prompt, recorder.taken(request.id), place, params.seeded)
             for place, (own, (prompt, tokens), request) in enumerate(zip(probs, texts, requests, strict=True))
         ]
 

@@ -18,7 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.certify.checks import PATIENCE, Check, Context, Deadline, Finding, Part, Stack, Status, Tell, check_sound
+from truedraft.certify.checks import (
+    PATIENCE,
+    Check,
+    Context,
+    Deadline,
+    Finding,
+    Part,
+    Stack,
+    Status,
+    Tell,
+    check_sound,
+    numbered,
+)
 from truedraft.certify.e_process import POWER_SIGMAS, EProcesses, Events, TestResult, holm
 from truedraft.certify.rounding import measure_rounding
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
@@ -85,9 +97,7 @@ class Statistics(Check):
         tests = TokenTests(context.stack.target.vocab_size, context.batch, allowance)
         deadline = Deadline(context.seconds * (1.0 - _JOINT))
         patience = Deadline(PATIENCE * context.seconds)
-        for answers in scored_answers(
-            context.stack, context.prompts, context.params, context.batch, first_seed=context.seed
-        ):
+        for answers in scored_answers(context.stack, context.prompts, context.params, context.batch):
             for scored in answers:
                 tests.add(scored)
             context.tell((1.0 - _JOINT) * deadline.fraction)
@@ -304,8 +314,8 @@ def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResul
     counts = torch.zeros(joint.shape, dtype=torch.int64)
     calls = accepted = impossible = 0
     asked = replace(params, max_tokens=_LENGTH, ignore_eos=True, stop=(), stop_token_ids=())
-    for seed in itertools.count(context.seed, _BATCH):
-        many = [replace(asked, seed=seed + place) for place in range(_BATCH)]
+    for first in itertools.count(0, _BATCH):
+        many = [numbered(asked, first + place) for place in range(_BATCH)]
         for answer in engine.generate([list(prompt)] * _BATCH, many):
             check_sound(answer, stack.drafter.name)
             places = tuple(number.get(token, -1) for token in answer.token_ids[1:])
@@ -315,7 +325,7 @@ def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResul
                 counts[places] += 1
             calls, accepted = calls + answer.stats.target_calls, accepted + answer.stats.accepted_tokens
         tell(deadline.fraction)
-        if deadline.over and seed - context.seed >= _LEAST_ANSWERS:
+        if deadline.over and first >= _LEAST_ANSWERS:
             break
     statistic, cells, p_value = chi_square(counts, joint) if not impossible else (math.inf, counts.numel(), 0.0)
     answers = int(counts.sum()) + impossible

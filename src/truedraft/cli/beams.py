@@ -131,7 +131,7 @@ def search_beams(options: GenerateOptions) -> int:
     terminal = Terminal()
     plain, search = _load(options, terminal)
     if options.prompts.chat:
-        asked = as_chat(search.target, asked)
+        asked = as_chat(search.target, asked, trust_control_tokens=options.prompts.trust_control_tokens)
     found = [_answer(each, plain, search, options, terminal, alone=len(asked) == 1) for each in asked]
     searched = [each for each in found if each.error is None]
     compared = options.report.compare and bool(searched)

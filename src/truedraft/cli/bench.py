@@ -18,7 +18,6 @@ from truedraft.cli.session import (
     PLAN_HELP,
     RULE_HELP,
     ReportOptions,
-    seeded,
 )
 from truedraft.cli.streams import say, visible
 from truedraft.control.specs import controller_from_spec, controller_help
@@ -101,7 +100,7 @@ def bench(options: BenchOptions) -> int:
 
     for peer in options.what.peer:
         check_peer(peer)
-    params, out = seeded(options.sampling), options.report.out
+    params, out = options.sampling, options.report.out
     out = None if out is None else user_path(str(out))
     check_rule(options.what.rule, params)
     controller_from_spec(options.what.controller)  # wrong words are told before anything is loaded
@@ -122,7 +121,7 @@ def bench(options: BenchOptions) -> int:
             for each in suite.ours:
                 each.engine.controller.expect(plan.survival)
         if options.prompt.chat:
-            asked = as_chat(suite.target, asked)
+            asked = as_chat(suite.target, asked, trust_control_tokens=options.prompt.trust_control_tokens)
         groups, failures = encoded(suite.target, asked, options.runs.batch)
         if not groups:
             raise PromptError(f"none of the prompts can be answered; {failures[0].describe()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, UndecidedError, exit_status, report
 from truedraft.cli.parameters import defaults_of
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
-from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError
@@ -35,6 +36,14 @@ class CheckOptions:
     prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl or .txt file.", "FILE")
     batch: int = option(1, "Requests that are answered together.", "N", least=1)
     minutes: float = option(5.0, "About how long to take, at most four times that; more find smaller deviations.", "N")
+    seed: int | None = option(
+        None,
+        "Decides all noise. With --seeded and --seed-per-request seeds of requests count up from it.",
+        "S",
+        shown_default="drawn",
+        least=0,
+    )
+    seeded: bool = flag("Certify requests that have a seed, whose tokens must be plain decoding's.")
     no_float32: bool = flag("Leave out float32, for a model that is too large to load again.")
 
 
@@ -94,7 +103,7 @@ class CertifyOptions:
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group(
         "Answer",
-        without=("stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids"),
+        without=("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids"),
         max_tokens=64,
         temperature=1.0,
     )
@@ -122,7 +131,6 @@ def _certified(options: CertifyOptions) -> int:
 
     if not 0.0 < options.check.minutes < 1e6:
         raise OptionError(f"must be above 0, got {options.check.minutes:g}", field="minutes")
-    params = seeded(options.sampling)
     folder = None if options.report.out is None else _folder(options.report.out)
     _check_whose(options)
     if options.others.sampler is not None:
@@ -133,8 +141,15 @@ def _certified(options: CertifyOptions) -> int:
         from truedraft.cli.certify_engines import certify_one_engine
 
         return certify_one_engine(options, folder)
+    seed = first_seed(options)
+    params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
     check_rule(options.stack.rule, params)
-    return _run(options, read_prompts(None, options.check.prompts), params, folder)
+    return _run(options, read_prompts(None, options.check.prompts), params, seed, folder)
+
+
+def first_seed(options: CertifyOptions) -> int:
+    """The seed that was given, else one drawn, so that it can be told."""
+    return secrets.randbits(31) if options.check.seed is None else options.check.seed
 
 
 def _check_whose(options: CertifyOptions) -> None:
@@ -154,7 +169,7 @@ def _check_whose(options: CertifyOptions) -> None:
         if not mode and name in _OTHERS:
             needs = " or ".join(f"--{each}" for each in ("endpoint", "process", "sampler") if name in _TAKEN_BY[each])
             raise OptionError(f"is for {needs} alone; give that, too", field=name)
-    if mode in _ENGINES and options.sampling.seed is not None and not others.seed_per_request:
+    if mode in _ENGINES and options.check.seed is not None and not others.seed_per_request:
         raise OptionError("is for --seed-per-request alone; give that, too", field="seed")
 
 
@@ -205,7 +220,9 @@ def _folder(out: Path) -> Path:
     return folder
 
 
-def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, folder: Path | None) -> int:
+def _run(
+    options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, seed: int, folder: Path | None
+) -> int:
     from truedraft.certify import Part, Stack, markdown, meaning, verdict
     from truedraft.certify import certify as certify_stack
     from truedraft.cli.session import load_engine
@@ -227,11 +244,12 @@ def _run(options: CertifyOptions, prompts: Sequence[NamedPrompt], params: Sampli
             params,
             batch=batch,
             seconds=options.check.minutes * 60.0,
+            entropy=seed,
             tell=tell,
             in_float32=None if options.check.no_float32 else _in_float32(options, params, terminal),
         )
     show_findings(certificate.findings, verdict(certificate), meaning(certificate), terminal)
-    record = _record(certificate, engine, options.stack, params)
+    record = _record(certificate, engine, options.stack, params) | {"seed": seed}
     left_out = {"command", "findings", "failures", "undecided", "certified"}
     page = markdown(certificate, {name: value for name, value in record.items() if name not in left_out})
     status = FAILED if certificate.failures else UNDECIDED if certificate.undecided else DONE

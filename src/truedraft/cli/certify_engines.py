@@ -114,12 +114,14 @@ def _how_to_go_on(options: CertifyOptions) -> str:
 
 def _junit_of(error: UndecidedError) -> str:
     """A run that ended early, as JUnit's XML: one test case that is an error."""
+    from truedraft.certify.engines import xml_text
+
     suite = ElementTree.Element(
         "testsuite", name="truedraft certify", tests="1", failures="0", errors="1", skipped="0", time="0"
     )
     case = ElementTree.SubElement(suite, "testcase", classname="certify", name="a verdict is reached", time="0")
     ElementTree.SubElement(case, "error", message=visible(str(error)), type="undecided")
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+    return xml_text(suite)
 
 
 def _write_junit(file: Path | None, text: str, terminal: Terminal) -> None:
@@ -212,7 +214,7 @@ def _kept(peer: Peer, options: CertifyOptions, file: Path | None, open_things: c
 
 def _first_seed(options: CertifyOptions) -> int | None:
     """That of the first request; None where none are sent. 0 unless another is given: a rerun asks the same again."""
-    return options.sampling.seed or 0 if options.others.seed_per_request else None
+    return options.check.seed or 0 if options.others.seed_per_request else None
 
 
 def _key(variable: str | None) -> str | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.certify import CertifyOptions, concluded, write_report
+from truedraft.cli.certify import CertifyOptions, concluded, first_seed, write_report
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED
-from truedraft.cli.session import seeded
 
 if TYPE_CHECKING:
     from truedraft.certify.samplers import SamplerCertificate
@@ -39,7 +38,7 @@ def certify_one_sampler(options: CertifyOptions, folder: Path | None) -> int:
         certificate = certify_sampler(
             sampler,
             seconds=options.check.minutes * 60.0,
-            seed=seeded(options.sampling).seed or 0,
+            seed=first_seed(options),
             tell=lambda done: show(int(done * _STEPS), sampler.name),
         )
     record, circumstances = _record(certificate)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
 import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from truedraft.cli.failures import DONE
-from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.cli.failures import DONE, FAILED
+from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import visible
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
-from truedraft.errors import OptionError, TruedraftError
+from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
 from truedraft.options import MachineOptions, flag, group, option
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ class ChatTalk:
         None, f"Talk to the server at this address in place of a model here; its key is read from {_KEY}.", "URL"
     )
     system: str | None = option(None, "Tell the model how to answer.", "TEXT")
+    trust_control_tokens: bool = flag("Read control tokens that messages spell, as <|im_end|>, as the tokens.")
     show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
 
 
@@ -105,10 +104,12 @@ class _Talk:
     Attributes:
         messages: so far.
         turns: so far.
+        failed: whether a message got no answer.
     """
 
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: list[_Turn] = field(default_factory=list)
+    failed: bool = False
 
     def reset(self) -> None:
         """Forget all but how to answer."""
@@ -127,27 +128,33 @@ def chat(options: ChatOptions) -> int:
     terminal = Terminal()
     partner: _Partner
     if options.talk.url is not None:
-        partner = _Server(options.talk.url, options.sampling)
+        partner = _Server(options.talk.url, options.sampling, terminal.note)
     else:
         partner = _here(options, terminal)
     talk = _Talk()
     if options.talk.system is not None:
         talk.tell(options.talk.system)
-    if sys.stdin is not None and sys.stdin.isatty():
+    if _asks():
         what = "Talk to" if partner.chats else "No chat template: what you write is continued by"
-        terminal.note(f"{what} {partner.name}. /help tells more.")
+        terminal.note(f"{what} {visible(partner.name)}. /help tells more.")
     for line in _lines(terminal):
         if not _command(line, talk, terminal):
             _take_turn(line, talk, partner, terminal)
+    status = FAILED if talk.failed and not _asks() else DONE
     if options.report.json:
         turns = [{name: getattr(each, name) for name in each.__slots__} for each in talk.turns]
-        terminal.json({"command": "chat", "status": DONE, "model": partner.name, "turns": turns})
-    return DONE
+        terminal.json({"command": "chat", "status": status, "model": partner.name, "turns": turns})
+    return status
+
+
+def _asks() -> bool:
+    """Whether somebody types, rather than a program."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _lines(terminal: Terminal) -> Iterator[str]:
     """What the user writes, line by line; a backslash at its end goes on in the next."""
-    asks = sys.stdin is not None and sys.stdin.isatty()
+    asks = _asks()
     while True:
         try:
             line = input("> " if asks else "")
@@ -207,7 +214,7 @@ def _take_turn(line: str, talk: _Talk, partner: _Partner, terminal: Terminal) ->
     except TruedraftError as error:
         terminal.end_line()
         terminal.note(f"error: {error}")
-        talk.messages = before
+        talk.messages, talk.failed = before, True
         return
     turn.seconds = time.perf_counter() - began
     talk.messages.append({"role": "assistant", "content": turn.text})
@@ -234,10 +241,10 @@ class _Here(_Partner):
         engine: that answers.
         params: of each answer.
         terminal: to write to.
-        show_drafts: whether tokens are marked by where they came from.
+        talk: how it goes.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, show_drafts: bool) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, talk: ChatTalk) -> None:
         tokenizer = engine.target.tokenizer
         if tokenizer is None:
             raise OptionError(f"{engine.target.name!r} has no tokenizer, so there is no text to talk in", field="model")
@@ -247,7 +254,7 @@ class _Here(_Partner):
         self._tokenizer = tokenizer
         self._params = params
         self._terminal = terminal
-        self._show_drafts = show_drafts
+        self._talk = talk
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         from truedraft.cli.generate import stream_answer
@@ -256,12 +263,12 @@ class _Here(_Partner):
 
         prompt: str | list[int]
         if self.chats:
-            prompt = self._tokenizer.chat(messages)
+            prompt = self._tokenizer.chat(messages, trust_control_tokens=self._talk.trust_control_tokens)
         else:
             prompt = "".join(each["content"] for each in messages)
         decisions = Decisions(self._engine.forwards())
         self._engine.listeners.append(decisions)
-        write = writer(self._tokenizer, self._terminal, self._show_drafts)
+        write = writer(self._tokenizer, self._terminal, self._talk.show_drafts)
         try:
             answer = stream_answer(self._engine, prompt, self._params, write)
         finally:
@@ -274,11 +281,12 @@ class _Here(_Partner):
 
 
 def _here(options: ChatOptions, terminal: Terminal) -> _Here:
-    from truedraft.cli.session import load_engine
+    from truedraft.cli.session import check_rule, load_engine
 
-    params = seeded(options.sampling)
+    params = options.sampling
+    check_rule(options.stack.rule, params)
     engine = load_engine(options.stack, options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
-    return _Here(engine, params, terminal, options.talk.show_drafts)
+    return _Here(engine, params, terminal, options.talk)
 
 
 class _Server(_Partner):
@@ -287,36 +295,41 @@ class _Server(_Partner):
     Args:
         url: of the server, with or without /v1 behind it.
         params: of each answer.
+        tell: is called with a sentence when the server makes us wait.
+
+    Raises:
+        OptionError: the address or the key cannot be used.
+        PeerError: nothing answers there that serves a model.
     """
 
-    def __init__(self, url: str, params: SamplingParams) -> None:
-        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        if not self._base.startswith(("http://", "https://")):
-            raise OptionError(f"begins with http:// or https://, got {url!r}", field="url")
-        self._params = params
-        with self._ask("/models") as reply:
-            served = json.loads(reply.read())["data"][0]
-        self.name = str(served["id"])
-        self.chats = bool(served.get("chat", True))
+    def __init__(self, url: str, params: SamplingParams, tell: Callable[[str], None]) -> None:
+        from truedraft.peers.calling import Caller
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(_KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data, headers)
+        self._params = params
         try:
-            return urllib.request.urlopen(request, timeout=_SILENCE_S)
-        except urllib.error.HTTPError as error:
-            raise TruedraftError(_told(error)) from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            raise TruedraftError(f"no server answers at {self._base} ({reason})") from error
+            with errors_about("url"):
+                self._caller = Caller(
+                    url,
+                    api_key=os.environ.get(_KEY) or None,
+                    timeout_s=_SILENCE_S,
+                    tell=tell,
+                    follows=True,
+                    key_from=f"the environment variable {_KEY}",
+                )
+        except OptionError as error:
+            error.call_fields({"api_key": _KEY})
+            raise
+        listed = _objects(self._caller.get("/v1/models").get("data"))
+        served = [each for each in listed if isinstance(each.get("id"), str)]
+        if not served:
+            raise PeerError(f"{self._caller.url} lists no model at /v1/models; load one there, or correct the address")
+        self.name = served[0]["id"]
+        self.chats = bool(served[0].get("chat", True))
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         asked = self._params
         body: dict[str, Any] = {
-            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "coupled")
+            name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
         }
         body = {name: value for name, value in body.items() if value is not None}
         body |= {"stop_token_ids": list(asked.stop_token_ids)} if asked.stop_token_ids else {}
@@ -324,51 +337,47 @@ class _Server(_Partner):
         body |= {"model": self.name, "max_tokens": asked.max_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.chats:
-            path, body["messages"] = "/chat/completions", messages
+            path, body["messages"] = "/v1/chat/completions", messages
         else:
-            path, body["prompt"] = "/completions", "".join(each["content"] for each in messages)
-        with self._ask(path, body) as reply:
-            try:
-                for chunk in _chunks(reply):
-                    _read_chunk(chunk, turn, show)
-            except (OSError, HTTPException) as error:
-                raise TruedraftError(
-                    f"the connection to {self._base} broke ({type(error).__name__}); ask again"
-                ) from error
+            path, body["prompt"] = "/v1/completions", "".join(each["content"] for each in messages)
+        whole = False
+        try:
+            with contextlib.closing(self._caller.events(path, body)) as chunks:
+                for chunk in chunks:
+                    whole = _read_chunk(chunk, turn, show) or whole
+        except PeerError:
+            if not whole:  # otherwise what is missing is no part of the answer
+                raise
+        if not whole and not turn.text:
+            raise PeerError(f"{self._caller.url}{path} answered nothing; is this the address of an API?")
 
 
-def _chunks(reply: Any) -> Iterator[dict[str, Any]]:
-    """The events of a stream."""
-    for raw in reply:
-        line = raw.decode().strip()
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise TruedraftError(str(chunk["error"].get("message", chunk["error"])))
-        yield chunk
+def _read_chunk(chunk: Mapping[str, Any], turn: _Turn, show: Callable[[Any], None]) -> bool:
+    """What an event brings to an answer; returns whether that is whole now."""
+    whole = False
+    for choice in _objects(chunk.get("choices")):
+        text = choice.get("text") or _object(choice.get("delta")).get("content")
+        if isinstance(text, str):
+            text = text.encode(errors="replace").decode()  # half a character
+            turn.text += text
+            show(visible(text))
+        whole = whole or choice.get("finish_reason") is not None
+    speculation = _object(chunk.get("speculation"))
+    if speculation:
+        turn.tokens_per_call = _number(speculation.get("mean_acceptance_length"))
+        turn.speedup = _number(_object(speculation.get("speedup")).get("factor"))
+    turn.tokens = int(_number(_object(chunk.get("usage")).get("completion_tokens")) or turn.tokens)
+    return whole
 
 
-def _read_chunk(chunk: dict[str, Any], turn: _Turn, show: Callable[[Any], None]) -> None:
-    for choice in chunk.get("choices", ()):
-        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-        turn.text += text
-        show(visible(text))
-    speculation = chunk.get("speculation")
-    if speculation is not None:
-        turn.tokens_per_call = speculation.get("mean_acceptance_length")
-        speedup = speculation.get("speedup")
-        turn.speedup = None if speedup is None else speedup.get("factor")
-    if chunk.get("usage"):
-        turn.tokens = chunk["usage"]["completion_tokens"]
+def _objects(found: object) -> list[Mapping[str, Any]]:
+    """The objects of a list; none where it is no list."""
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
 
 
-def _told(error: urllib.error.HTTPError) -> str:
-    """What a server says of an error."""
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {error.code} {error.reason}"
+def _object(found: object) -> Mapping[str, Any]:
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(found: object) -> float | None:
+    return float(found) if isinstance(found, int | float) and abs(found) < math.inf else None

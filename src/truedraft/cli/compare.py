@@ -135,7 +135,7 @@ class Comparison:
         pairs: at least one.
         all: what was measured over all of them.
         runs: how often each way.
-        must_agree: whether the tokens are promised to be identical (temperature 0, or coupled, and a lossless rule).
+        must_agree: whether the tokens are promised to be identical (temperature 0 or a seed, and a lossless rule).
         lossless: whether the rule keeps the target's distribution.
     """
 
@@ -156,6 +156,11 @@ class Comparison:
         return self.identical_prompts == len(self.pairs) if self.must_agree else None
 
     @property
+    def tells_identical(self) -> bool:
+        """Whether identical tokens say something: they are promised, or a lossy rule alone may be why they differ."""
+        return self.must_agree or not (self.lossless or any(not pair.group.params.greedy for pair in self.pairs))
+
+    @property
     def repeated_8grams(self) -> float | None:
         """Mean over the prompts whose plain answer has an 8-gram."""
         shares = [share for pair in self.pairs if (share := pair.repeated_8grams) is not None]
@@ -163,8 +168,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
-        # Identical tokens say something where they are promised, or where a lossy rule may be why they differ.
-        told, sides = self.must_agree or not self.lossless, self.all.as_dict()
+        told, sides = self.tells_identical, self.all.as_dict()
         return {
             "tokens_per_s": sides[_SPECULATIVE]["tokens_per_s"],
             "speedup": self.all.ratio.mean,
@@ -302,7 +306,7 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
     for pair in [pair for pair in comparison.pairs if pair.difference is not None][:_SHOWN_DIFFERENCES]:
         assert pair.difference is not None
         terminal.out.print(visible(f"  prompt {pair.name} {pair.difference.describe()}"), soft_wrap=True)
-    if many and not all(each.greedy for each in params):
+    if many and any(each.seeded for each in params):
         seeds = ", ".join(f"{pair.name}: {pair.group.params.seed}" for pair in comparison.pairs)
         terminal.out.print(visible(f"seeds: {seeds}"), style="dim", soft_wrap=True)
     if comparison.repeated_8grams is not None:
@@ -327,11 +331,8 @@ def _where_and_how(engine: Engine, drafter: str, each: Sequence[SamplingParams],
 
 def _drawing(each: Sequence[SamplingParams]) -> str:
     """How tokens were drawn, in words."""
-    how = {
-        "greedy" if params.greedy else f"temperature {params.temperature:g}" + (", coupled" if params.coupled else "")
-        for params in each
-    }
-    seeds = {params.seed for params in each if not params.greedy}
+    how = {"greedy" if params.greedy else f"temperature {params.temperature:g}" for params in each}
+    seeds = {params.seed for params in each if params.seeded}
     seed = ", a seed for each prompt" if len(seeds) > 1 else "".join(f", seed {one}" for one in seeds)
     return (how.pop() if len(how) == 1 else "each prompt by its own options") + seed
 
@@ -357,10 +358,10 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _verdict(comparison: Comparison) -> str:
+    if not comparison.tells_identical:
+        return "same distribution; tokens differ" if comparison.lossless else "lossy: another distribution"
     if not comparison.lossless:
         return f"lossy: {comparison.identical_prompts} of {len(comparison.pairs)} answers identical to plain decoding"
-    if comparison.identical is None:
-        return "same distribution; tokens differ"
     word = "yes" if comparison.identical else "no"
     if len(comparison.pairs) == 1:
         return f"identical: {word}"

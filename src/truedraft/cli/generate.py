@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
-from truedraft.cli.session import ReportOptions, StackOptions, seeded
+from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import from_escapes, say, typed_text, visible
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError
@@ -56,17 +56,15 @@ def generate(options: GenerateOptions) -> int:
     if options.beams != BeamOptions():
         return search_beams(options)
     stop = tuple(from_escapes(typed_text(text), "--stop") for text in options.sampling.stop)
-    params = replace(seeded(options.sampling), stop=stop)
+    params = replace(options.sampling, stop=stop)
     what = options.prompts
     prompts = read_prompts(what.prompt, what.prompts, own_options=True, images=what.image)
     if options.report.compare and any(each.images for each in prompts):
         raise OptionError("takes text alone; leave it out where prompts have pictures", field="compare")
-    # Without a seed of the user's own, equal prompts are to get unlike answers.
-    derive_seeds = options.sampling.seed is None and len(prompts) > 1
-    return _run(options, [(each, params) for each in prompts], derive_seeds)
+    return _run(options, [(each, params) for each in prompts])
 
 
-def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool) -> int:
+def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
     from truedraft.cli.compare import compare
     from truedraft.cli.report import circumstances_record
     from truedraft.cli.session import (
@@ -83,7 +81,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool)
         drafter = planned_drafter(options.stack.plan, [options.stack.drafter], prompts[0][1])
         options = replace(options, stack=replace(options.stack, drafter=drafter))
     params = prompts[0][1]
-    prompts = sampling_of_each(prompts, derive_seeds=derive_seeds)
+    prompts = sampling_of_each(prompts)
     for _, each in prompts:
         check_rule(options.stack.rule, each)
     terminal, report = Terminal(), options.report
@@ -91,13 +89,12 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked], derive_seeds: bool)
     engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
     prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)
     if options.prompts.chat:
-        prompts = as_chat(engine.target, prompts)
+        prompts = as_chat(engine.target, prompts, trust_control_tokens=options.prompts.trust_control_tokens)
     run = compare if report.compare else _answer
     status, record = run(engine, options, prompts, terminal)
     if report.json:
-        told = circumstances_record(engine, options.stack, replace(params, seed=None) if derive_seeds else params)
-        base = {"base_seed": params.seed} if derive_seeds else {}
-        terminal.json({"command": "generate", "status": status} | record | told | base)
+        told = circumstances_record(engine, options.stack, params)
+        terminal.json({"command": "generate", "status": status} | record | told)
     return status
 
 
@@ -195,7 +192,7 @@ def _answer_many(engine: Engine, prompts: Sequence[Asked], terminal: Terminal, s
                     answered.names.append(prompt.name)
                     answered.answers.append(answer)
                     answered.params.append(params)
-                    seed = "" if params.greedy else f", seed {params.seed}"
+                    seed = f", seed {params.seed}" if params.seeded else ""
                     heading = f"{prompt.name} ({answer.finish_reason}{seed})"
                     _write(heading, answer, engine, terminal, show_drafts)
                 progress(first + len(batch), "")

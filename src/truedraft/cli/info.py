@@ -75,6 +75,7 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
     from truedraft.costs import StepCosts
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
+    from truedraft.text.notations import notation_of
 
     with quiet_hub(), errors_about("model"):
         model = load_model(name)
@@ -83,6 +84,9 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         forwards = costs.forwards()
     for warning in costs.warnings:
         terminal.err.print(warning)
+    template = model.tokenizer.chat_template if model.tokenizer is not None else ""
+    notation = notation_of(template) if template else None
+    marks = notation.reasoning if notation is not None else None
     context = max(min(_CONTEXT, model.context_length - max(_ROWS)), 0)
     return {
         "parameters": model.parameters,
@@ -91,6 +95,9 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         "fast_paths": list(model.fast_paths),
         "equality": model.equality,
         "note": model.note,
+        "chat": "no chat template" if notation is None else notation.described,
+        "calls": None if notation is None else notation.name,
+        "reasoning": None if marks is None else [marks.opening, marks.closing],
         "context": context,
         "forward_s": {str(rows): forwards(rows, [context]) for rows in _ROWS if context + rows <= model.context_length},
     }
@@ -104,6 +111,7 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
         f"{model['parameters'] / 1e6:.2f} M parameters, {model['dtype']}; runs by: {paths}",
         f"a forward behind {model['context']} tokens: {takes.replace('1 tokens', '1 token', 1)}",
         f"greedy answers are {model['equality']} the same with a drafter",
+        f"chats: {model['chat']}",
         *([model["note"]] if model["note"] else []),
     ]
     return {"--model": "\n".join(told)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.plan_pictures import PlanOutput
 from truedraft.cli.prompts import HELDOUT, PromptOptions, read_prompts
-from truedraft.cli.session import DRAFTER_HELP, ReportOptions, seeded
+from truedraft.cli.session import DRAFTER_HELP, ReportOptions
 from truedraft.cli.streams import json_line, say
 from truedraft.cli.terminal import Terminal, print_table
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
@@ -245,17 +245,18 @@ def _simulate(options: PlanOptions, file: Path) -> int:
 
 
 def _plan(options: PlanOptions) -> int:
-    from truedraft.cli.session import quiet_hub, sampling_of_each, set_threads, waiting
+    from truedraft.cli.session import derived_seed, quiet_hub, set_threads, waiting
     from truedraft.models.loading import load_model
 
-    terminal, params = Terminal(), seeded(options.sampling)
+    terminal, params = Terminal(), options.sampling
     with errors_about("prompts"):
         prompts = _prompts(options)
     output = None if options.report.out is None else PlanOutput(options.report.out, _FILE)
     set_threads(options.machine.threads)
     with waiting(terminal.err, f"loading {options.model.model}"), quiet_hub(), errors_about("model"):
         target = load_model(options.model.model, pad_to=options.model.pad_to, **options.machine.of_models)
-    asked = sampling_of_each([(each, params) for each in prompts], derive_seeds=True)
+    seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
+    asked = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
     planned, kept_back = _split(options, target, asked)
     made = _made(options, target, planned, params, terminal)
     best = made.best()
@@ -303,7 +304,7 @@ def _split(
     from truedraft.cli.session import as_chat, encoded
 
     if options.prompt.chat:
-        asked = as_chat(target, asked)
+        asked = as_chat(target, asked, trust_control_tokens=options.prompt.trust_control_tokens)
     alone, failures = encoded(target, asked, 1)
     for failure in failures:
         warn(f"left out: {failure.describe()}")
@@ -354,14 +355,15 @@ def _made(
 
 def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, terminal: Terminal) -> Results:
     """Plain decoding and a drafter in turns, on prompts that the plan has not seen."""
-    from truedraft.bench import PLAIN, OurEngine, run_all
+    from truedraft.bench import ENTROPY, PLAIN, OurEngine, run_all
     from truedraft.drafters.specs import from_spec
     from truedraft.engine import Engine
 
     room = max(32, *(len(group.prompts) for group in groups))
+    drafter = from_spec(words, target)
     systems = [
-        OurEngine(PLAIN, Engine(target, max_batch=room)),
-        OurEngine(words, Engine(target, from_spec(words, target), controller="fixed", max_batch=room)),
+        OurEngine(PLAIN, Engine(target, max_batch=room, entropy=ENTROPY)),
+        OurEngine(words, Engine(target, drafter, controller="fixed", max_batch=room, entropy=ENTROPY)),
     ]
     with terminal.progress("checking", len(systems) * len(groups) * runs) as progress:
         return run_all(systems, groups, runs=runs, context_length=target.context_length, progress=progress)
@@ -383,7 +385,7 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
     speedup = ratio_of_rates(*zip(*pairs, strict=True)) if pairs else None
     counted = [drafted[key][0].outcome.counters for key in both]
     counters = sum((each for each in counted if each is not None), Counters())
-    agree = params.greedy or params.coupled
+    agree = params.greedy or params.seeded
     same = all(each.outcome.token_ids == plain[key][0].outcome.token_ids for key in both for each in drafted[key])
     factor = predicted.speedup.value / predicted.option.tokens.value
     tokens, seconds = (sum(pair[0][part] for pair in pairs) for part in range(2))
@@ -402,9 +404,9 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
 
 
 def _rate(rows: Sequence[Any]) -> tuple[float, float]:
-    """Tokens behind the first ones, and the seconds for them in the median run."""
-    seconds = sorted(row.decode_s for row in rows)[(len(rows) - 1) // 2]
-    return round(rows[0].decode_tokens_per_s * rows[0].decode_s), seconds
+    """Tokens behind the first ones in the median run, and its seconds for them."""
+    median = sorted(rows, key=lambda row: row.decode_s)[(len(rows) - 1) // 2]
+    return round(median.decode_tokens_per_s * median.decode_s), median.decode_s
 
 
 # ------------------------------------------------------------------------------- telling

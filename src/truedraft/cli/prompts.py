@@ -72,6 +72,7 @@ class PromptOptions:
     )
     image: tuple[str, ...] = option((), "A picture that the prompt is about; may be repeated.", "FILE")
     chat: bool = flag("Give the prompt as a user's message, by the model's chat template.")
+    trust_control_tokens: bool = flag("With --chat, read control tokens that it spells, as <|im_end|>, as the tokens.")
 
 
 Asked: TypeAlias = tuple[NamedPrompt, SamplingParams]

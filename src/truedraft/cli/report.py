@@ -31,9 +31,9 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[Sampl
         parts.append(f"merged paths: {stats.draft_tokens} nodes for {stats.listed_tokens} tokens")
     if stats.divergence is not None:
         parts.append(f"lossy: {divergence_words(stats)}")
-    seeds = {params.seed for params in each if not params.greedy}
+    seeds = {params.seed for params in each if params.seeded}
     if seeds:
-        parts.append(f"seed {seeds.pop()}" if len(seeds) == 1 else "a seed for each, beside its answer")
+        parts.append(f"seed {seeds.pop()}" if len(seeds) == 1 else "several seeds, beside the answers")
     if len(answers) == 1:
         parts.append(f"finish: {answers[0].finish_reason}")
     return " · ".join(parts)

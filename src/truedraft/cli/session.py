@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,24 +66,9 @@ class ReportOptions:
     json: bool = flag("End standard output with one line, a JSON object.")
 
 
-def seeded(params: SamplingParams) -> SamplingParams:
-    """Sampling options with a seed, drawn where none was given, so that it can be reported."""
-    return params if params.seed is not None else replace(params, seed=secrets.randbits(31))
-
-
-def sampling_of_each(prompts: Sequence[Asked], *, derive_seeds: bool) -> list[Asked]:
-    """Each prompt with its options: the command's, and before them those of its own line.
-
-    Args:
-        prompts: each with the command's options.
-        derive_seeds: give each prompt a seed of its own, made from the command's; equal prompts then get unlike
-            answers.
-    """
-    found: list[Asked] = []
-    for number, (prompt, params) in enumerate(prompts):
-        seed = derived_seed(params.seed or 0, number) if derive_seeds else params.seed
-        found.append((prompt, replace(params, **{"seed": seed} | dict(prompt.options))))
-    return found
+def sampling_of_each(prompts: Sequence[Asked]) -> list[Asked]:
+    """Each prompt with its options: the command's, and before them those of its own line."""
+    return [(prompt, replace(params, **dict(prompt.options))) for prompt, params in prompts]
 
 
 def derived_seed(base: int, number: int) -> int:
@@ -96,14 +80,13 @@ def check_rule(spec: str, params: SamplingParams) -> None:
     """Refuse a promise that the rule cannot keep, before anything is loaded.
 
     Raises:
-        OptionError: there is no such rule; or coupled tokens, which are the target's own, with a lossy one.
+        OptionError: there is no such rule; or a seed with a lossy one.
     """
     from truedraft.verification.specs import rule_from_spec
 
-    if not rule_from_spec(spec).lossless and params.coupled:
-        raise OptionError(
-            f"promises the target's own tokens and --rule {spec} is lossy; leave one of them out", field="coupled"
-        )
+    rule = rule_from_spec(spec)
+    if params.seeded:
+        rule.check_seed()
 
 
 def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams) -> str:
@@ -126,8 +109,10 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
 
     with errors_about("plan"):
         found = read_plan(plan)
-    for name in ("temperature", "top_k", "top_p", "min_p", "coupled"):
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         kept, here = found.sampling.get(name), getattr(params, name)
+        if name == "seed":  # any is as good as another
+            kept, here = (None if each is None else "set" for each in (kept, here))
         if kept != here:
             warn(
                 f"the plan was made with {name} {kept}, and this is {here}; its recommendation may not be the best here"
@@ -274,8 +259,13 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def as_chat(target: LanguageModel, prompts: Sequence[Asked]) -> list[Asked]:
+def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_tokens: bool) -> list[Asked]:
     """Each prompt as the one message of a user, by the model's chat template; those with pictures stay as they are.
+
+    Args:
+        target: that answers.
+        prompts: as they were read.
+        trust_control_tokens: as of `Tokenizer.chat`.
 
     Raises:
         PromptError: the model has no tokenizer or no template, or a prompt is token ids.
@@ -289,7 +279,8 @@ def as_chat(target: LanguageModel, prompts: Sequence[Asked]) -> list[Asked]:
             continue
         if not isinstance(prompt.prompt, str):
             raise PromptError(f"--chat needs text, and prompt {prompt.name} is a list of token ids")
-        ids = target.tokenizer.chat([{"role": "user", "content": prompt.prompt}])
+        messages = [{"role": "user", "content": prompt.prompt}]
+        ids = target.tokenizer.chat(messages, trust_control_tokens=trust_control_tokens)
         chats.append((replace(prompt, prompt=ids), params))
     return chats
 

@@ -78,8 +78,8 @@ class JobOptions:
     model: str = option("embedded:target", "The target: embedded:target, a folder, or a Hugging Face name.", "M")
     data: tuple[Path, ...] = option(
         (),
-        'Text, or .jsonl with "text", that prompts are cut from; may be repeated. Without it, for embedded:target, the '
-        "standard library of this Python.",
+        "Text, or .json or .jsonl of texts or chats, that prompts are cut from; may be repeated. Without it, for "
+        "embedded:target, the standard library of this Python.",
         "FILE",
     )
     held_out: tuple[Path, ...] = option(
@@ -94,7 +94,9 @@ class JobOptions:
 class DraftJobOptions(JobOptions):
     """The same for a draft model."""
 
-    data: tuple[Path, ...] = option((), 'Text, or .jsonl with "text", to train on; may be repeated. Needed.', "FILE")
+    data: tuple[Path, ...] = option(
+        (), "Text, or .json or .jsonl of texts or chats, to train on; may be repeated. Needed.", "FILE"
+    )
     held_out: tuple[Path, ...] = option((), "Text to measure on; without it, the last 5 % of the data.", "FILE")
 
 
@@ -104,8 +106,8 @@ class NgramJobOptions(JobOptions):
 
     data: tuple[Path, ...] = option(
         (),
-        'Text, or .jsonl with "text", to count; may be repeated. Without it, for embedded:target, the standard library '
-        "of this Python.",
+        "Text, or .json or .jsonl of texts or chats, to count; may be repeated. Without it, for embedded:target, the "
+        "standard library of this Python.",
         "FILE",
     )
     held_out: tuple[Path, ...] = option((), "Text to measure on; without it, the last 5 % of the data.", "FILE")

@@ -1,12 +1,8 @@
 """The goodput controller: at every step the drafters and budgets from which most tokens a second are expected.
 
 What a decision looks at. Everything is known before the step drafts anything, so whether a draw exists never depends
-on its token (DESIGN section 2, predictable choice). Requests with one seed share their noise. So verdicts of a sampled
-request whose seed somebody chose, a *private* one, decide nothing about any other request: not through estimates, which
-are drawn from greedy and coupled requests, whose tokens no budget changes, and from requests with fresh random seeds,
-whose noise nobody shares; not through the allocation, in which it stands for the others as what is known without its
-verdicts, and chooses for itself at the prices that result; and not through what probing has left, for it probes on a
-credit of its own. What is left of it for others is time.
+on its token (DESIGN section 2, predictable choice). Tokens of greedy and seeded requests hang on no budget, and no two
+others share noise, so what became of one request's drafts may decide about any other.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ Kind: TypeAlias = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _Probing:
-    """What probing may still lose, of a private request or of all others together.
+    """What probing may still lose.
 
     Attributes:
         credit_s: seconds, by drafting.
@@ -95,8 +91,6 @@ class _Own:
 
     Attributes:
         shaping: its sampling options that acceptance hangs on.
-        probing: its own, of a private one; that of all others.
-        private: whether its verdicts are to be kept from other requests.
         gains: estimates from its own verdicts.
         hints: kinds of hints at the last decision, of the drafters that give any.
         share: what the joint allocation gave it.
@@ -110,8 +104,6 @@ class _Own:
     """
 
     shaping: object
-    probing: _Probing
-    private: bool
     gains: dict[Kind, Gains] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
     share: tuple[str, int] | None = None
@@ -160,7 +152,6 @@ class Goodput(Controller):
         self._start_tokens = 0.0  # see `Allocator.start_tokens`
         self._probes = 0  # that the running step makes
         self._turn = 0  # whose turn it is to be probed with
-        self._privates = False  # whether there may be private requests
         self._step = 0
         self._left = 0  # steps for which the allocation is kept
         self._plain_left = 0  # plain steps to come before it is followed
@@ -188,8 +179,8 @@ class Goodput(Controller):
         self._plain_rest = kept and all(each.budget.nodes == 0 for each in decisions)
         if kept:
             self.rests = min(self._idle - 1, self._left)
-            if not self._plain_rest:  # what is learnt of others must not hang on what a private one drafts
-                self.rests = 0 if self._privates and len(views) > 1 else min(self.rests, self._hold())
+            if not self._plain_rest:
+                self.rests = min(self.rests, self._hold())
             self._left -= self.rests
         return decisions
 
@@ -200,8 +191,7 @@ class Goodput(Controller):
     def _decided(self, views: Sequence[RequestView]) -> list[Decision]:
         if self._probes:  # of a step that failed
             self._probes = 0
-            for own in self._own.values():
-                own.probing.request = None
+            self._probing.request = None
         if self._plain_left and self._batch == tuple([view.id for view in views]):
             self._plain_left -= 1
             if not self._plain_left:
@@ -219,10 +209,9 @@ class Goodput(Controller):
             gone = own.decision is not None and not own.decision.is_zero and own.decision.drafter not in view.limits
             own.stale |= own.decision is None or gone
             if own.stale or (own.hints and (own.drafts or look)):
-                news |= self._choose_again(view, own, joint) and (len(owns) == 1 or not own.private)
+                news |= self._choose_again(view, own, joint)
         if look:
-            probing = owns[0].probing if len(owns) == 1 else self._probing
-            if _are_ready(views) and 0.0 < probing.wanted_s <= probing.credit_s:
+            if _are_ready(views) and 0.0 < self._probing.wanted_s <= self._probing.credit_s:
                 self._left = 0
             self._every = _LOOKS[0] if news else min(2 * self._every, _LOOKS[1])
             self._idle = self._look_again()
@@ -230,12 +219,11 @@ class Goodput(Controller):
 
     def _worth_starting(self, views: Sequence[RequestView], owns: Sequence[_Own]) -> list[Decision]:
         """The decisions of requests, if together they bring more than a step with drafts takes longer than without."""
-        start = self._start_tokens
-        together = math.fsum(own.surplus for own in owns if len(owns) == 1 or not own.private) > start
+        together = math.fsum(own.surplus for own in owns) > self._start_tokens
         decisions = []
         for view, own in zip(views, owns, strict=True):
             assert own.decision is not None
-            own.drafts = not own.decision.is_zero and (together or (own.private and own.surplus > start))
+            own.drafts = together and not own.decision.is_zero
             decisions.append(own.decision if own.drafts or own.decision.is_zero else self._plain(view))
         return decisions
 
@@ -266,8 +254,7 @@ class Goodput(Controller):
             share = joint[0].alone(joint[1], self._candidates(view, own))
             decision = self._decision(view, share, joint[0].floor(joint[1], share))
             known = own.by_hints[tuple(own.hints.values())] = decision, joint[0].surplus(joint[1], share)
-            if not own.private:
-                own.share = None if share is None else (share[0].drafter, share[1])
+            own.share = None if share is None else (share[0].drafter, share[1])
         (own.decision, own.surplus), own.stale = known, False
         return True
 
@@ -278,29 +265,18 @@ class Goodput(Controller):
         self._idle = self._look_again()
         for own in owns:
             own.unhinted.clear()
-        private = [own.private and len(views) > 1 for own in owns]
-        contexts = [_told_context(*each) for each in zip(views, private, strict=True)]
+        contexts = [view.context for view in views]
         allocator = Allocator(self._timing, contexts, all(view.params.greedy for view in views))
-        known = [
-            self._standing_for(view, own) if kept_apart else self._candidates(view, own)
-            for view, own, kept_apart in zip(views, owns, private, strict=True)
-        ]
-        best = allocator.best(known)
-        if self._still_fits(views):  # what a private request drafted alone hung on its verdicts
-            best = self._settled(allocator, best, known, owns)
+        known = [self._candidates(*each) for each in zip(views, owns, strict=True)]
+        best = self._settled(allocator, allocator.best(known), known, owns)
         self._speedup = best.rate / allocator.plain().rate
         self._start_tokens = allocator.start_tokens()
-        every = list(known)
-        for number, (view, own) in enumerate(zip(views, owns, strict=True)):
-            share = best.shares[number]
+        for view, own, share in zip(views, owns, best.shares, strict=True):
             own.share = None if share is None else (share[0].drafter, share[1])
-            if private[number]:
-                every[number] = self._candidates(view, own)
-                share = allocator.alone(best, every[number])
             own.decision, own.stale = self._decision(view, share, allocator.floor(best, share)), False
             own.surplus, own.drafts = allocator.surplus(best, share), share is not None
             own.by_hints = {tuple(own.hints.values()): (own.decision, own.surplus)}
-        decisions = self._with_probes(views, owns, allocator, best, every)
+        decisions = self._with_probes(views, owns, allocator, best, known)
         self._joint, self._batch = (allocator, best), tuple([view.id for view in views])
         took = self._clock() - began
         self._look_s += _SLOW * (took - self._look_s) if self._look_s else took
@@ -320,11 +296,8 @@ class Goodput(Controller):
     def _own_of(self, view: RequestView) -> _Own:
         own = self._own.get(view.id)
         if own is None:
-            params, private = view.params, view.params.private
-            probing = _Probing(self._clock()) if private else self._probing
-            self._privates |= private
-            shaping = params.probs_key, params.coupled, params.structured is not None
-            own = self._own[view.id] = _Own(shaping, probing, private)
+            params = view.params
+            own = self._own[view.id] = _Own((params.probs_key, params.seeded, params.structured is not None))
         return own
 
     def _candidates(self, view: RequestView, own: _Own) -> list[Candidate]:
@@ -359,15 +332,6 @@ class Goodput(Controller):
     def _level_s(self, drafter: str, greedy: bool) -> float:
         """Seconds that a drafter takes for one more token of one request."""
         return self._timing.drafting_s(drafter, 1, 2, greedy) - self._timing.drafting_s(drafter, 1, 1, greedy)
-
-    def _standing_for(self, view: RequestView, own: _Own) -> list[Candidate]:
-        """What other requests may know of a private one: nothing of its text or verdicts."""
-        found = []
-        for drafter, limits in view.limits.items():
-            if not limits.is_zero:
-                gains = self._pooled(view, own, (drafter, 0), limits).gains(min(limits.nodes, STOPS[-1]))
-                found.append(Candidate(drafter, limits, gains))
-        return found
 
     def _gains_of(self, view: RequestView, own: _Own, kind: Kind, limits: Budget) -> Gains:
         gains = own.gains.get(kind)
@@ -426,54 +390,47 @@ class Goodput(Controller):
     ) -> list[Decision]:
         """The decisions of a step, some of them changed to learn something where credit and hope suffice."""
         decisions = [own.decision for own in owns if own.decision is not None]
-        plain = self._plain_probe(views, owns, allocator, best)
+        plain = self._plain_probe(views, allocator, best)
         if plain is not None:
             return plain
-        for own in owns:
-            own.probing.wanted_s = 0.0
-        hopes: dict[int, tuple[float, int, Candidate, int, float]] = {}  # by the probing that pays: the most hopeful
-        looks = _PROBED_AT_MOST
-        self._turn += looks
-        for place in range(len(owns)):
+        probing = self._probing
+        probing.wanted_s = 0.0
+        hope: tuple[float, int, Candidate, int, float] | None = None  # the greatest
+        self._turn += _PROBED_AT_MOST
+        if probing.credit_s <= 0.0 or probing.request is not None:
+            return decisions
+        for place in range(min(_PROBED_AT_MOST, len(owns))):
             number = (self._turn + place) % len(owns)
-            own, candidates = owns[number], every[number]
-            if own.probing.credit_s <= 0.0 or own.probing.request is not None:
-                continue
-            if own.probing is self._probing:
-                looks -= 1
-                if looks < 0:
-                    continue
             drafting = decisions[number].drafter if not decisions[number].is_zero else None
-            for candidate in candidates:
-                hoped = self._hoped(own, candidate) if candidate.drafter != drafting else 0.0
+            for candidate in every[number]:
+                hoped = self._hoped(owns[number], candidate) if candidate.drafter != drafting else 0.0
                 if hoped <= 0.0:
                     continue
                 value, nodes, stake_s = allocator.hope(best, number, candidate, hoped)
-                key = id(own.probing)
-                if value > 0.0 and (key not in hopes or value > hopes[key][0]):
-                    hopes[key] = value, number, candidate, nodes, stake_s
-        for _, number, candidate, nodes, stake_s in hopes.values():
-            view, own = views[number], owns[number]
-            if stake_s > own.probing.credit_s or not _are_ready(views):
-                own.probing.wanted_s = stake_s
-            else:
-                own.probing.stake(view.id, best.rate, stake_s)
-                self._probes += 1
-                tokens = 1.0 + sum(candidate.gains[:nodes])
-                speedup = self._speedup
-                decisions[number] = Decision(candidate.drafter, candidate.budget(nodes), (), "probe", tokens, speedup)
+                if value > 0.0 and (hope is None or value > hope[0]):
+                    hope = value, number, candidate, nodes, stake_s
+        if hope is None:
+            return decisions
+        _, number, candidate, nodes, stake_s = hope
+        if stake_s > probing.credit_s or not _are_ready(views):
+            probing.wanted_s = stake_s
+        else:
+            probing.stake(views[number].id, best.rate, stake_s)
+            self._probes += 1
+            tokens = 1.0 + sum(candidate.gains[:nodes])
+            speedup = self._speedup
+            decisions[number] = Decision(candidate.drafter, candidate.budget(nodes), (), "probe", tokens, speedup)
         return decisions
 
     def _plain_probe(
-        self, views: Sequence[RequestView], owns: Sequence[_Own], allocator: Allocator, best: Allocation
+        self, views: Sequence[RequestView], allocator: Allocator, best: Allocation
     ) -> list[Decision] | None:
         """Plain decoding for some steps although drafting is best, lest what it takes be known from long ago alone.
 
         The first of them takes longer than those that follow: the processor's caches hold what drafting needs.
         """
-        probing, plain = owns[0].probing, allocator.plain()
-        drafts = best.tokens > plain.tokens
-        if not drafts or any(own.probing is not probing for own in owns) or probing.request is not None:
+        probing, plain = self._probing, allocator.plain()
+        if best.tokens <= plain.tokens or probing.request is not None:
             return None
         # They are worth their tokens. Where drafting hardly pays little is lost, and what plain steps take counts most.
         lost_s = max(plain.seconds - plain.tokens / best.rate, _LEAST_LOST * plain.seconds)
@@ -506,29 +463,18 @@ class Goodput(Controller):
             took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)
             self._decide_s += _SLOW * (record.decide_s - self._decide_s)
             seconds, most_s = self._share * took, _CREDIT_STEPS * self._steps_s
-            # Whether a private request drafted hangs on its verdicts.
-            hidden = self._privates and any(self._is_private(step.id) for step in record.requests)
-            self._probing.earn(seconds, most_s, drafted=hidden or record.nodes > 0, now=self._clock)
+            self._probing.earn(seconds, most_s, drafted=record.nodes > 0, now=self._clock)
         self._observed = now
         for step in record.requests:
-            if (step.shares or self._probes or self._privates) and step.id in self._own:
-                self._observe_one(self._own[step.id], step, record)
+            if (step.shares or self._probes) and step.id in self._own:
+                self._observe_one(self._own[step.id], step)
         if len(self._own) > 2 * len(record.requests) + 8:
             running = {step.id for step in record.requests}
             self._own = {number: own for number, own in self._own.items() if number in running}
-            self._privates = any(own.private for own in self._own.values())
 
-    def _is_private(self, number: int) -> bool:
-        own = self._own.get(number)
-        return own is not None and own.private
-
-    def _observe_one(self, own: _Own, step: RequestStep, record: StepRecord) -> None:
-        if own.private and not record.prefill:
-            seconds = self._share * record.total_s / len(record.requests)
-            drafted = record.nodes > 0 or len(record.requests) > 1  # others of its seed may be among them
-            own.probing.earn(seconds, _CREDIT_STEPS * self._steps_s, drafted=drafted, now=self._clock)
-        if own.probing.request == step.id:
-            own.probing.settle(step)
+    def _observe_one(self, own: _Own, step: RequestStep) -> None:
+        if self._probing.request == step.id:
+            self._probing.settle(step)
             self._probes -= 1
             self._choose_anew(own)
         if step.shares:
@@ -551,7 +497,7 @@ class Goodput(Controller):
                 stopped = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
                 stopped = stopped and budget.floor > 0.0
                 key = own.shaping, kind
-                pool = None if own.private or key not in self._pool else _used(self._pool, key)
+                pool = _used(self._pool, key) if key in self._pool else None
                 if pool is not None:
                     pool.judge(own.gains[kind], share)
                 own.gains[kind].learn(share, self._step, stopped)
@@ -580,11 +526,6 @@ def _used(found: dict[Key, Value], key: Key) -> Value:
 def _kind_of(hint: Hint) -> int:
     """The kind of a hint; -1 where there is nothing to propose."""
     return hint.kind if hint.finds else -1
-
-
-def _told_context(view: RequestView, kept_apart: bool) -> int:
-    """Cached tokens; of a private request among others what they would be if nothing had been accepted."""
-    return view.context - (view.counters.emitted_tokens - view.counters.target_calls if kept_apart else 0)
 
 
 def _are_ready(views: Sequence[RequestView]) -> bool:

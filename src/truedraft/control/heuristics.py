@@ -18,7 +18,7 @@ class AssistedHeuristic(Controller):
     """Two tokens more after a proposal that was accepted whole, one less after any other: transformers' heuristic.
 
     Of the first drafter, starting at 5, at least 1 and at most what the drafter's limits allow. A request follows its
-    own verdicts alone, so two with one seed may run side by side (DESIGN section 2, predictable choice).
+    own verdicts alone.
 
     Args:
         start: tokens drafted first.

@@ -113,7 +113,7 @@ class Hint:
         finds: whether there is anything to propose.
         confident: whether it can say how probable it finds its tokens, and stop by that (`Budget.floor`).
         guessed: share of a chain's tokens, its first apart, that are expected to take no level of drafting, for a
-            drafter of its own guesses them. By verdicts of this request, and of none that may share its noise.
+            drafter of its own guesses them.
     """
 
     kind: int = 0
@@ -127,14 +127,12 @@ class Hint:
 class RequestView:
     """What a controller may look at before a step, of one request that may be drafted for.
 
-    Requests with one seed share their noise. So the budget of a sampled, uncoupled request may depend on its own
-    counters, on times, and on verdicts of requests with another seed; never on those of a request with the same seed
-    (DESIGN section 2, predictable choice).
+    No two requests without a seed share noise, and tokens of one with a seed hang on no budget. So what becomes of a
+    request's drafts may decide how much is drafted for others (DESIGN section 2, predictable choice).
 
     Attributes:
         id: unique in this process.
         params: sampling options.
-        seed: keys the noise of the request, also where `params` leaves it open.
         context: tokens in the target's cache.
         remaining: tokens that may still be emitted; whatever is decided, no path is drafted beyond them.
         limits: for each drafter by name the most that it drafts. One that failed for the request, or that has no room
@@ -145,7 +143,6 @@ class RequestView:
 
     id: int
     params: SamplingParams
-    seed: int
     context: int
     remaining: int
     limits: Mapping[str, Budget]

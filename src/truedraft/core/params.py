@@ -59,6 +59,33 @@ class Structured:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """Where an answer holds the reasoning of a model, and how long that may be.
+
+    Attributes:
+        opening: the mark before it; the answer begins with it, or has no reasoning.
+        closing: the mark behind it.
+        inside: whether the prompt ends behind the opening mark, so that the answer begins with reasoning.
+        budget: most tokens between the marks, after which the closing one comes; None is no limit.
+
+    Raises:
+        OptionError: a mark is empty, or the budget no whole number.
+    """
+
+    opening: str
+    closing: str
+    inside: bool = False
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if not self.opening or not self.closing:
+            raise OptionError("needs an opening and a closing mark, got an empty one", field="reasoning")
+        if self.budget is not None:
+            object.__setattr__(self, "budget", check_whole("reasoning_budget", self.budget, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """What to draw and when to stop, for one request.
 
@@ -68,9 +95,9 @@ class SamplingParams:
         top_k: keep the k likeliest tokens, ties with the k-th included; 0 keeps all.
         top_p: keep the likeliest tokens until their mass reaches top_p, the crossing token included; in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest; in [0, 1].
-        seed: keys all noise of the request; None draws one from the operating system.
-        coupled: draw by Gumbel noise keyed by (seed, position, token), so that the tokens depend on
-            model, prompt, options and seed alone, never on the drafter (arXiv 2408.07978).
+        seed: the same seed, the same tokens: each is drawn by Gumbel noise keyed by (seed, position, token), which
+            drafters share, so tokens depend on model, prompt, options and seed alone, never on drafter, batch or
+            controller (coupled sampling, arXiv 2408.07978). None draws by fresh noise that no other request shares.
         stop: texts that end the answer; the answer ends before them.
         stop_token_ids: ids that end the answer; the answer ends before them, in the middle of a form too.
         ignore_eos: go on past the end-of-text token.
@@ -90,12 +117,14 @@ class SamplingParams:
         n: answers to the same prompt, each drawn with noise of its own, so that they are independent.
         structured: a form that the answer has; a `Structured`, or a JSON schema as an object. It ends where the form
             does, and has it whenever the finish reason is "stop" and no stop text cut it.
+        reasoning: marks between which the model reasons before it answers, and most tokens between them; `structured`
+            begins behind them.
         prediction: text, or token ids, that the answer is expected to repeat in large parts: a drafter that knows it
             copies from it, and whatever it says changes nothing of the answer.
         adapter: answer with this one of the target's adapters; None is the target itself.
 
-    `structured` and everything from `presence_penalty` to `allowed_token_ids` change logits before temperature, top-k,
-    top-p and min-p, in this order: allowed_token_ids, bad_words, min_tokens, structured, logit_bias, repetition,
+    `reasoning`, `structured` and all from `presence_penalty` to `allowed_token_ids` change logits before temperature,
+    top-k, top-p and min-p, in this order: allowed_token_ids, bad_words, min_tokens, structured, logit_bias, repetition,
     frequency and presence penalty. In a token tree the text is that of a node's own path.
 
     Numbers of numpy are taken like Python's own, and kept as these.
@@ -109,11 +138,11 @@ class SamplingParams:
     top_k: int = option(0, "Keep the K likeliest tokens; 0 keeps all.", "K")
     top_p: float = option(1.0, "Keep the likeliest tokens until their mass reaches P.", "P")
     min_p: float = option(0.0, "Drop tokens less likely than P times the likeliest.", "P")
-    seed: int | None = option(None, "The same seed, the same answer.", "S", shown_default="drawn")
-    coupled: bool = flag(
-        "Draw each token by noise that its seed, place and id decide, for target and drafter alike: then a seed gives "
-        "the same answer with every drafter and with none, at the cost of some accepted drafts. Without it a seed's "
-        "answer depends on the drafter, though its distribution does not."
+    seed: int | None = option(
+        None,
+        "The same seed, the same answer, with every drafter and with none, at the cost of some accepted drafts.",
+        "S",
+        shown_default="fresh noise",
     )
     stop: tuple[str, ...] = option(
         (), r"End before this text, which may hold \n, \t, \\ and \uXXXX; may be repeated.", "TEXT"
@@ -134,6 +163,7 @@ class SamplingParams:
     logprobs_mode: str = "raw"
     n: int = 1
     structured: Structured | None = None
+    reasoning: ReasoningSpan | None = None
     prediction: str | tuple[int, ...] | None = None
     adapter: str | None = option(None, "Answer with this adapter.", "NAME")
 
@@ -148,7 +178,6 @@ class SamplingParams:
             "temperature": _number("temperature", self.temperature, lambda value: 0.0 <= value < math.inf, "0 or more"),
             "top_p": _number("top_p", self.top_p, lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
             "min_p": _number("min_p", self.min_p, lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
-            "coupled": _truth("coupled", self.coupled),
             "ignore_eos": _truth("ignore_eos", self.ignore_eos),
             "seed": None if self.seed is None else check_whole("seed", self.seed, 0),
             "presence_penalty": _number("presence_penalty", self.presence_penalty, _is_penalty, "in [-2, 2]"),
@@ -177,6 +206,8 @@ class SamplingParams:
             raise OptionError(f'must be "raw" or "processed", got {self.logprobs_mode!r}', field="logprobs_mode")
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise OptionError(f"must be the name of an adapter, got {self.adapter!r}", field="adapter")
+        if self.reasoning is not None and not isinstance(self.reasoning, ReasoningSpan):
+            raise OptionError(f"must be a ReasoningSpan, got {self.reasoning!r}", field="reasoning")
         if self.structured is not None and self.ignore_eos:
             raise OptionError("goes on past the end of a structured answer; leave one of them out", field="ignore_eos")
 
@@ -186,10 +217,9 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def private(self) -> bool:
-        """Whether others may share its noise, sampled, with a seed that somebody chose: what becomes of its drafts must
-        decide nothing about them (DESIGN section 2, predictable choice)."""
-        return not (self.greedy or self.coupled or self.seed is None)
+    def seeded(self) -> bool:
+        """Whether a seed decides its tokens; at temperature 0 it has nothing to decide."""
+        return self.seed is not None and not self.greedy
 
     @property
     def probs_key(self) -> tuple[float, int, float, float]:
@@ -200,7 +230,8 @@ class SamplingParams:
     def shapes_logits(self) -> bool:
         """Whether logits are changed before a distribution is made of them: see `truedraft.core.shaping`."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        banned = self.min_tokens or self.bad_words or self.allowed_token_ids or self.structured
+        form = self.structured or (self.reasoning is not None and self.reasoning.budget is not None)
+        banned = self.min_tokens or self.bad_words or self.allowed_token_ids or form
         return bool(penalised or self.logit_bias or banned)
 
 

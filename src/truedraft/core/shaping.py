@@ -52,6 +52,10 @@ class Form(Protocol):
         """Whether the first of these is how the answer began the same text before."""
         ...
 
+    def problem(self) -> str:
+        """Why the form can be followed no further, where it allows no token next; "" where it can."""
+        ...
+
 
 class Shaping:
     """What one request's options do to logits.

@@ -195,7 +195,7 @@ class StepCosts:
             DrafterError: the drafter failed.
         """
         self.forwards()  # first, for it says whether kept costs will do
-        key = drafter, (params.probs_key, params.coupled)
+        key = drafter, (params.probs_key, params.seeded)
         if key not in self._drafting:
             found = drafter_cost(
                 drafter,

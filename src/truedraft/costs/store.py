@@ -204,7 +204,7 @@ def model_identity(model: LanguageModel) -> dict[str, Any]:
 
 def drafter_identity(drafter: Drafter, params: SamplingParams) -> dict[str, Any]:
     """A drafter by its limits, its public options and the models in it, and how its tokens are drawn."""
-    return _drafter(drafter) | {"law": list(params.probs_key), "coupled": params.coupled}
+    return _drafter(drafter) | {"law": list(params.probs_key), "coupled": params.seeded}
 
 
 def _drafter(drafter: Drafter) -> dict[str, Any]:

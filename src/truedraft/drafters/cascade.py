@@ -111,7 +111,7 @@ class _Chain:
         """What the target is given: tokens that are distributed as the middle model's own."""
         if self.params.greedy:
             return Proposal.deterministic(TokenTree.chain(self.tokens))
-        kind = DrawKind.COUPLED if self.params.coupled else DrawKind.INDEPENDENT
+        kind = DrawKind.COUPLED if self.params.seeded else DrawKind.INDEPENDENT
         return Proposal.chain(torch.tensor(self.tokens), torch.cat(self.probs), kind)
 
 
@@ -275,10 +275,10 @@ class Cascade(Drafter):
         return proposals
 
     def _learn(self, chain: _Chain) -> None:
-        """Take note how much of a chain guesses gave; for others, where it hangs on no noise that they may share."""
+        """Take note how much of a chain guesses gave, for other requests too."""
         rounds, request = len(chain.probs), chain.text.request
         chain.text.guessed.learn(chain.length - rounds, chain.length - 1)
-        if request.kept and not request.params.private:
+        if request.kept:
             self._guessed.learn(chain.length - rounds, chain.length - 1)
 
     def _length(self, request: DraftRequest, budget: Budget) -> int:
@@ -401,7 +401,7 @@ class Cascade(Drafter):
         return [verdicts[place] for place in range(len(chains))]
 
     def _rule_of(self, chain: _Chain) -> Rule:
-        return self._coupled if chain.params.greedy or chain.params.coupled else self._sampling
+        return self._coupled if chain.params.greedy or chain.params.seeded else self._sampling
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep of what was written what the target accepted."""

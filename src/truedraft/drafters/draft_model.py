@@ -141,7 +141,7 @@ class DraftModel(Drafter):
 
     def _builder(self, request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
         cache, device = self.caches[request.id], self.model.device
-        if self.chains > 1 and not (request.params.greedy or request.params.coupled):
+        if self.chains > 1 and not (request.params.greedy or request.params.seeded):
             return SiblingChains(cache, request, budget, noise, self.chains, device)
         return TreeBuilder(cache, request, budget, noise, self.branching, device)
 

@@ -123,7 +123,7 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     """How a request with these options draws, at up to `width` draws a node."""
     if params.greedy:
         return TOP_TOKENS
-    if params.coupled:
+    if params.seeded:
         return _COUPLED
     return INDEPENDENT_DRAWS if width == 1 else _WITHOUT_REPLACEMENT
 

@@ -27,7 +27,7 @@ class SiblingChains(TreeBuilder):
 
     Args:
         cache: of the draft model.
-        request: what is drafted for, sampled and not coupled.
+        request: what is drafted for, sampled, without a seed.
         budget: what may be drawn; its width is the most chains.
         noise: of the request at this step.
         chains: how many there are.

@@ -57,7 +57,7 @@ class TreeBuilder:
         self.budget = budget
         self.drawing = drawing_for(request.params, max(branching))
         self.on_device = transfers.waits(device) and is_fixed_chain(budget, branching) and not _reads_paths(request)
-        self.draws_alike = (self.on_device, *request.params.probs_key, request.params.coupled)
+        self.draws_alike = (self.on_device, *request.params.probs_key, request.params.seeded)
         self._noise = noise
         self._branching = branching
         self._depth = 0

@@ -47,11 +47,12 @@ class Answer:
         logprobs: for each of `token_ids`, where `SamplingParams.logprobs` asked for them.
         prompt_logprobs: for each token of the prompt but the first, likewise.
         others: the further answers, of samples 1 to n - 1, where `SamplingParams.n` asked for several.
-        seed: what keyed the noise; the same seed gives the same answer again.
+        seed: the request's; the same one gives the same answer again. None where it had none.
         prompt_tokens: tokens of the prompt.
         timing: when it happened.
         error: what went wrong, in one sentence.
         warnings: what the user should know, such as a drafter that failed.
+        stop_text: the text of `SamplingParams.stop` that ended it.
     """
 
     text: str | None
@@ -59,7 +60,7 @@ class Answer:
     finish_reason: FinishReason
     stats: Counters
     origins: list[Origin]
-    seed: int
+    seed: int | None
     prompt_tokens: int
     timing: Timing
     error: str | None = None
@@ -67,6 +68,7 @@ class Answer:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     others: tuple[Answer, ...] = ()
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

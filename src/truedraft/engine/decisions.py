@@ -29,7 +29,7 @@ _MOST = 512  # stretches
 _MOST_SHAPES = 4096  # of steps, of which it is kept what the curve says
 _SHOWN = 128  # of them in a record
 _ENOUGH_PLAIN = 16  # plain steps that tell what such a step takes
-_LEAST_BLOCKS = 6  # from which an interval says anything
+_LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # from which an interval says anything, and that are drawn from
 _DRAWS = 2000
 _INTERVAL = (0.025, 0.975)
 
@@ -326,15 +326,17 @@ class Decisions:
             return None
         # Neighbours are alike: a drafter that found a passage to copy will find it again. So blocks are drawn.
         steps = sum(each.steps for each in self.stretches)
-        length = round(steps ** (1 / 3) / self._in_each)
-        blocks = np.array([_sums(each, by_plain_steps) for each in _joined(self.stretches, max(length, 1))])
+        sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
+        length = max(round(steps ** (1 / 3) / self._in_each), -(-len(sums) // _MOST_BLOCKS), 1)
+        blocks = np.add.reduceat(sums, range(0, len(sums), length))
         factor = float(_factors(blocks.sum(0)[None])[0])
         if not np.isfinite(factor):
             return None
         if len(blocks) < _LEAST_BLOCKS:
             return Speedup(factor, None, None, by_plain_steps)
         drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
-        factors = _factors(blocks[drawn].sum(1))
+        counts = np.bincount((drawn + len(blocks) * np.arange(_DRAWS)[:, None]).ravel(), minlength=drawn.size)
+        factors = _factors(counts.reshape(drawn.shape).astype(np.float64) @ blocks)
         known = factors[np.isfinite(factors)]
         if not len(known):
             return Speedup(factor, None, None, by_plain_steps)
@@ -410,11 +412,11 @@ def _stretch_record(stretch: Stretch) -> dict[str, Any]:
 
 def _sum(left: Any, right: Any) -> Any:
     """The sum of two of a kind, field by field; of counts by name, name by name."""
-    sums: dict[str, Any] = {}
-    for each in dataclasses.fields(left):
-        one, other = getattr(left, each.name), getattr(right, each.name)
+    sums: list[Any] = []
+    for field_name in left.__slots__:
+        one, other = getattr(left, field_name), getattr(right, field_name)
         if isinstance(one, dict):
-            sums[each.name] = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+            sums.append({name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}})
         else:
-            sums[each.name] = one + other
-    return type(left)(**sums)
+            sums.append(one + other)
+    return type(left)(*sums)

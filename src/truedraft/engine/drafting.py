@@ -124,9 +124,7 @@ class Drafting:
             self._rests = 1 + self._controller.rests
             self._last = [item.request for item in batch], decisions
             self._resting_plain = all(each is None or each.is_zero for each in decisions)
-            # Whether it rests may hang on a private request's verdicts, so others must not see what ends a rest.
-            private = len(batch) > 1 and any(item.request.params.private for item in batch)
-            self._seen = self._watched_hints(batch) if self._resting_plain and not private else None
+            self._seen = self._watched_hints(batch) if self._resting_plain else None
         return self._fitted(batch, decisions)
 
     def _fitted(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[Decision | None]:
@@ -157,9 +155,7 @@ class Drafting:
         request, view = item.request, item.request.view
         if view is None:
             hints = {name: partial(member.hint, request) for name, member in self._members.items()}
-            view = request.view = RequestView(
-                request.id, request.params, request.seed, 0, 0, self._limits, request.counters, hints
-            )
+            view = request.view = RequestView(request.id, request.params, 0, 0, self._limits, request.counters, hints)
         view.context, view.remaining = item.context, request.remaining
         if request.excluded or request.no_room:
             out = request.excluded | request.no_room

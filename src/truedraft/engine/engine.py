@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast, overload
@@ -13,6 +15,7 @@ import torch
 from truedraft.control import Controller, Goodput
 from truedraft.control.specs import controller_from_spec
 from truedraft.core.budget import Speculation
+from truedraft.core.noise import GOLDEN, mix
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
 from truedraft.costs import RunningTimes, StepCosts
@@ -57,8 +60,10 @@ class Engine:
         max_cache_bytes: that keys and values of target and drafters may take, and what else drafters hold for requests;
             None is no limit. Where they are short drafters give theirs back, and requests wait; one that runs may have
             to wait again, and goes on exactly where it was.
-        coupled_rule: how greedy and coupled requests are judged under a lossless rule; None compares each drafted token
+        coupled_rule: how greedy and seeded requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
+        entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
+            which they are submitted or prepared; None draws it from the operating system.
 
     One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
 
@@ -67,14 +72,16 @@ class Engine:
         drafter: as given, or made.
         rule: as given, or made.
         controller: as given, or made.
+        entropy: as given.
         costs: what the target's steps cost on this machine, for controllers that weigh costs.
+        forms: makes the forms of structured answers; None where the target has no tokenizer.
         preemptions: how often a running request gave its room back, because memory was short.
         listeners: each is called after each step, by the thread that made it, with the record of what it did and how
             long its parts took.
 
     Raises:
         CompositionError: the drafter does not fit the target, or the rule cannot judge its draws.
-        OptionError: a part is of a wrong type, its words are wrong, or max_batch or max_cache_bytes is below 1.
+        OptionError: a part is of a wrong type, its words are wrong, or a number is too small.
         ModelError: a target or draft given by name cannot be loaded.
     """
 
@@ -89,6 +96,7 @@ class Engine:
         max_cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         coupled_rule: Rule | None = None,
+        entropy: int | None = None,
     ) -> None:
         target = load_model(target) if isinstance(target, str | Path) else target
         _check_kind("target", target, LanguageModel, ", or a name or folder")
@@ -123,11 +131,13 @@ class Engine:
         self._step = Step(self.target, self._drafting, self._verifier, joint_features(self.drafter))
         self._scheduler = Scheduler(max_batch)
         tokenizer = target.tokenizer
-        self._forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
+        self.forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
         self._turns = Turns()  # of the threads that step
         self._loop = Loop(self.step, self._turns)
         self._leaving: deque[Request] = deque()  # cancelled, and not yet closed
         self._open: dict[int, Request] = {}  # that began and were not closed
+        self.entropy = None if entropy is None else check_whole("entropy", entropy, 0)
+        self._unseeded = itertools.count()  # numbers of requests without a seed
 
     @property
     def max_batch(self) -> int:
@@ -312,8 +322,12 @@ class Engine:
         speculation: Speculation | None = None,
         rule: Rule | None = None,
         scope: Hashable = None,
+        shown: Mapping[int, str] | None = None,
     ) -> Request:
-        """A checked request that waits to be given to `enqueue`; as `submit` but for that."""
+        """A checked request that waits to be given to `enqueue`; as `submit` but for that.
+
+        `shown` are names of special tokens by their ids, which the answer's text shows.
+        """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise OptionError(f"sampling options are a SamplingParams, got {type(params).__name__}")
@@ -331,10 +345,16 @@ class Engine:
             # Placeholders are alike, whatever they stand for.
             inputs, scope = prompt.inputs, (scope, prompt.digest)
         judge = self._verifier.rule_for(params, rule)
-        request = Request(ids, params, judge, target, sample, scope, self._forms, inputs)
+        request = Request(ids, params, judge, target, sample, scope, self.forms, inputs, shown)
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
+        if params.seed is None:
+            request.noise_seed = self._fresh_seed()
         return request
+
+    def _fresh_seed(self) -> int:
+        """What keys the noise of a request without a seed; no other one has it."""
+        return secrets.randbits(64) if self.entropy is None else mix(mix(GOLDEN, self.entropy), next(self._unseeded))
 
     def enqueue(self, request: Request) -> None:
         """Queue a request that `prepare` made; any thread may call it."""
@@ -347,7 +367,7 @@ class Engine:
             return self._prepare_all(prompt, params)
         except TruedraftError as error:
             text = None if self.target.tokenizer is None else ""
-            seed = params.seed if isinstance(params, SamplingParams) and params.seed is not None else 0
+            seed = params.seed if isinstance(params, SamplingParams) else None
             return Answer(text, [], "error", Counters(), [], seed, 0, Timing(None, 0.0), str(error))
 
     def cancel(self, request: Request) -> None:

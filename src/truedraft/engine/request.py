@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.text.forms import Forms
+from truedraft.text.reasoning import ReasonedForm
 from truedraft.text.stopping import TextStream
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
@@ -51,6 +52,7 @@ class Request:
         scope: it shares what it begins with with requests of this one.
         forms: makes the form of a structured answer.
         inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared as a whole.
+        shown: names of special tokens that its text shows, by their ids.
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
@@ -67,21 +69,21 @@ class Request:
         scope: Hashable = None,
         forms: Forms | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
         self.inputs = inputs
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
-        self.params = params
-        self.rule = rule
-        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.params, self.rule = params, rule
+        self.noise_seed = params.seed or 0  # keys its noise; an engine gives one to a request without a seed
         self.sample = sample
         tokenizer = target.tokenizer
         self.tokens = list(prompt)  # prompt and answer so far
-        self.prompt_tokens = len(prompt)
+        self.prompt_tokens = self._read_to = len(prompt)  # and so many are read, more once it gave its room back
         self._stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(target.eos_token_ids)
         )
-        self.shaping = self._shaped(tokenizer, forms, target.vocab_size)  # what its options do to logits
+        self.shaping = self._shaped(target, forms)  # what its options do to logits
         self.leader: Request | None = None  # that reads what it begins with, and that it waits for
         self.awaits = 0  # so many tokens of that
         self.copied_tokens = 0  # of its prompt, that others had computed
@@ -93,9 +95,7 @@ class Request:
         self.counters = Counters()
         self.excluded: set[str] = set()  # drafters that do not draft for it: they failed, or it may not have them
         self.most_positions: int | None = None  # of its cache, uncommitted ones included; None is no limit
-        self.granted: int = 0  # tokens that there is room for; no more than `most_tokens`
         self.preemptions = 0  # how often it gave its room back and began again
-        self._read_to = self.prompt_tokens  # so many of its tokens are read as a prompt
         self.most_depth = MOST_NODES  # of what is drafted
         self.no_room: set[str] = set()  # drafters that hold nothing for it: it does not want them, or memory is short
         self.view: RequestView | None = None  # what a controller sees of it
@@ -114,21 +114,24 @@ class Request:
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
-        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens)
+        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens, shown)
+        # Most tokens, and those that there is room for, which are no more.
         self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
         self._steps, self._submitted = 0, time.perf_counter()
         self._first_token: float | None = None
         self._finished: float | None = None
 
-    def _shaped(self, tokenizer: Tokenizer | None, forms: Forms | None, vocab_size: int) -> Shaping | None:
+    def _shaped(self, target: LanguageModel, forms: Forms | None) -> Shaping | None:
         """What its options do to logits; None where they do nothing."""
-        params = self.params
+        params, tokenizer, vocab_size = self.params, target.tokenizer, target.vocab_size
         if not params.shapes_logits:
             return None
         banned = ids_of_words(params.bad_words, tokenizer)
         _check_ids(params, banned, vocab_size)
         ends = [token for token in self._stop_ids if token < vocab_size]
-        form = None if params.structured is None else _form_of(params.structured, forms, self)
+        form = _reasoned(self, target, forms) if params.reasoning is not None else None
+        if form is None and params.structured is not None:
+            form = _form_of(params.structured, forms, self)
         return Shaping(params, self.tokens, self.prompt_tokens, ends, banned, vocab_size, form, self._source_tokens)
 
     @property
@@ -185,7 +188,7 @@ class Request:
 
     def noise(self) -> KeyedNoise:
         """The noise of the next step: its keys never occur in another step of this request."""
-        return KeyedNoise(self.seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
+        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.
@@ -281,7 +284,9 @@ class Request:
             if origin is not Origin.BONUS:
                 counters.tried_per_position[position] -= 1
             position = position + 1 if origin is Origin.ACCEPTED else 0
-        for first, shares in self._drafted:
+        for first, shares in reversed(self._drafted):
+            if all(first + len(share.path) <= kept for share in shares):
+                break  # nor is anything of the steps before it taken back
             for share in shares:
                 taken = first + len(share.path) - max(first, kept)
                 counters.by_drafter[share.drafter].accepted_tokens -= max(taken, 0)
@@ -301,11 +306,12 @@ class Request:
             origins=self.origins[:kept],
             logprobs=None if self.params.logprobs is None else self.logprobs[:kept],
             prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
-            seed=self.seed,
+            seed=self.params.seed,
             prompt_tokens=self.prompt_tokens,
             timing=Timing(first, end - self._submitted),
             error=None if self.error is None else str(self.error),
             warnings=tuple(self.warnings),
+            stop_text=self._text.stop_text,
         )
 
 
@@ -332,6 +338,23 @@ def _form_of(structured: Structured, forms: Forms | None, request: Request) -> F
     if forms is None:
         raise OptionError("needs a tokenizer, and this model has none", field="structured")
     return forms.start(structured, request.tokens, request.prompt_tokens)
+
+
+def _reasoned(request: Request, target: LanguageModel, forms: Forms | None) -> Form | None:
+    """The form of an answer behind its reasoning; None where both may be anything.
+
+    Raises:
+        OptionError: the form cannot be read, or there is no tokenizer.
+    """
+    structured, span = request.params.structured, request.params.reasoning
+    assert span is not None
+    if structured is None and span.budget is None:
+        return None
+    if target.tokenizer is None or forms is None:
+        raise OptionError("needs a tokenizer, and this model has none", field="reasoning")
+    start = None if structured is None else partial(forms.start, structured, prompt_tokens=0)
+    tokens, size = request.tokens, target.vocab_size
+    return ReasonedForm(span, start, target.tokenizer, size, target.eos_token_ids, tokens, request.prompt_tokens)
 
 
 def _predicted(prediction: str | tuple[int, ...] | None, target: LanguageModel) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.clock import StepClock
 from truedraft.engine.drafting import Drafting
+from truedraft.engine.request import Request
 from truedraft.engine.verifier import Judged, Verifier
-from truedraft.errors import InvalidLogitsError, OptionError
+from truedraft.errors import InvalidLogitsError, OptionError, TruedraftError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 
@@ -90,15 +91,24 @@ class Step:
         step.stop_tokens = int(ended_by_id)
         step.shares = item.drafted.shares(verdict.path[: step.accepted], step.rejected)
         if judged.broken and request.finish_reason is None:
-            request.fail(
-                OptionError(
-                    f"the options leave no token that may follow after {len(request.tokens)} tokens; loosen "
-                    "allowed_token_ids, bad_words or min_tokens, or make the form less ambiguous"
-                )
-                if judged.banned
-                else InvalidLogitsError(
-                    f"the target {self._target.name!r} gave NaN or infinite logits after {len(request.tokens)} tokens; "
-                    "check its weights, or load it in float32"
-                )
-            )
+            request.fail(self._broken(request, banned=judged.banned))
         return verdict.path[: step.accepted], tokens
+
+    def _broken(self, request: Request, *, banned: bool) -> TruedraftError:
+        """Why nothing can be drawn behind the text of a request."""
+        count, form = len(request.tokens), None if request.shaping is None else request.shaping.form
+        if not banned:
+            return InvalidLogitsError(
+                f"the target {self._target.name!r} gave NaN or infinite logits after {count} tokens; check its "
+                "weights, or load it in float32"
+            )
+        if form is not None and (problem := form.problem()):
+            return OptionError(
+                f"is too ambiguous or takes too much after {count} tokens: {problem}; make it simpler, or "
+                "less ambiguous",
+                field="structured",
+            )
+        return OptionError(
+            f"the options leave no token that may follow after {count} tokens; loosen allowed_token_ids, bad_words or "
+            "min_tokens, or the form"
+        )

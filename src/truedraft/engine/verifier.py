@@ -91,8 +91,8 @@ class Verifier:
     """Judges the proposals of a step, those of one rule together. On a device the host waits once.
 
     Args:
-        rule: judges proposals of requests that are neither greedy nor coupled, or all if it is lossy.
-        coupled: judges coupled requests, and greedy ones under a lossless rule, by comparison.
+        rule: judges proposals of requests that are neither greedy nor seeded, or all if it is lossy.
+        coupled: judges seeded requests, and greedy ones under a lossless rule, by comparison.
         drafting: is told of drafted ids that turn out not to exist, and of draws that were not made as they say.
     """
 
@@ -104,14 +104,19 @@ class Verifier:
     def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
         """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone.
 
-        A coupled request keeps its promise, the same tokens whatever drafts and judges, under a lossy rule too.
+        So is any seeded request judged, whose tokens are to be the same whatever drafts and judges.
 
         Args:
             params: of a request.
             own: the rule that it asks for; None is the engine's.
+
+        Raises:
+            OptionError: a seed, and a lossy rule, whose tokens depend on what is drafted.
         """
         rule = own if own is not None else self._rule
-        if params.coupled or (params.greedy and rule.lossless):
+        if params.seeded:
+            rule.check_seed()
+        if params.seeded or (params.greedy and rule.lossless):
             return self._coupled
         return rule.greedy_form if params.greedy else rule
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +42,8 @@ _CHECKED_TOKENS = 4
 _CANONICAL = (torch.float32, torch.bfloat16)
 _MOST_OF_FREE = 0.75  # of the memory that is free, for weights that are made beside the model's own
 UP_TO_NEAR_TIES = "up to near ties"
+
+_log = logging.getLogger("truedraft.models")
 
 
 class HuggingFaceModel(LanguageModel):
@@ -87,7 +90,9 @@ class HuggingFaceModel(LanguageModel):
         if model.config.is_encoder_decoder:
             self.sources = Sources.of(model, self.context_length)
             self.context_length += self.sources.source_limit  # the encoder's text, and the decoder's
-        self.eos_token_ids = eos_ids(getattr(model, "generation_config", None), config, tokenizer)
+        self.eos_token_ids, self._ends_note = eos_ids(getattr(model, "generation_config", None), config, tokenizer)
+        if self._ends_note is not None:
+            _log.warning("%s: %s", name, self._ends_note)
         self.device = model.device
         self.dtype = model.dtype
         self.parameters = sum(weight.numel() for weight in model.parameters())
@@ -121,7 +126,7 @@ class HuggingFaceModel(LanguageModel):
 
     @cached_property
     def equality(self) -> str:
-        """What speculation promises of greedy and coupled answers here, in words; found by a few small forwards."""
+        """What speculation promises of greedy and seeded answers here, in words; found by a few small forwards."""
         if self._whole is not None:
             return self._whole.equality
         vary = self._backend.rows_vary or rows_depend_on_their_number(self)
@@ -139,7 +144,7 @@ class HuggingFaceModel(LanguageModel):
         )
         senses = [] if self.input_names else senses_of(self._model)
         deaf = f"it reads text alone, and is given no {' and no '.join(senses)}" if senses else None
-        notes = (self._padding_note, self._backend.note, self._context_note, deaf, weaker)
+        notes = (self._padding_note, self._backend.note, self._context_note, self._ends_note, deaf, weaker)
         return "; ".join(each for each in notes if each) or None
 
     @property
@@ -338,11 +343,10 @@ def fingerprint_of(model: PreTrainedModel) -> str:
     """A hash of a model's weights: of their names, shapes and bfloat16 values, tied ones once.
 
     It is the same for loads of one checkpoint in float32 and bfloat16, on any device, and for a padded model that
-    was written by `truedraft export` it is that of the model it was made from. Reads all weights: about a second for
-    each gigabyte.
+    was written by `truedraft export` it is that of the model it was made from.
 
     Returns:
-        32 hexadecimal digits of a SHA-256.
+        As `weights_hash`.
 
     Raises:
         ModelError: the model was padded and does not say from what, or its weights were packed for inference.
@@ -357,11 +361,24 @@ def fingerprint_of(model: PreTrainedModel) -> str:
         )
     if not is_whole(model):
         raise ModelError(f"the weights of this {name} were packed for inference; take its fingerprint before that")
+    return weights_hash(model, torch.bfloat16)
+
+
+def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """A hash of all values of all parameters, and of their names and shapes; tied ones count once.
+
+    Args:
+        module: on any device.
+        dtype: that values are rounded to; None takes them as they are, so that no change goes unseen.
+
+    Returns:
+        32 hexadecimal digits of a SHA-256.
+    """
     digest = hashlib.sha256()
-    for part, weight in sorted(model.named_parameters()):
-        canonical = weight.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-        digest.update(f"{part} {tuple(canonical.shape)}\n".encode())
-        digest.update(canonical.reshape(-1).view(torch.int16).numpy())
+    for part, weight in sorted(module.named_parameters()):
+        values = weight.detach().to(device="cpu", dtype=dtype or weight.dtype).contiguous()
+        digest.update(f"{part} {tuple(values.shape)}\n".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
 
@@ -387,12 +404,28 @@ def _bytes_read(model: PreTrainedModel) -> int:
     return sum(read.values())
 
 
-def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end an answer: what generation would use, else the text's configuration's, else the tokenizer's."""
-    for given in (getattr(generation, "eos_token_id", None), getattr(config, "eos_token_id", None)):
-        if given is not None:
-            return (given,) if isinstance(given, int) else tuple(given)
-    return () if tokenizer is None else tokenizer.eos_token_ids
+def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], str | None]:
+    """Ids that end an answer, and what to say where generation would use fewer of them.
+
+    They are those that generation would use, else the text's configuration's, and beside them the tokenizer's own and
+    the one that closes an assistant's turn in its chat template: an answer that ran past either would go on with turns
+    that nobody asked for.
+    """
+    given = next(
+        (each for holder in (generation, config) if (each := getattr(holder, "eos_token_id", None)) is not None), ()
+    )
+    known = (given,) if isinstance(given, int) else tuple(given)
+    if tokenizer is None:
+        return known, None
+    turn = tokenizer.turn_end()
+    ids = tuple(dict.fromkeys((*known, *tokenizer.eos_token_ids, *([] if turn is None else [turn]))))
+    more = ", ".join(repr(tokenizer.token_text(token)) for token in ids if token not in known)
+    if not known or not more:
+        return ids, None
+    return ids, (
+        f"answers end at {more} too: its tokenizer or chat template ends them so, though its generation configuration "
+        "does not"
+    )
 
 
 def context_of(config: Any) -> tuple[int, str | None]:

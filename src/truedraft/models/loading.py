@@ -146,7 +146,7 @@ def load_reader(name: str) -> Reader:
         )
     reader.vocab_size = min(sizes)
     reader.context_length, _ = context_of(config)
-    reader.eos_token_ids = eos_ids(generation, config, reader.tokenizer)
+    reader.eos_token_ids, _ = eos_ids(generation, config, reader.tokenizer)
     return reader
 
 

@@ -1,16 +1,18 @@
 """HTTP to a server that may be down, slow, busy or broken: an answer in JSON, or one sentence that says what is wrong.
 
 A server that says that it is busy is waited for, as it asks; all threads wait together, so that it gets no more
-requests meanwhile. A connection that closes in the middle of an answer is tried again a few times.
+requests meanwhile. A connection that closes in the middle of an answer is tried again a few times. What is read of one
+answer is bounded, in bytes and in time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 
 _QUOTED = 200
 """Characters of a server's own words that are shown."""
+_MOST_BYTES, _MOST_EVENT_BYTES = 128 << 20, 16 << 20
+"""Of an answer, and of one event of a stream."""
+_CONNECTING_S = 20.0
+_LAST_PORT = 65_535
+_FIELDS = (b"", b"event", b"id", b"retry")
+"""What lines of a stream of events begin with beside data, up to a colon; comments begin with that."""
 _BUSY = {429: "too many requests", 503: "unavailable"}
 
 
@@ -77,6 +85,8 @@ class Caller:
         patience: with a server that is busy.
         tell: is called with a sentence, once, when the server makes us wait.
         transport: that carries requests in place of the network.
+        follows: whether it goes where the server sends it on to. Another host gets no key, nor does http after https.
+        key_from: where a key is given, for messages.
 
     Attributes:
         url: without /v1, and without the name and password that it may hold, for messages.
@@ -94,6 +104,8 @@ class Caller:
         patience: Patience | None = None,
         tell: Callable[[str], None] = lambda _: None,
         transport: httpx2.BaseTransport | None = None,
+        follows: bool = False,
+        key_from: str = "--api-key-env NAME",
     ) -> None:
         import httpx2
 
@@ -106,6 +118,7 @@ class Caller:
             )
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout_s = timeout_s
+        self._key_from = key_from
         self._patience = patience or Patience()
         self._clock = self._patience.clock
         self._tell = tell
@@ -115,7 +128,12 @@ class Caller:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         here = self._root.host in ("localhost", "127.0.0.1", "::1")  # no proxy leads there
         self._client = httpx2.Client(
-            headers=headers, timeout=timeout_s, limits=limits, transport=transport, trust_env=not here
+            headers=headers,
+            timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, _CONNECTING_S)),
+            limits=limits,
+            transport=transport,
+            trust_env=not here,
+            follow_redirects=follows,
         )
 
     def get(self, path: str) -> Mapping[str, Any]:
@@ -139,6 +157,51 @@ class Caller:
         """
         return self._called("POST", path, body, over or threading.Event())
 
+    def events(self, path: str, body: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
+        """The JSON of each event of a stream that answers some, as they come, up to [DONE].
+
+        Raises:
+            PeerError: there is none, or it ends before [DONE]; says why.
+        """
+        try:
+            with self._opened("POST", path, body) as response:
+                if not 200 <= response.status_code < 300:
+                    end = self._clock.monotonic() + self._timeout_s
+                    self._json(self._whole(response, end), path)
+                for data in self._event_data(response, path):
+                    if data.strip() == b"[DONE]":
+                        return
+                    found = _Answer(response.status_code, response.headers, data)
+                    if found.is_error:
+                        raise PeerError(f"{self.url} answered an error ({found.said})")
+                    if not isinstance(found.content, Mapping):
+                        raise PeerError(f"{self.url}{path} sent an event that is no JSON object ({found.said})")
+                    yield found.content
+        except _ClosedError:
+            pass
+        raise PeerError(f"{self.url} ended its answer in the middle; ask again, and see its log")
+
+    def _event_data(self, response: httpx2.Response, path: str) -> Iterator[bytes]:
+        """The data of each event."""
+        data: list[bytes] = []
+        size = 0
+        for line in _lines(self._parts(response)):
+            name, _, value = line.partition(b":")
+            size = size + len(value) if line else 0
+            if name == b"data":
+                data.append(value.removeprefix(b" "))
+            elif name not in _FIELDS:
+                kind = response.headers.get("content-type", "no type")
+                said = _Answer(response.status_code, response.headers, line).said
+                raise PeerError(
+                    f"{self.url}{path} answered no stream of events but {kind} ({said}); is this the address of an API?"
+                )
+            if data and (not line or data == [b"[DONE]"]):
+                yield b"\n".join(data)
+                data = []
+            if size > _MOST_EVENT_BYTES:
+                raise self._too_long(_MOST_EVENT_BYTES)
+
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
@@ -149,13 +212,16 @@ class Caller:
         waited, attempt, closed = 0.0, 0, 0
         while True:
             waited += self._until_free(over)
-            found = self._once(method, path, body)
-            if isinstance(found, _Closed):
+            end = self._clock.monotonic() + self._timeout_s
+            try:
+                with self._opened(method, path, body) as response:
+                    found = self._whole(response, end)
+            except _ClosedError:
                 closed += 1
                 if closed > self._patience.retries:
                     raise PeerError(
                         f"{self.url} closed the connection in the middle of an answer {closed} times; see its log"
-                    )
+                    ) from None
                 self._clock.sleep(self._patience.wait_s(closed - 1))
                 continue
             if found.status not in _BUSY:
@@ -189,29 +255,53 @@ class Caller:
             raise PeerError("it was not asked: the run was broken off")
         return now - began
 
-    def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> _Answer | _Closed:
+    @contextlib.contextmanager
+    def _opened(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
+        """What the server answers, not yet read.
+
+        Raises:
+            PeerError: it cannot be asked, or is too slow.
+            _ClosedError: it closed the connection before its answer was whole.
+        """
         import httpx2
 
         url = self._root.copy_with(path=self._root.path.rstrip("/") + path)
-        end = self._clock.monotonic() + self._timeout_s
         try:
             with self._client.stream(method, url, json=body) as response:
-                parts = []
-                for part in response.iter_bytes():  # a server may send a byte now and then, for ever
-                    parts.append(part)
-                    if self._clock.monotonic() > end:
-                        raise self._too_slow()
-                return _Answer(response.status_code, response.headers, b"".join(parts))
-        except httpx2.TimeoutException as error:
-            raise self._too_slow() from error
-        except httpx2.ConnectError as error:
+                if response.request.method == method:
+                    yield response
+                else:  # who follows that asks for something else
+                    yield response.history[-1]
+        except (httpx2.ConnectTimeout, httpx2.ConnectError) as error:
             raise PeerError(
                 f"nothing answers at {self.url} ({_gist(error)}); start the server, or correct the address"
             ) from error
+        except httpx2.TimeoutException as error:
+            raise self._too_slow() from error
         except (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError, httpx2.CloseError):
-            return _Closed()
-        except (httpx2.HTTPError, UnicodeEncodeError) as error:
+            raise _ClosedError from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # names that are too long are none
             raise PeerError(f"{self.url} cannot be asked ({_gist(error)})") from error
+
+    def _whole(self, response: httpx2.Response, end: float) -> _Answer:
+        parts = []
+        for part in self._parts(response):  # a server may send a byte now and then, for ever
+            parts.append(part)
+            if self._clock.monotonic() > end:
+                raise self._too_slow()
+        return _Answer(response.status_code, response.headers, b"".join(parts))
+
+    def _parts(self, response: httpx2.Response) -> Iterator[bytes]:
+        """A body as it comes, of bounded length."""
+        size = 0
+        for part in response.iter_bytes():
+            size += len(part)
+            if size > _MOST_BYTES:
+                raise self._too_long(_MOST_BYTES)
+            yield part
+
+    def _too_long(self, most: int) -> PeerError:
+        return PeerError(f"{self.url} answers more than {most >> 20} MiB at once; is this the address of an API?")
 
     def _too_slow(self) -> PeerError:
         return PeerError(
@@ -222,7 +312,7 @@ class Caller:
         said = f" ({found.said})" if found.said else ""
         if found.status in (401, 403):
             key = "the key was refused" if self._has_key else "it wants a key, and none was given"
-            words = f"{self.url}: {key}: {found.status}{said}; give one by --api-key-env NAME"
+            words = f"{self.url}: {key}: {found.status}{said}; give one by {self._key_from}"
         elif found.status == 404:
             words = f"{self.url} has no {path}, or not this model: 404{said}"
         elif 300 <= found.status < 400:
@@ -239,7 +329,7 @@ class Caller:
         raise PeerError(words, status=found.status)
 
 
-class _Closed:
+class _ClosedError(Exception):
     """The connection closed before the answer was whole."""
 
 
@@ -307,12 +397,24 @@ def _root(url: str) -> httpx2.URL:
 
     try:
         found = httpx2.URL(url.strip())
-        if found.scheme not in ("http", "https") or not found.host:
-            raise httpx2.InvalidURL("no host")
+        if found.scheme not in ("http", "https") or not found.host or (found.port or 0) > _LAST_PORT:
+            raise httpx2.InvalidURL("no host, or no port")
     except httpx2.InvalidURL as error:
         raise OptionError(f"{url!r} is no address; give one such as http://127.0.0.1:8000") from error
     path = found.path.rstrip("/").removesuffix("/v1")
     return found.copy_with(path=path or "/", query=None, fragment=None)
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Whole lines of a body, and what is behind the last one where that is short enough."""
+    left = b""
+    for part in parts:
+        *lines, left = (left + part).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+        if len(left) > _MOST_EVENT_BYTES:
+            break
+    yield left
 
 
 def _gist(error: BaseException) -> str:

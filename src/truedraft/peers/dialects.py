@@ -131,7 +131,7 @@ def _vllm_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def _truedraft_fields(params: SamplingParams) -> dict[str, Any]:
-    return _open_model_fields(params) | {"coupled": params.coupled, "logprobs_mode": params.logprobs_mode}
+    return _open_model_fields(params) | {"logprobs_mode": params.logprobs_mode}
 
 
 def _llama_cpp_fields(params: SamplingParams) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _ids(found: Sequence[Any] | None) -> tuple[int, ...] | None:
 
 TRUEDRAFT = Dialect(
     "truedraft", "/v1/completions", FILTERS,
-    (*_PLAIN, *_PENALTIES, *_OPEN_MODELS, "coupled", "logprobs_mode"),
+    (*_PLAIN, *_PENALTIES, *_OPEN_MODELS, "logprobs_mode"),
     _truedraft_fields, _read_openai, tells_ids=True, logprobs="raw", most_seed=(1 << 64) - 1,
 )  # fmt: skip
 

@@ -147,20 +147,19 @@ def _settled(words: Words, base: Redrafter, target: LanguageModel, params: Sampl
 def _beams(words: Words, typed: str, base: Redrafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
     """Every width and length; a shorter search keeps other nodes than the longer one's first, so each is replayed.
 
-    Coupled requests get beams that noise chooses, whose order is not that in which fewer nodes would be kept; so there
+    Seeded requests get beams that noise chooses, whose order is not that in which fewer nodes would be kept; so there
     each number of nodes is a candidate of its own.
     """
     found: list[Candidate] = []
-    coupled = params.coupled and not params.greedy
     longest = base.head.config.length
     for beams in _WIDTHS:
         timed = base.with_sizes(beams, longest, beams * longest)
         timed.check(target)
         for length in range(1, longest + 1):
             most = beams * length
-            numbers = [nodes for nodes in (_FEW_NODES if coupled else CURVE_NODES) if nodes <= most] or [most]
+            numbers = [nodes for nodes in (_FEW_NODES if params.seeded else CURVE_NODES) if nodes <= most] or [most]
             spelt = {nodes: spelled(words, {_BEAMS: beams, _PATHS: length, _NODES: nodes}) for nodes in numbers}
-            for sizes in [[each] for each in numbers] if coupled else [numbers]:
+            for sizes in [[each] for each in numbers] if params.seeded else [numbers]:
                 drafter = base.with_sizes(beams, length, sizes[-1])
                 drafter.check(target)
                 found.append(Candidate(typed, drafter, timed, {nodes: spelt[nodes] for nodes in sizes}))

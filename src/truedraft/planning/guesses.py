@@ -57,7 +57,7 @@ class HeadGuesses:
     def coupled(
         cls, heads: MedusaHeads, lm_head: LmHead, traces: Sequence[Trace], count: int, seed: int = 0
     ) -> HeadGuesses:
-        """What heads guess for coupled requests at temperature 1, beside noise that could have drawn the traces.
+        """What heads guess for seeded requests at temperature 1, beside noise that could have drawn the traces.
 
         Args:
             heads: guess; they compute on their own device and in their own dtype.

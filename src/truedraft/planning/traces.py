@@ -41,7 +41,7 @@ class AnswerTrace:
         stopped: whether the last token ended the answer and is no part of it; otherwise it ended at its length.
         seen: what the steps of plain decoding showed, in their order: parts of the prompt, then a token each.
         probs: what the target gave to each token of `tokens`, by its processed distribution; empty of greedy and
-            coupled answers, whose replay does not need it.
+            seeded answers, whose replay does not need it.
         layers: numbers of the layers whose vectors were kept.
         dists: those distributions `[vocab]` themselves, where a drafter draws several tokens at one place.
     """
@@ -73,8 +73,8 @@ Asked: TypeAlias = tuple[str, TextPrompt, SamplingParams]
 
 
 def is_drawn(params: SamplingParams) -> bool:
-    """Whether verdicts for such requests depend on chance: greedy and coupled ones are compared."""
-    return not (params.greedy or params.coupled)
+    """Whether verdicts for such requests depend on chance: greedy and seeded ones are compared."""
+    return not (params.greedy or params.seeded)
 
 
 def trace_answers(
@@ -83,6 +83,7 @@ def trace_answers(
     drafters: Iterable[Drafter] = (),
     *,
     batch: int = _BATCH,
+    entropy: int = 0,
     progress: Callable[[int, str], None] = lambda done, remark: None,
 ) -> list[AnswerTrace]:
     """Let the target answer prompts by plain decoding, once, and keep what drafters need to live through it again.
@@ -92,6 +93,7 @@ def trace_answers(
         prompts: none of them with texts that end an answer.
         drafters: whose declared features are kept.
         batch: answers that are drawn together.
+        entropy: fixes the noise of prompts without a seed.
         progress: is called with the number of finished answers and a remark.
 
     Raises:
@@ -101,7 +103,7 @@ def trace_answers(
     drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
     wanted = [each.features for each in drafters if each.features is not None]
     watcher = _Watcher(wanted, drawn, whole=any(map(draws_several, drafters)))
-    engine = Engine(target, watcher, max_batch=batch, controller="fixed")
+    engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
     # Beyond the end of text, so that the token that ended an answer is seen.
     whole = [dataclasses.replace(params, ignore_eos=True, stop_token_ids=()) for _, _, params in prompts]
@@ -143,7 +145,7 @@ def _trace(asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[in
         tuple(request.tokens[: request.prompt_tokens]),
         tokens,
         params,
-        request.seed,
+        request.noise_seed,
         request.most_tokens,
         bool(tokens) and tokens[-1] in ends,
         tuple(watcher.seen.pop(request.id, ())),

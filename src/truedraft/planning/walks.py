@@ -3,7 +3,7 @@
 At each place of a trace the drafter is asked for its largest proposal, through the contract that the engine uses, and
 then told the token that came. Which of the proposed nodes lie on the trace says what a step that starts there accepts:
 
-- Where the candidates were chosen (greedy and coupled requests, prompt lookup, heads), no chance is left. A budget of n
+- Where the candidates were chosen (greedy and seeded requests, prompt lookup, heads), no chance is left. A budget of n
   nodes keeps the first n, so it accepts as many as lie on the trace among these. Replay is exact.
 - Where a chain is drawn from a draft's distribution, the token x of the trace was an accepted draft with probability
   min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Acceptance at one place does not depend on that at
@@ -132,7 +132,7 @@ def check_walkable(drafter: Drafter, drawn: bool) -> None:
         )
     if not drawn or drafter.kinds <= {DrawKind.DETERMINISTIC}:
         return
-    how = "plan with --temperature 0 or --coupled"
+    how = "plan with --temperature 0 or a --seed"
     if not draws_several(drafter) and (drafter.kinds != {DrawKind.INDEPENDENT} or limits.width > 1):
         raise OptionError(
             f"drafter {name!r} draws candidates and keeps the best of several paths, whose acceptance at a temperature "

@@ -12,37 +12,40 @@ from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
-from truedraft.server.chat import chat_router, template_of
+from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import ApiError, ErrorAnswer, answer_api_error, answer_unreadable
+from truedraft.server.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, answer_unreadable
 from truedraft.server.fields import Fields, Items
 from truedraft.server.front import Front
+from truedraft.server.hosts import Hosts
 from truedraft.server.keys import ApiKeys
+from truedraft.server.messages import messages_router
 from truedraft.server.metrics import Metrics
 from truedraft.server.responses import responses_router
 from truedraft.text.tokenizer import Tokenizer
 
 _OPEN = ("/", "/health", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
 """What needs no key: nothing of any request is told there."""
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": meaning}
-    for status, meaning in {
-        400: "The request cannot be used as it is.",
-        401: "No API key, or none that is known.",
-        404: "There is no such model.",
-        413: "The body is too long.",
-        429: "Too many requests wait; ask again after `Retry-After` seconds.",
-        500: "The model or the server failed.",
-        503: "The server is being stopped.",
-        504: "The answer took longer than this server allows.",
-    }.items()
+_ERRORS = {
+    400: "The request cannot be used as it is.",
+    401: "No API key, or none that is known.",
+    404: "There is no such model.",
+    413: "The body is too long.",
+    421: "The server is not asked by this host name.",
+    429: "Too many requests wait; ask again after `Retry-After` seconds.",
+    500: "The model or the server failed.",
+    503: "The server is being stopped.",
+    504: "The answer took longer than this server allows.",
 }
+_SHOWN = 80  # characters of a header that are told back
+_DIGITS = 20  # of a length, behind which all are too long
 _PLAYGROUND = "playground.html"
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -54,6 +57,7 @@ def build_app(
     front: Front,
     metrics: Metrics,
     keys: ApiKeys,
+    hosts: Hosts,
     *,
     max_body_bytes: int = 8 << 20,
     cors_origins: Sequence[str] = (),
@@ -65,6 +69,7 @@ def build_app(
         front: what endpoints answer with.
         metrics: of its service.
         keys: that are let in.
+        hosts: names that it is asked by.
         max_body_bytes: of a request.
         cors_origins: pages from these may ask.
         playground: whether there is a page at /.
@@ -83,7 +88,8 @@ def build_app(
     )
     answering = completions_router(front), chat_router(front), responses_router(front)
     for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
-        app.include_router(router, responses=_ERRORS)
+        app.include_router(router, responses=_errors(ErrorAnswer))
+    app.include_router(messages_router(front), responses=_errors(AnthropicErrorAnswer))
     if playground:
         page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
 
@@ -92,13 +98,14 @@ def build_app(
             """The playground."""
             return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
 
-    app.add_exception_handler(ApiError, answer_api_error)
-    app.add_exception_handler(TruedraftError, answer_api_error)
-    app.add_exception_handler(UnicodeEncodeError, answer_api_error)
+    async def answer_error(http: HttpRequest, error: Exception) -> Response:
+        """Of ours, or of the web framework's: no such page, or not by this method."""
+        return front.service.api_error(error).response(http.scope["path"])
+
+    for kind in (ApiError, TruedraftError, UnicodeEncodeError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(RequestValidationError, answer_unreadable)
-    app.add_exception_handler(HTTPException, answer_api_error)
-    app.add_exception_handler(Exception, answer_api_error)
-    app.add_middleware(_Gate, front=front, keys=keys, max_body_bytes=max_body_bytes)
+    app.add_middleware(_Gate, front=front, keys=keys, hosts=hosts, max_body_bytes=max_body_bytes)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -106,20 +113,27 @@ def build_app(
     return app
 
 
+def _errors(form: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """For the document: the errors of endpoints that tell them in a form."""
+    return {status: {"model": form, "description": meaning} for status, meaning in _ERRORS.items()}
+
+
 class _Gate:
-    """Lets in who has a key, cuts off bodies that are too long, and logs what became of each request.
+    """Lets in who has a key and asks by a name of ours, cuts off long bodies, and logs what became of each request.
 
     Args:
         app: behind it.
         front: writes the log.
         keys: that are let in.
+        hosts: names that the server is asked by.
         max_body_bytes: of a request.
     """
 
-    def __init__(self, app: ASGIApp, front: Front, keys: ApiKeys, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, front: Front, keys: ApiKeys, hosts: Hosts, max_body_bytes: int) -> None:
         self._app = app
         self._front = front
         self._keys = keys
+        self._hosts = hosts
         self._most = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,12 +151,16 @@ class _Gate:
             await send(message)
 
         try:
+            self._hosts.check(http.headers.getlist("host"))
             if scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
-                http.state.client = self._keys.client(http.headers.get("authorization"))
-            self._check_length(int(http.headers.get("content-length") or 0))
+                http.state.client = self._keys.client(_authorization(http))
+            length = http.headers.get("content-length", "0")
+            if not (length.isascii() and length.isdecimal()):
+                raise ApiError(400, f"Content-Length is no number of bytes: {length[:_SHOWN]!r}")
+            self._check_length(int(length[:_DIGITS]))
             await self._app(scope, self._counting(http, receive), noting)
         except (ApiError, HTTPException) as error:
-            await ApiError.of(error).response()(scope, receive, noting)
+            await ApiError.of(error).response(scope["path"])(scope, receive, noting)
         finally:
             self._front.release(http)
             if scope["path"] not in _OPEN:
@@ -164,6 +182,12 @@ class _Gate:
             return message
 
         return counted
+
+
+def _authorization(http: HttpRequest) -> str | None:
+    """The key of a request: a bearer, or as Anthropic's clients send it."""
+    key = http.headers.get("x-api-key")
+    return http.headers.get("authorization") or (None if key is None else f"Bearer {key}")
 
 
 class TokenizeRequest(Fields):
@@ -209,7 +233,9 @@ def _models(front: Front) -> APIRouter:
                 "rules": list(front.rules),
                 "lossless": engine.rule.lossless and all(rule.lossless for rule in front.rules.values()),
             },
-            "chat": bool(template_of(front)),
+            "chat": bool(front.template),
+            "calls": front.notation.name if front.template else None,
+            "reasoning": [marks.opening, marks.closing] if (marks := front.notation.reasoning) is not None else None,
         }
 
     return router
@@ -257,7 +283,7 @@ def _state(front: Front, metrics: Metrics) -> APIRouter:
         return JSONResponse({"status": "ok" if fine else "stopping"}, 200 if fine else 503)
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def numbers() -> PlainTextResponse:
+    def numbers() -> PlainTextResponse:  # in a thread, for it looks through the last steps
         """Numbers for Prometheus."""
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -3,82 +3,99 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from pydantic import Field
 
 from truedraft.errors import PromptError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, EventStream, event
 from truedraft.server.fields import (
-    Fields,
     Items,
     ResponseFormat,
     SamplingFields,
     SeenContent,
+    Thinking,
+    Told,
     checked_logprobs,
     parts_of,
     urls_of,
 )
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
-from truedraft.server.tools import CallDelta, CallReader, NamedTool, ToolFields, ToolUse, arguments_for_template
+from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
+from truedraft.text.calls import CallDelta
+from truedraft.text.notations import AnswerReader, Reasoning
+from truedraft.text.turns import plainer
 
 
-class CalledFunction(Fields):
+class CalledFunction(Told):
     """A function that was called."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it."""
+        given = self.arguments or {}
+        return {"name": self.name, "arguments": arguments_for_template(given) if isinstance(given, str) else given}
 
 
-class CalledTool(Fields):
+class CalledTool(Told):
     """A call of an earlier answer."""
 
-    id: str
+    id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
     @property
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it."""
-        function = {"name": self.function.name, "arguments": arguments_for_template(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+        named = {} if self.id is None else {"id": self.id}
+        return named | {"type": "function", "function": self.function.for_template}
 
 
-class Message(Fields):
+class Message(Told):
     """A part of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: SeenContent | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by another name
     tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
-    # What OpenAI's own library sends where an answer of it is sent back as it came.
-    annotations: Items[Any] | None = None
-    audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None  # as it was before there were tools
 
     @property
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it."""
         content = self.content if self.content is not None else self.refusal or ""
-        found: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": parts_of(content),
-        }
-        if self.tool_calls:
-            found["tool_calls"] = [call.for_template for call in self.tool_calls]
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        found: dict[str, Any] = {"role": role, "content": parts_of(content)}
+        if reasoning := self.reasoning_content or self.reasoning:
+            found["reasoning_content"] = reasoning
+        if calls := self.calls:
+            found["tool_calls"] = [call.for_template for call in calls]
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
         return found
+
+    @property
+    def calls(self) -> list[CalledTool]:
+        """What it called."""
+        old = [] if self.function_call is None else [CalledTool(function=self.function_call)]
+        return [*(self.tool_calls or ()), *old]
 
 
 class ChatRequest(SamplingFields):
@@ -92,14 +109,25 @@ class ChatRequest(SamplingFields):
     tools: Items[ToolFields] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: Items[FunctionFields] | None = Field(None, description="Tools as they were once; use `tools`.")
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     response_format: ResponseFormat | None = None
+    continue_final_message: bool | None = Field(None, description="Go on with the last message, the assistant's.")
+    add_generation_prompt: bool | None = None
     modalities: Items[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    # Taken, and of no effect: nothing is stored, and how models think is a matter of their templates.
-    store: bool | None = None
     reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    # Taken, and of no effect.
+    store: bool | None = None
     verbosity: str | None = None
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking.of(self.reasoning_budget, self.thinking, self.reasoning, self.reasoning_effort)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -110,15 +138,63 @@ class ChatRequest(SamplingFields):
             return None
         return checked_logprobs("top_logprobs", self.top_logprobs or 0)
 
+    @property
+    def use(self) -> tuple[Sequence[ToolFields] | None, str | NamedTool | None, bool | None]:
+        """Tools, the choice among them, and whether several may be called."""
+        if not self.functions:
+            return self.tools, self.tool_choice, self.parallel_tool_calls
+        if self.tools:
+            raise ApiError(400, "functions and tools say the same; leave functions out", param="functions")
+        tools = [ToolFields(type="function", function=each) for each in self.functions]
+        if isinstance(self.function_call, NamedFunction):
+            return tools, NamedTool(type="function", function=self.function_call), False
+        return tools, self.function_call, False
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """As chat templates know it; calls and results that come without ids go together in their order."""
+        found = [each.for_template for each in self.messages]
+        waiting: list[str] = []  # ids of calls without results
+        for place, message in enumerate(found):
+            for number, call in enumerate(message.get("tool_calls", ())):
+                waiting.append(call.setdefault("id", f"call_{place}_{number}"))
+            if message["role"] == "tool":
+                answered = message.setdefault("tool_call_id", waiting[0] if waiting else f"call_{place}")
+                waiting = [each for each in waiting if each != answered]
+        return found
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message.
+
+        Raises:
+            ApiError: it cannot, or another message is to begin as well.
+        """
+        param = "continue_final_message"
+        if not self.continue_final_message:
+            if self.add_generation_prompt is False:
+                message = "add_generation_prompt is false, so no answer would begin; set continue_final_message"
+                raise ApiError(400, message, param="add_generation_prompt")
+            return False
+        if self.add_generation_prompt:
+            message = f"{param} goes on with the last message and add_generation_prompt begins another; leave one out"
+            raise ApiError(400, message, param=param)
+        last = self.messages[-1]
+        if last.role != "assistant" or last.calls or not last.content:
+            message = f"{param} needs a last message of the assistant's that has text and no calls; send that"
+            raise ApiError(400, message, param=param)
+        return True
+
 
 async def chat_prompt(
     front: Front,
     http: HttpRequest,
     messages: Sequence[Mapping[str, Any]],
     urls: Sequence[str],
-    use: ToolUse | None,
+    use: ToolUse,
     *,
     more: Mapping[str, Any] | None = None,
+    continues: bool = False,
     param: str = "messages",
     samples: int = 1,
 ) -> list[int] | MultimodalPrompt:
@@ -129,8 +205,9 @@ async def chat_prompt(
         http: the HTTP request.
         messages: as templates know them.
         urls: of the pictures in them, in order.
-        use: of tools; None for a request without.
+        use: of tools.
         more: what else the template is given.
+        continues: whether the answer goes on with the last message.
         param: the field that holds the messages.
         samples: that are asked for, whose places are kept while pictures are read.
 
@@ -139,52 +216,63 @@ async def chat_prompt(
         OptionError: what else it is given are no variables of templates.
     """
     if not urls:
-        return await front.apart(http, _chat_ids, front, messages, use, more)
+        return await front.apart(http, _chat_ids, front, messages, use, more, continues, param)
     front.reserve(http, max(samples, 1))  # what it may be is checked later
     told, tools = _with_tools(front, messages, use)
-    return await front.pictures.chat(told, urls, tools=tools, template=front.chat_template, variables=more, param=param)
+    how = {
+        "tools": tools,
+        "template": front.chat_template,
+        "variables": more,
+        "continues": continues,
+        "trust_control_tokens": front.trust_control_tokens,
+    }
+    return await front.pictures.chat(told, urls, param=param, **how)
 
 
 def _chat_ids(
-    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse | None, more: Mapping[str, Any] | None
+    front: Front,
+    messages: Sequence[Mapping[str, Any]],
+    use: ToolUse,
+    more: Mapping[str, Any] | None,
+    continues: bool,
+    param: str,
 ) -> list[int]:
-    """A conversation as token ids, by the chat template.
-
-    Args:
-        front: what endpoints share.
-        messages: as templates know them.
-        use: of tools; None for a request without.
-        more: what else the template is given.
-
-    Raises:
-        ApiError: there is no template, or it refuses the messages.
-        OptionError: what else it is given are no variables of templates.
-    """
+    """A conversation as token ids, by the chat template; arguments and errors as of `chat_prompt`."""
     tokenizer = front.service.engine.target.tokenizer
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
     told, tools = _with_tools(front, messages, use)
-    try:
-        return tokenizer.chat(told, tools=tools, template=front.chat_template, variables=more)
-    except PromptError as error:
-        raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+    refused: PromptError | None = None
+    forms: Iterator[Sequence[Mapping[str, Any]]] = chain([told], plainer(told))
+    for form in forms:
+        try:
+            return tokenizer.chat(
+                form,
+                tools=tools,
+                template=front.chat_template,
+                variables=more,
+                continues=continues,
+                trust_control_tokens=front.trust_control_tokens,
+            )
+        except PromptError as error:
+            refused = refused or error
+    raise ApiError(400, str(refused), param=param, code="invalid_value") from refused
 
 
 def _with_tools(
-    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
+    front: Front, messages: Sequence[Mapping[str, Any]], use: ToolUse
 ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools for the template; of tools that it does not know a message of the system's tells."""
-    tools = None if use is None else [tool.model_dump(exclude_none=True) for tool in use.tools]
+    """Messages and tools as the template takes them; of tools that it does not know the system's message tells."""
+    tools = [tool.model_dump(exclude_none=True) for tool in use.tools]
     told = list(messages)
-    if use is not None and "tools" not in template_of(front):
-        told.insert(0, {"role": "system", "content": use.style.told(use.tools)})
-    return told, tools
-
-
-def template_of(front: Front) -> str:
-    """The chat template that is used; "" where there is none."""
-    tokenizer = front.service.engine.target.tokenizer
-    return front.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
+    if any(message.get("tool_calls") or message.get("tool_call_id") for message in told):
+        told = list(front.history.fitted(told, use.notation))
+    if tools and "tools" not in front.template:
+        text = use.notation.told(tools)
+        if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
+            text += "\n\n" + told.pop(0)["content"]
+        told.insert(0, {"role": "system", "content": text})
+    return told, front.history.tools(tools) if tools else None
 
 
 def room_for(front: Front, prompt: list[int] | MultimodalPrompt, asked: int | None) -> int:
@@ -215,23 +303,31 @@ def chat_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
-        use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls, template_of(front))
-        messages = [each.for_template for each in body.messages]
+        use, continues = ToolUse.of(*body.use, front.notation), body.continues
+        if continues and use.forced is not None:
+            message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
+            raise ApiError(400, message, param="continue_final_message")
         urls = [url for each in body.messages for url in urls_of(each.content)]
         prompt = await chat_prompt(
-            front, http, messages, urls, use, more=body.chat_template_kwargs, samples=body.samples
+            front,
+            http,
+            body.conversation,
+            urls,
+            use,
+            more=front.switches(body.thinks) | (body.chat_template_kwargs or {}),
+            continues=continues,
+            samples=body.samples,
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        form = None if body.response_format is None else body.response_format.asked
-        if use is not None and use.forced is not None:
-            form = use.forced
-        params = body.sampling(room_for(front, prompt, asked), logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([prompt], params, body, http)
-        made = _Chat(front, body, answering, use)
+        form = use.forced or (None if body.response_format is None else body.response_format.asked)
+        room = room_for(front, prompt, asked)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=form))
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
+        made = _Chat(front, body, answering, [front.reader(use, prompt) for _ in answering.streams])
         if body.stream:
             return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 
@@ -243,14 +339,15 @@ class _Chat:
         front: what endpoints share.
         body: of the request.
         answering: its samples.
-        use: of tools.
+        readers: of the samples.
     """
 
-    def __init__(self, front: Front, body: ChatRequest, answering: Answering, use: ToolUse | None) -> None:
+    def __init__(self, front: Front, body: ChatRequest, answering: Answering, readers: Sequence[AnswerReader]) -> None:
         self._front = front
         self._body = body
         self._answering = answering
-        self._use = use
+        self._readers = readers
+        self._called = "function_call" if body.functions else "tool_calls"
         model = front.shown(body.model)
         self._head: dict[str, Any] = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
 
@@ -269,15 +366,16 @@ class _Chat:
     def _choice(self, stream: Stream) -> dict[str, Any]:
         answer = stream.answer
         assert answer is not None
-        reason, text = finish_reason(answer), answer.text or ""
+        reason, reader = finish_reason(answer), self._readers[stream.number]
+        text, reasoning, _ = _sorted(reader.push(answer.text or "", last=True))
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._use is not None:
-            reader = CallReader(self._use)
-            plain = "".join(part for part in reader.push(text, last=True) if isinstance(part, str))
-            message["content"] = plain
-            if reader.calls:
-                message |= {"content": plain or None, "tool_calls": [call.record for call in reader.calls]}
-                reason = "tool_calls" if reason == "stop" else reason
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if reader.calls:
+            called: Any = [call.record for call in reader.calls]
+            called = called[0]["function"] if self._called == "function_call" else called
+            message |= {"content": text or None, self._called: called}
+            reason = self._called if reason == "stop" else reason
         logprobs = None
         if answer.logprobs is not None:
             logprobs = {"content": list(map(self._front.logprobs_entry, answer.logprobs)), "refusal": None}
@@ -292,22 +390,21 @@ class _Chat:
         """The choices piece by piece."""
         front, streams = self._front, self._answering.streams
         head = self._head | {"object": "chat.completion.chunk"}
-        readers = [None if self._use is None else CallReader(self._use) for _ in streams]
         begin = head | ({"prompt_token_ids": streams[0].prompt_ids} if self._body.return_token_ids else {})
         for stream in streams:
             yield event(begin | {"choices": [_delta(stream.number, {"role": "assistant", "content": ""})]})
             begin = head
         async for news in self._answering.news():
-            stream, reader = streams[news.number], readers[news.number]
+            stream, reader = streams[news.number], self._readers[news.number]
             answer = news.pieces[-1].answer if news.pieces else None
-            text, calls = "".join(piece.text for piece in news.pieces), list[CallDelta]()
-            if reader is not None:
-                parts = reader.push(text, last=answer is not None)
-                text = "".join(part for part in parts if isinstance(part, str))
-                calls = [part for part in parts if not isinstance(part, str)]
+            parts = reader.push("".join(piece.text for piece in news.pieces), last=answer is not None)
+            text, reasoning, calls = _sorted(parts)
             delta: dict[str, Any] = {"content": text} if text else {}
+            if reasoning:
+                delta["reasoning_content"] = reasoning
             if calls:
-                delta["tool_calls"] = list(map(_call_delta, calls))
+                called = list(map(_call_delta, calls))
+                delta[self._called] = _joined(called) if self._called == "function_call" else called
             choice = _delta(news.number, delta)
             entries = [entry for piece in news.pieces for entry in piece.logprobs]
             if entries:
@@ -319,8 +416,7 @@ class _Chat:
                 chunk["trace"] = trace_of(stream, news, front.token_text)
             if answer is not None:
                 reason = finish_reason(answer)
-                called = reader is not None and reader.calls and reason == "stop"
-                choice["finish_reason"] = "tool_calls" if called else reason
+                choice["finish_reason"] = self._called if reader.calls and reason == "stop" else reason
                 chunk["speculation"] = front.speculation([stream])
             if delta or entries or choice.get("token_ids") or answer is not None or stream.shows_steps:
                 yield event(chunk)
@@ -333,7 +429,23 @@ def _delta(number: int, delta: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": number, "delta": dict(delta), "logprobs": None, "finish_reason": None}
 
 
+def _sorted(parts: Sequence[str | Reasoning | CallDelta]) -> tuple[str, str, list[CallDelta]]:
+    """Text, reasoning, and what came of calls."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return text, reasoning, [part for part in parts if isinstance(part, CallDelta)]
+
+
 def _call_delta(new: CallDelta) -> dict[str, Any]:
     if new.begins:
         return {"index": new.index} | new.call.record | {"function": {"name": new.call.name, "arguments": ""}}
     return {"index": new.index, "function": {"arguments": new.arguments}}
+
+
+def _joined(called: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What came of the one call, as it was told before there were tools."""
+    found: dict[str, str] = {}
+    for each in called:
+        for name, text in each["function"].items():
+            found[name] = found.get(name, "") + text
+    return found

@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
@@ -22,6 +23,7 @@ from truedraft.server.fields import Items, ResponseFormat, SamplingFields, check
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
 from truedraft.server.traces import trace_of
+from truedraft.text.infill import Infilling
 
 
 class CompletionRequest(SamplingFields):
@@ -57,8 +59,9 @@ class CompletionRequest(SamplingFields):
         Raises:
             ApiError: says what.
         """
-        if self.suffix:
-            raise ApiError(400, "suffix is not supported: this model writes forwards only", param="suffix")
+        if self.suffix and self.echo:
+            message = "echo gives the prompt back, and with suffix the answer stands in its middle; leave one out"
+            raise ApiError(400, message, param="suffix")
         if not self.prompts:
             raise ApiError(400, "prompt is an empty list; give at least one", param="prompt")
         if self.drawn < self.samples:
@@ -73,6 +76,7 @@ class CompletionRequest(SamplingFields):
 def completions_router(front: Front) -> APIRouter:
     """The endpoint."""
     router = APIRouter()
+    infilling_of = cache(_infilling)
 
     @router.post("/v1/completions", responses=OR_STREAM)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
@@ -85,14 +89,43 @@ def completions_router(front: Front) -> APIRouter:
         if body.echo and body.logprobs is not None:
             params = replace(params, prompt_logprobs=body.logprobs)
         prompts = body.prompts
+        if body.suffix:
+            infilling = infilling_of(front)
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *infilling.ends))
+            prompts = await front.apart(http, _infilled, infilling, prompts, body.suffix)
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)
         made = _Completion(front, body, answering, max_tokens)
         if body.stream:
             return EventStream(made.events(), answering.close)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
+
+
+def _infilling(front: Front) -> Infilling:
+    """How the model is asked for a text in the middle.
+
+    Raises:
+        ApiError: it has no tokenizer.
+        PromptError: its vocabulary has no tokens for that.
+    """
+    tokenizer = front.service.engine.target.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "suffix is a text, and this model has no tokenizer; it takes token ids", param="suffix")
+    return Infilling.of(tokenizer)
+
+
+def _infilled(infilling: Infilling, prompts: Sequence[TextPrompt], suffix: str) -> list[TextPrompt]:
+    """Prompts for what stands between each of them and a suffix.
+
+    Raises:
+        ApiError: one of them is no text.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise ApiError(400, "suffix goes with a prompt that is text, not token ids; send the text", param="suffix")
+    return [infilling.prompt(text, suffix) for text in texts]
 
 
 class _Completion:

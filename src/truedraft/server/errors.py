@@ -1,7 +1,8 @@
-"""What a client is told when its request cannot be answered: OpenAI's form of an error, and its status codes."""
+"""What a client is told when its request cannot be answered: an error in OpenAI's form, or in Anthropic's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from truedraft.errors import OptionError, PromptError, TruedraftError
+from truedraft.errors import FormMemoryError, OptionError, PromptError, TruedraftError
 
 _TYPES = {
     401: "authentication_error",
@@ -29,6 +30,19 @@ _CODES = {
     503: "server_unavailable",
     504: "timeout",
 }
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+_PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
+"""Where a file's path may begin."""
 
 
 class ErrorFields(BaseModel):
@@ -44,6 +58,20 @@ class ErrorAnswer(BaseModel):
     """The body of an answer that is an error."""
 
     error: ErrorFields
+
+
+class AnthropicErrorFields(BaseModel):
+    """What is told of an error to who speaks Anthropic's protocol."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """The body of an answer to them that is an error."""
+
+    type: str
+    error: AnthropicErrorFields
 
 
 class ApiError(Exception):
@@ -80,50 +108,118 @@ class ApiError(Exception):
         message = self.message.encode(errors="replace").decode()  # what a client sent may hold half a character
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """As it is sent to who speaks Anthropic's protocol."""
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The whole answer, in the form that clients of an endpoint read.
+
+        Args:
+            path: of the endpoint.
+        """
+        body = self.anthropic if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, self.headers)
 
     @classmethod
-    def of(cls, error: BaseException) -> ApiError:
-        """An error of the library as clients see it: what they can mend is told, all else is an error of the server."""
+    def of(
+        cls,
+        error: BaseException,
+        fields: Mapping[str, str] | None = None,
+        shown: Mapping[str, str] | None = None,
+    ) -> ApiError:
+        """An error of the library as clients see it: what they can mend is told, all else is an error of the server.
+
+        Args:
+            error: of the library, or any other.
+            fields: what the client calls fields, where these are not the library's words.
+            shown: by what clients know names that the error may hold.
+        """
+        if isinstance(error, TruedraftError) and fields:
+            error.call_fields(fields)
+        told = str(error)
+        for name, instead in (shown or {}).items():
+            told = told.replace(name, instead)
         if isinstance(error, ApiError):
+            error.message = told
             return error
-        if isinstance(error, OptionError | PromptError):
-            return cls(400, str(error), param=error.field, code="invalid_value")
+        if isinstance(error, FormMemoryError):
+            return cls(429, told, param=_called(error.field, fields), headers={"Retry-After": "1"})
+        if isinstance(error, OptionError | PromptError) and not _is_about_a_file(error):
+            return cls(400, told, param=_called(error.field, fields), code="invalid_value")
         if isinstance(error, HTTPException):
             return cls(error.status_code, str(error.detail), headers=error.headers)
         if isinstance(error, UnicodeEncodeError):
             return cls(400, "a text has half a character (a lone surrogate); mend how it was cut")
         if isinstance(error, TruedraftError):
-            return cls(500, f"the model failed ({error})")
+            hides = _is_about_a_file(error) or _PATH.search(told) is not None
+            return cls(500, f"the model failed ({'the log of the server says why' if hides else told})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
 
 
-async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
-    """For FastAPI: an error of ours, or of the web framework's: no such page, or not by this method."""
-    return ApiError.of(error).response()
+def _called(field: str | None, fields: Mapping[str, str] | None) -> str | None:
+    return field if field is None else (fields or {}).get(field, field)
 
 
-async def answer_unreadable(_: Request, error: Exception) -> JSONResponse:
+async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     """For FastAPI: a body that is no JSON, or whose fields are not what they must be; the first of them is told."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]  # behind where it was: the body, the path
-    kind, message = str(first["type"]), str(first["msg"])
+    return _unreadable(list(error.errors()), error.body).response(request.scope["path"])
+
+
+def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
+    """What is wrong with the first field that is wrong; of the members of a union, with what got the furthest."""
+    placed = [(_place(each, body), each) for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
+    place, first = max(placed, key=lambda each: len(each[0]))
+    named = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    same = [each for where, each in placed if where == place]
+    kind, message, context = str(first["type"]), str(first["msg"]), first.get("ctx", {})
     if kind == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}").response()
+        return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
     if kind == "extra_forbidden":
-        return ApiError(400, f"unrecognized request argument: {'.'.join(place)}", param=place[0]).response()
+        return ApiError(400, f"unrecognized request argument: {named}", param=named)
     if not place:
-        return ApiError(400, f"the body cannot be used: {message}").response()
+        return ApiError(400, f"the body cannot be used: {message}")
+    shown = f", got {_shown(first.get('input'))}"
     if kind == "value_error":  # ours
-        return ApiError(
-            400, f"{'.'.join(place)} {first['ctx']['error']}", param=place[0], code="invalid_value"
-        ).response()
-    given = first.get("input")
-    shown = f", got {_shown(given)}" if kind != "missing" else ""
-    return ApiError(400, f"{'.'.join(place)}: {message}{shown}", param=place[0], code="invalid_value").response()
+        told = f"{named} {context['error']}"
+    elif kind == "union_tag_invalid":
+        named += ".type"
+        told = f"{named} is {_shown(context['tag'])}, which is not known here; known are {context['expected_tags']}"
+    elif kind == "union_tag_not_found":
+        told = f"{named} must be an object with a type{shown}"
+    elif kind == "missing":
+        told = f"{named}: {message}"
+    else:
+        expected = dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
+        message = f"Input should be {' or '.join(expected)}" if len(expected) > 1 else message
+        told = f"{named}: {message}{shown}"
+    return ApiError(400, told, param=named, code="invalid_value")
+
+
+def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:
+    """Where in a body a mistake is, without the names that pydantic has for members of unions."""
+    found: list[int | str] = []
+    loc = error["loc"][1:]  # behind where it was: the body, the path
+    for number, part in enumerate(loc, start=1):
+        within = 0 <= part < len(body) if isinstance(part, int) and isinstance(body, list) else False
+        if within or (isinstance(body, dict) and part in body):
+            body = body[part]
+        elif not (isinstance(body, dict) and error["type"] == "missing" and number == len(loc)):
+            continue
+        found.append(part)
+    return tuple(found)
+
+
+def _is_about_a_file(error: BaseException | None) -> bool:
+    """Whether a file of the server was at fault, which is nothing that a client could mend."""
+    while error is not None:
+        if isinstance(error, OSError) and error.filename is not None:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _shown(given: object) -> str:

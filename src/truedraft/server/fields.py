@@ -1,13 +1,16 @@
 """The fields that requests of all endpoints share, and what they mean to the library.
 
 A field that is not known is refused, as OpenAI's own server does; those that mean nothing here are listed in `Ignored`.
+In a conversation that is sent back (`Told`) unknown fields are left out: each client adds some of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams, Structured
@@ -52,6 +55,18 @@ class Fields(BaseModel):
         return {name: value for name, value in given.items() if name in kept} if unknown[1:] else given
 
 
+class Told(Fields):
+    """A part of a conversation; fields that are not known say nothing to a model."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+def by_type(given: Any) -> str | None:
+    """Which member of a union an object is, by its `type`."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
 def _few(given: Any) -> Any:
     """A mapping, before its pairs are looked at."""
     if isinstance(given, dict) and len(given) > _MOST_BIASES:
@@ -68,6 +83,8 @@ class Ignored(Fields):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: Annotated[dict[str, Any] | None, BeforeValidator(_few)] = None
 
 
 class StreamOptions(Fields):
@@ -95,16 +112,14 @@ class SpeculationFields(Fields):
         return Speculation(None if names is None else tuple(names), self.num_speculative_tokens)
 
 
-class TextPart(Fields):
+class TextPart(Told):
     """A part of a message that is text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Items[Any] | None = None
-    logprobs: Items[Any] | None = None
 
 
-class RefusalPart(Fields):
+class RefusalPart(Told):
     """A part of an earlier answer that declined."""
 
     type: Literal["refusal"]
@@ -116,7 +131,16 @@ class RefusalPart(Fields):
         return self.refusal
 
 
-Content: TypeAlias = str | Items[TextPart | RefusalPart]
+def _content_kind(given: Any) -> str | None:
+    return "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None
+
+
+text_or_parts = Discriminator(
+    _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of parts"
+)
+"""Which of the two a content is."""
+_TextParts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
+Content: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_TextParts, Tag("parts")], text_or_parts]
 
 
 class Prediction(Fields):
@@ -131,14 +155,14 @@ class Prediction(Fields):
         return text_of(self.content)
 
 
-class ImageUrl(Fields):
+class ImageUrl(Told):
     """Where a picture is."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None  # of no effect: the model's processor decides
+    detail: str | None = None  # of no effect: the model's processor decides
 
 
-class ImagePart(Fields):
+class ImagePart(Told):
     """A part of a chat's message that is a picture."""
 
     type: Literal["image_url"]
@@ -150,12 +174,12 @@ class ImagePart(Fields):
         return self.image_url.url
 
 
-class InputImagePart(Fields):
+class InputImagePart(Told):
     """The same as the newer endpoint has it."""
 
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: str | None = None
 
     @property
     def url(self) -> str:
@@ -163,7 +187,9 @@ class InputImagePart(Fields):
         return self.image_url
 
 
-SeenContent: TypeAlias = str | Items[TextPart | RefusalPart | ImagePart | InputImagePart]
+_Part = Annotated[TextPart | RefusalPart | ImagePart | InputImagePart, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], Field(fail_fast=True)]
+SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("parts")], text_or_parts]
 
 
 def text_of(content: Content) -> str:
@@ -206,7 +232,9 @@ class StructuredFields(Fields):
         given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             raise ApiError(
-                400, f"give one of json, regex, choice, grammar and json_object, got {len(given)}", param="structured"
+                400,
+                f"give one of json, regex, choice, grammar and json_object, got {len(given)}",
+                param="structured_outputs",
             )
         ((kind, value),) = given.items()
         return Structured(kind, True if kind == "json_object" else value)
@@ -240,6 +268,46 @@ class ResponseFormat(Fields):
         return Structured("json_object", True) if schema is None else Structured("json_schema", schema)
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What a request asks of the reasoning before an answer, in whichever of the clients' ways.
+
+    Attributes:
+        enabled: whether there is to be any; None leaves it to the model.
+        budget: most tokens of it; None is no limit.
+        effort: a word for how much.
+    """
+
+    enabled: bool | None = None
+    budget: int | None = None
+    effort: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        budget: int | None,
+        thinking: Mapping[str, Any] | None = None,
+        reasoning: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+    ) -> Thinking:
+        """From the fields of a request.
+
+        Args:
+            budget: `reasoning_budget`.
+            thinking: Anthropic's field.
+            reasoning: that of OpenAI's responses, with `max_tokens` and `enabled` as others have them.
+            effort: `reasoning_effort`.
+        """
+        thinking, reasoning = thinking or {}, reasoning or {}
+        word = effort or reasoning.get("effort")
+        kind, enabled = thinking.get("type"), reasoning.get("enabled")
+        for given in (thinking.get("budget_tokens"), reasoning.get("max_tokens")):
+            budget = given if budget is None else budget
+        if kind == "disabled" or word == "none" or enabled is False:
+            return cls(False, budget)
+        return cls(True if kind == "enabled" or enabled else None, budget, word)
+
+
 class SamplingFields(Ignored):
     """How an answer is drawn and when it ends."""
 
@@ -249,7 +317,7 @@ class SamplingFields(Ignored):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
     stop: Texts | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -267,14 +335,27 @@ class SamplingFields(Ignored):
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredFields | None = None
     # What is this server's own.
-    coupled: bool | None = Field(None, description="The same seed, the same tokens, whatever drafts.")
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
+    reasoning_budget: int | None = Field(None, description="Most tokens of reasoning before the answer of a chat.")
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking(budget=self.reasoning_budget)
 
     @property
     def samples(self) -> int:
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def form_field(self) -> str:
+        """The field by which a form is asked for, where one is."""
+        if getattr(self, "tool_choice", None) not in (None, "none", "auto"):
+            return "tools"
+        asked = ("structured_outputs", "response_format", "text")
+        return next((name for name in asked if getattr(self, name, None) is not None), asked[0])
 
     def sampling(
         self, max_tokens: int, *, logprobs: int | None = None, form: Structured | None = None
@@ -300,7 +381,9 @@ class SamplingFields(Ignored):
                 raise ApiError(400, f"{name} holds {len(values)} entries, of at most {most}", param=name)
         own = None if self.structured_outputs is None else self.structured_outputs.asked
         if form is not None and own is not None:
-            raise ApiError(400, "structured_outputs and another form are asked for; leave one out", param="structured")
+            raise ApiError(
+                400, "structured_outputs and another form are asked for; leave one out", param="structured_outputs"
+            )
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -318,7 +401,6 @@ class SamplingFields(Ignored):
             "allowed_token_ids": self.allowed_token_ids,
             "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
             "logprobs_mode": self.logprobs_mode,
-            "coupled": self.coupled,
             "logprobs": logprobs,
             "structured": form if form is not None else own,
             "prediction": None if self.prediction is None else self.prediction.text or None,

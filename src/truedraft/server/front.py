@@ -4,36 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import numpy as np
 from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
 
 from truedraft.core.logprobs import TokenLogprobs
-from truedraft.core.params import SamplingParams
+from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
-from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.engine.decisions import Decisions
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import TruedraftError
+from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
-from truedraft.server.fields import SamplingFields
+from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
+from truedraft.server.tools import ToolUse
+from truedraft.text.forms import Prepared
+from truedraft.text.histories import HistoryForm
+from truedraft.text.notations import AnswerReader, Notation, notation_of
 from truedraft.verification import Rule
 
 _log = logging.getLogger("truedraft.server.requests")
 _Value = TypeVar("_Value")
 
+_END_TOKENS = 16  # of a prompt, that hold what its template opens
+_SWITCHES = {  # variables of templates by which reasoning is switched off, and how these ask for them
+    "enable_thinking": re.compile(r"\benable_thinking\b"),
+    "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)|(?<!\.)\bthinking\s+is\b"),
+}
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
+_LONG_ANSWER = 256  # tokens of answers whose writing would
 
 
 @dataclass(eq=False)
@@ -44,22 +58,22 @@ class Front:
         service: that answers.
         names: of the model; the first is what answers say.
         rules: that a request may ask for, by their words.
-        forward_s: V of the target, for estimated speed-ups.
         max_samples: most answers to one HTTP request.
         timeout_s: of one; None is no limit.
         shares_prefixes: whether clients share what their requests begin with.
         chat_template: in place of the model's own.
+        trust_control_tokens: whether control tokens that messages spell are read as the tokens.
         created: when the server started, seconds since 1970.
     """
 
     service: Service
     names: Sequence[str]
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    forward_s: ForwardSeconds | None = None
     max_samples: int = 16
     timeout_s: float | None = None
     shares_prefixes: bool = False
     chat_template: str | None = None
+    trust_control_tokens: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -87,10 +101,94 @@ class Front:
         """What a token writes; its id where the model has no tokenizer."""
         return self._token_text(token)
 
-    def __post_init__(self) -> None:
-        """Remember the texts of tokens, and what reads pictures."""
+    @property
+    def template(self) -> str:
+        """The chat template that is used; "" where there is none."""
         tokenizer = self.service.engine.target.tokenizer
+        return self.chat_template or ("" if tokenizer is None else tokenizer.chat_template)
+
+    @cached_property
+    def history(self) -> HistoryForm:
+        """What the chat template wants of earlier calls."""
+        tokenizer = self.service.engine.target.tokenizer
+        if tokenizer is None:
+            return HistoryForm()
+        return HistoryForm.of(
+            lambda messages, tools: tokenizer.chat_text(messages, tools=tools, template=self.chat_template)
+        )
+
+    def reader(self, use: ToolUse, prompt: Sequence[int] | MultimodalPrompt) -> AnswerReader:
+        """What reads one answer to a prompt.
+
+        Args:
+            use: of tools.
+            prompt: of the answer.
+        """
+        return use.reader(reasoning_open=self._reasons(use.notation, prompt))
+
+    def _reasons(self, notation: Notation, prompt: Prompt) -> bool:
+        """Whether a prompt ends inside reasoning."""
+        tokenizer, marks = self.service.engine.target.tokenizer, notation.reasoning
+        ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
+        if marks is None or tokenizer is None or isinstance(ids, str):
+            return False
+        return marks.opens(tokenizer.shown_text(ids[-_END_TOKENS:]))
+
+    @cached_property
+    def _turn_ends(self) -> list[int]:
+        """What closes a turn by a template in place of the model's own; what that closes turns by ends all answers."""
+        tokenizer = self.service.engine.target.tokenizer
+        end = None if tokenizer is None or self.chat_template is None else tokenizer.turn_end(self.chat_template)
+        return [] if end is None else [end]
+
+    @cached_property
+    def _switch(self) -> str | None:
+        """The template's variable by which reasoning is switched on and off; None where it has none."""
+        return next((name for name, asks in _SWITCHES.items() if asks.search(self.template)), None)
+
+    def switches(self, thinks: Thinking) -> dict[str, Any]:
+        """Variables by which the template is told what a request asks of reasoning.
+
+        Raises:
+            ApiError: it is to be switched off, and neither the template nor marks around it allow that.
+        """
+        effort = {"reasoning_effort": thinks.effort} if thinks.effort and "reasoning_effort" in self.template else {}
+        if thinks.enabled is None:
+            return effort
+        if self._switch is None:
+            if not thinks.enabled and self.notation.reasoning is None and "reasoning_effort" in self.template:
+                message = "the chat template of this model cannot switch reasoning off; ask for little of it"
+                raise ApiError(400, message, param="reasoning_effort")
+            return effort
+        return {self._switch: thinks.enabled} | effort
+
+    def _reasoned(
+        self, params: SamplingParams, prompt: Prompt, fields: SamplingFields, notation: Notation | None
+    ) -> SamplingParams:
+        """Options with where the answer reasons, and how long it may.
+
+        Raises:
+            ApiError: there is to be a budget, and nothing is known of marks around reasoning.
+            OptionError: the budget is no number of tokens.
+        """
+        marks, thinks = None if notation is None else notation.reasoning, fields.thinks
+        if notation is None or marks is None:
+            if fields.reasoning_budget is not None:
+                message = "needs a chat with a model whose chat template shows marks around reasoning; leave it out"
+                raise ApiError(400, f"reasoning_budget {message}", param="reasoning_budget")
+            return params
+        budget = 0 if thinks.enabled is False and self._switch is None else thinks.budget
+        if budget is None and params.structured is None:
+            return params
+        inside = self._reasons(notation, prompt)
+        return replace(params, reasoning=ReasoningSpan(marks.opening, marks.closing, inside, budget))
+
+    def __post_init__(self) -> None:
+        """Remember the notation, the texts of tokens, and what reads pictures."""
+        tokenizer = self.service.engine.target.tokenizer
+        self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
         self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
     async def begin(
@@ -100,6 +198,7 @@ class Front:
         fields: SamplingFields,
         http: HttpRequest,
         samples: int | None = None,
+        notation: Notation | None = None,
     ) -> Answering:
         """Queue all samples of all prompts, prompt by prompt.
 
@@ -109,6 +208,7 @@ class Front:
             fields: of the HTTP request.
             http: the HTTP request.
             samples: of each prompt, where these are not `params.n`.
+            notation: of the answers, whose marks their texts show and whose ends end them; None for plain text.
 
         Raises:
             ApiError: something is wrong with it, or there is no room.
@@ -118,19 +218,39 @@ class Front:
             params = replace(params, adapter=fields.model)
         count = samples if samples is not None else params.n
         self._check_count(len(prompts) * count)
+        shown = {number: token for token, number in notation.special.items()} if notation is not None else None
+        params = self._reasoned(params, prompts[0], fields, notation)
+        if notation is not None and (ends := (*notation.end_ids, *self._turn_ends)):
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        answering = Answering(self.service, deadline)
-        asked = (prompts, params, fields, client, count)
-        if params.structured is not None:
-            requests = await asyncio.to_thread(self._prepared, *asked)
-        else:
-            requests = await self.apart(http, self._prepared, *asked)
+        names = {"structured": fields.form_field}
+        answering = Answering(self.service, deadline, names)
+        try:
+            # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
+            form = (
+                None
+                if params.structured is None
+                else await self._form(http, params.structured, deadline, len(prompts) * count)
+            )
+            requests = await self.apart(http, self._prepared, prompts, params, fields, client, count, shown)
+            del form
+        except TruedraftError as error:
+            raise self.service.api_error(error, names) from error
         traced = fields.speculation is not None and fields.speculation.trace
+        late = getattr(http.state, "reserved", None) is not None
         self.release(http)  # nobody else takes the places, for nothing is awaited until they are taken
-        answering.start(requests, client, shows_steps=traced)
+        answering.start(requests, client, shows_steps=traced, late=late)
         http.state.answering = answering
         return answering
+
+    async def _form(
+        self, http: HttpRequest, structured: Structured, deadline: float | None, count: int
+    ) -> Prepared | None:
+        """A form, for which a request waits where its places in the queue are kept."""
+        if getattr(http.state, "reserved", None) is None:
+            self.reserve(http, count)
+        return await unless_gone(http, self.service.forms.prepared(structured, deadline))
 
     def _check_count(self, count: int) -> None:
         if count > self.max_samples:
@@ -160,21 +280,32 @@ class Front:
             return await asyncio.to_thread(work, *given)
         return work(*given)
 
+    async def answer(self, answering: Answering, whole: Callable[[], dict[str, Any]]) -> JSONResponse:
+        """What `whole` makes of all answers, in a thread where they are long, so that other clients need not wait."""
+        tokens = sum(len(stream.answer.token_ids) for stream in answering.streams if stream.answer is not None)
+        if tokens <= _LONG_ANSWER:
+            return JSONResponse(whole())
+        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: JSONResponse(whole()))
+
     def _prepared(
-        self, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, client: Client, count: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        fields: SamplingFields,
+        client: Client,
+        count: int,
+        shown: Mapping[int, str] | None,
     ) -> list[Request]:
         speculation = fields.speculation
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
         scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
-        try:
-            return [
-                self.service.engine.prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope)
-                for prompt in prompts
-                for sample in range(count)
-            ]
-        except TruedraftError as error:
-            raise ApiError.of(error) from error
+        prepare = self.service.engine.prepare
+        return [
+            prepare(prompt, params, sample=sample, speculation=limits, rule=rule, scope=scope, shown=shown)
+            for prompt in prompts
+            for sample in range(count)
+        ]
 
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:
@@ -212,22 +343,13 @@ class Front:
     def speculation(self, streams: Sequence[Stream]) -> dict[str, Any]:
         """What speculation did for some samples, under the names that vLLM gives these numbers."""
         counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
-        decisions = Decisions(self.forward_s)
-        accepted: list[int] = []
-        for stream in streams:
-            decisions += Decisions.of(stream.records, self.forward_s, stream.request.id)
-            for record in stream.records:
-                step = (
-                    record.requests[record.numbers[stream.request.id]] if stream.request.id in record.numbers else None
-                )
-                if step is not None and step.nodes and not step.prefill:
-                    accepted.append(step.accepted)
-        speedup = decisions.speedup()
+        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
+        speedup = sum((stream.decisions for stream in streams), Decisions(self.service.forward_s)).speedup()
         return {
             "mean_acceptance_length": counters.mean_acceptance_length,
             "draft_acceptance_rate": counters.draft_acceptance_rate,
-            "acceptance_histogram": np.bincount(np.asarray(accepted, dtype=np.int64)).tolist(),
-            "num_drafts": len(accepted),
+            "acceptance_histogram": accepted,
+            "num_drafts": sum(accepted),
             "num_draft_tokens": counters.draft_tokens,
             "num_accepted_tokens": counters.accepted_tokens,
             "num_accepted_tokens_per_pos": counters.accepted_per_position,
@@ -252,6 +374,11 @@ class Front:
             "logprob": max(logprob, -9999.0),  # JSON has no infinity
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
+
+    def left_out(self, warnings: Sequence[str]) -> None:
+        """Note that a request has parts of no use here; the log has no text of clients, so its answer names them."""
+        if warnings:
+            _log.warning("left out of a request: %d tools or items that this server has not", len(warnings))
 
     def log(self, http: HttpRequest, status: int) -> None:
         """One line about an HTTP request, without anything that it said."""

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from truedraft.core.stats import Counters, StepRecord
-from truedraft.engine.decisions import Decisions, ForwardSeconds, Speedup
+from truedraft.engine.decisions import Decisions, Speedup
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"
@@ -29,16 +29,12 @@ class Metrics(Collector):
     Args:
         service: whose steps and requests are counted; its engine tells of steps.
         model: its name, a label on all numbers.
-        forward_s: V of the target, for the estimated speed-up.
         price_per_hour: of the machine; None leaves out what tokens cost.
     """
 
-    def __init__(
-        self, service: Service, model: str, forward_s: ForwardSeconds | None, price_per_hour: float | None
-    ) -> None:
+    def __init__(self, service: Service, model: str, price_per_hour: float | None) -> None:
         self._service = service
         self._model = model
-        self._forward_s = forward_s
         self._price = price_per_hour
         self._steps = Counters()
         self._drafts = 0
@@ -127,7 +123,7 @@ class Metrics(Collector):
         yield self._counter("prefix_cache_hits", "Of them, copied instead of computed.", self._shared_tokens)
         yield self._counter("preemptions", "Requests that gave their room back.", self._service.engine.preemptions)
         yield self._counter("recoveries", "Steps or drafts that failed and were done again.", self._recoveries)
-        yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._finished)
+        yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._finished.copy())
         yield self._labelled("step_seconds", "Seconds of steps, by what they were spent on.", "part", self._seconds)
         budgets = {str(nodes): count for nodes, count in sorted(self._budgets.copy().items())}
         yield self._labelled("budget_tokens", "Steps of a request by the tokens drafted.", "tokens", budgets)
@@ -169,7 +165,8 @@ class Metrics(Collector):
         now = time.monotonic()
         if self._speedup is None or now - self._estimated > _FRESH_S:
             self._estimated = now
-            self._speedup = Decisions.of([record for _, record in list(self._recent)], self._forward_s).speedup()
+            recent = [record for _, record in list(self._recent)]
+            self._speedup = Decisions.of(recent, self._service.forward_s).speedup()
         return self._speedup
 
     def _counter(self, name: str, meaning: str, value: float) -> Metric:

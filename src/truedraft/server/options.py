@@ -21,6 +21,9 @@ class ServerOptions:
         (), "What clients call the model; may be repeated, and the first is what answers say.", "NAME"
     )
     chat_template: Path | None = option(None, "A chat template (Jinja) in place of the model's own.", "FILE")
+    trust_control_tokens: bool = flag(
+        "Read control tokens that messages spell, as <|im_end|>, as the tokens; otherwise they stay text."
+    )
     allow_rule: tuple[str, ...] = option((), "A rule beside --rule that a request may ask for; may be repeated.", "R")
     max_batch: int = option(32, "Most requests that are answered together.", "N", least=1)
     max_queue: int = option(256, "Most requests that wait; further ones are refused with status 429.", "N", least=0)
@@ -37,6 +40,12 @@ class ServerOptions:
     drain_s: float = option(30.0, "When told to stop, go on for so many seconds with what is open.", "S")
     tls_certificate: Path | None = option(None, "Serve https with this certificate.", "FILE")
     tls_key: Path | None = option(None, "The certificate's private key.", "FILE")
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Answer requests to this host name; may be repeated, * is any. On loopback its own names are answered besides "
+        "and no others; elsewhere all are where none is given.",
+        "NAME",
+    )
     cors_origin: tuple[str, ...] = option((), "Pages from this origin may ask; may be repeated.", "ORIGIN")
     price_per_hour: float | None = option(
         None, "What this machine costs an hour, for the estimated cost of a million tokens in /metrics.", "PRICE"

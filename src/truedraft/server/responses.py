@@ -7,87 +7,40 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import Structured
 from truedraft.engine import Answer
-from truedraft.server.chat import chat_prompt, room_for, template_of
+from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
-from truedraft.server.fields import (
-    Content,
-    Fields,
-    Items,
-    SamplingFields,
-    SeenContent,
-    checked_logprobs,
-    parts_of,
-    text_of,
-    urls_of,
-)
+from truedraft.server.fields import Fields, Items, SamplingFields, Thinking, checked_logprobs
 from truedraft.server.front import Front, finish_reason, new_id, unless_gone
-from truedraft.server.service import Answering
-from truedraft.server.tools import (
-    Call,
-    CallDelta,
-    CallReader,
-    FunctionFields,
-    NamedFunction,
-    NamedTool,
-    ToolFields,
-    ToolUse,
-    arguments_for_template,
+from truedraft.server.items import (
+    Callable,
+    Choice,
+    Input,
+    InputMessage,
+    Item,
+    TextReader,
+    Tool,
+    Toolbox,
+    messages_of,
+    urls_in,
 )
+from truedraft.server.service import Answering
+from truedraft.server.tools import ToolUse
+from truedraft.text.calls import Call
+from truedraft.text.notations import AnswerReader, Reasoning
 
-
-class InputMessage(Fields):
-    """A message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: SeenContent
-    type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-
-class InputCall(Fields):
-    """A call that an earlier answer made."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
-
-
-class InputResult(Fields):
-    """What a call gave."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Content
-    id: str | None = None
-    status: str | None = None
-
-
-class FlatTool(FunctionFields):
-    """A function that may be called."""
-
-    type: Literal["function"]
-
-
-class FlatNamedTool(NamedFunction):
-    """The function that must be called."""
-
-    type: Literal["function"]
+_Event: TypeAlias = tuple[str, dict[str, Any]]
+"""The kind of an event of an item, and what it says beside which item that is."""
 
 
 class TextFormat(Fields):
@@ -110,20 +63,27 @@ class TextFields(Fields):
 class ResponseRequest(SamplingFields):
     """The body of a request for a response."""
 
-    input: str | Items[InputMessage | InputCall | InputResult]
+    input: Input
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: Items[FlatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     top_logprobs: int | None = None
     include: Items[str] | None = None
     previous_response_id: str | None = None
-    truncation: Literal["disabled"] | None = None
+    reasoning: dict[str, Any] | None = None
+    # Taken, and of no effect: nothing is stored or cut, and tools run at the client.
+    truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None
     store: bool | None = None
-    reasoning: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+
+    @property
+    def thinks(self) -> Thinking:
+        """What it asks of reasoning."""
+        return Thinking.of(self.reasoning_budget, reasoning=self.reasoning)
 
     def check(self) -> None:
         """Refuse what needs a memory.
@@ -144,42 +104,20 @@ class ResponseRequest(SamplingFields):
         return checked_logprobs("top_logprobs", self.top_logprobs or 0) if asked or self.top_logprobs else None
 
     @property
+    def items(self) -> list[Item]:
+        """What was said so far, without the instructions."""
+        return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as chat templates know it."""
-        found: list[dict[str, Any]] = []
-        if self.instructions:
-            found.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
-        for item in self.input:
-            if isinstance(item, InputMessage):
-                role = "system" if item.role == "developer" else item.role
-                found.append({"role": role, "content": parts_of(item.content)})
-            elif isinstance(item, InputCall):
-                function = {"name": item.name, "arguments": arguments_for_template(item.arguments)}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                found.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            else:
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
-        return found
-
-    @property
-    def urls(self) -> list[str]:
-        """Where the pictures of the conversation are."""
-        items = [] if isinstance(self.input, str) else self.input
-        return [url for item in items if isinstance(item, InputMessage) for url in urls_of(item.content)]
-
-    @property
-    def use(self) -> tuple[list[ToolFields], str | NamedTool | None]:
-        """Tools and the choice among them, as chats have them."""
-        tools = [
-            ToolFields(type="function", function=FunctionFields(**tool.model_dump(exclude={"type"})))
-            for tool in self.tools or ()
-        ]
-        choice = self.tool_choice
-        if isinstance(choice, FlatNamedTool):
-            return tools, NamedTool(type="function", function=NamedFunction(name=choice.name))
-        return tools, choice
+        told = messages_of(self.items)
+        if self.instructions is None:
+            return told
+        first = self.instructions
+        while told and told[0]["role"] == "system" and isinstance(told[0]["content"], str):
+            first = f"{first}\n\n{told.pop(0)['content']}"  # many templates take one message of the system's
+        return [{"role": "system", "content": first}, *told] if first else told
 
     @property
     def form(self) -> Structured | None:
@@ -201,55 +139,123 @@ def responses_router(front: Front) -> APIRouter:
         """Answer a conversation."""
         front.check_model(body.model)
         body.check()
-        tools, choice = body.use
-        use = ToolUse.of(tools, choice, body.parallel_tool_calls, template_of(front))
+        toolbox = Toolbox.of(body.tools or (), body.items)
+        front.left_out(toolbox.warnings)
+        use = ToolUse.of(*toolbox.use(body.tool_choice), body.parallel_tool_calls, front.notation)
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
-        prompt = await chat_prompt(front, http, messages, body.urls, use, param="input")
-        form = use.forced if use is not None and use.forced is not None else body.form
+        more = front.switches(body.thinks)
+        prompt = await chat_prompt(front, http, messages, urls_in(body.items), use, more=more, param="input")
         room = room_for(front, prompt, body.max_output_tokens)
-        params = body.sampling(room, logprobs=body.wanted_logprobs, form=form)
-        answering = await front.begin([prompt], params, body, http)
-        made = _Response(front, body, answering, use)
+        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=use.forced or body.form))
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
+        made = _Response(front, body, answering, front.reader(use, prompt), toolbox)
         if body.stream:
             return EventStream(made.events(), answering.close, made.failed)
         await unless_gone(http, answering.answers())
-        return JSONResponse(made.whole())
+        return await front.answer(answering, made.whole)
 
     return router
 
 
 @dataclass(eq=False)
-class _Item:
-    """One item of the output.
+class _Writing:
+    """A message, or reasoning, on its way.
 
     Attributes:
-        index: of it.
-        call: of a function; None for the message.
-        text: of the message so far.
+        index: of the item in the output.
+        reasons: whether it is reasoning.
+        text: so far.
         logprobs: of its tokens.
-        id: of it.
+        id: of the item.
     """
 
     index: int
-    call: Call | None
+    reasons: bool
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     id: str = field(default_factory=lambda: new_id("item"))
 
     def record(self, status: str) -> dict[str, Any]:
         """As it is sent."""
-        if self.call is not None:
-            about = {"call_id": self.call.id, "name": self.call.name, "arguments": self.call.arguments}
-            return {"type": "function_call", "id": self.id, "status": status} | about
         content = [self.part] if self.text or status != "in_progress" else []
-        return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
+        about = {"type": "reasoning", "summary": []} if self.reasons else {"type": "message", "role": "assistant"}
+        return about | {"id": self.id, "status": status, "content": content}
 
     @property
     def part(self) -> dict[str, Any]:
         """The text as a part."""
+        if self.reasons:
+            return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def begun(self) -> list[_Event]:
+        """What is sent where it begins."""
+        return [("response.content_part.added", {"content_index": 0, "part": self.part})]
+
+    def wrote(self, text: str, logprobs: list[dict[str, Any]]) -> list[_Event]:
+        """The next text of it."""
+        self.text += text
+        self.logprobs += logprobs
+        more = {} if self.reasons else {"logprobs": logprobs}
+        return [(f"response.{self.part['type']}.delta", {"content_index": 0, "delta": text} | more)]
+
+    def ended(self) -> list[_Event]:
+        """What is sent where it ends."""
+        part = self.part
+        text = {name: part[name] for name in ("text", "logprobs") if name in part}
+        done = (f"response.{part['type']}.done", {"content_index": 0} | text)
+        return [done, ("response.content_part.done", {"content_index": 0, "part": part})]
+
+
+@dataclass(eq=False)
+class _Calling:
+    """A call on its way.
+
+    Attributes:
+        index: of the item in the output.
+        call: that is read.
+        named: the tool; None where the model called one that is not there.
+        text: that a custom tool is called with.
+        id: of the item.
+    """
+
+    index: int
+    call: Call
+    named: Callable | None
+    text: TextReader | None
+    id: str = field(default_factory=lambda: new_id("item"))
+
+    def record(self, status: str) -> dict[str, Any]:
+        """As it is sent."""
+        name = self.call.name if self.named is None else self.named.name
+        about = {"id": self.id, "status": status, "call_id": self.call.id, "name": name}
+        if self.named is not None and self.named.namespace is not None:
+            about["namespace"] = self.named.namespace
+        if self.text is not None:
+            return about | {"type": "custom_tool_call", "input": self.text.text}
+        return about | {"type": "function_call", "arguments": "" if status == "in_progress" else self.call.arguments}
+
+    def begun(self) -> list[_Event]:
+        """What is sent where it begins."""
+        return []
+
+    def wrote(self, arguments: str) -> list[_Event]:
+        """The next text of its arguments."""
+        if self.text is None:
+            return [("response.function_call_arguments.delta", {"delta": arguments})]
+        new = self.text.push(arguments)
+        return [("response.custom_tool_call_input.delta", {"delta": new})] if new else []
+
+    def ended(self) -> list[_Event]:
+        """What is sent where it ends."""
+        if self.text is None:
+            done = {"arguments": self.call.arguments, "name": self.record("completed")["name"]}
+            return [("response.function_call_arguments.done", done)]
+        rest = self.text.finish(self.call.arguments)
+        delta: list[_Event] = [("response.custom_tool_call_input.delta", {"delta": rest})] if rest else []
+        return [*delta, ("response.custom_tool_call_input.done", {"input": self.text.text})]
 
 
 class _Response:
@@ -259,26 +265,32 @@ class _Response:
         front: what endpoints share.
         body: of the request.
         answering: its one sample.
-        use: of tools.
+        reader: of its text.
+        toolbox: what may be called, and what was left out.
     """
 
-    def __init__(self, front: Front, body: ResponseRequest, answering: Answering, use: ToolUse | None) -> None:
+    def __init__(
+        self, front: Front, body: ResponseRequest, answering: Answering, reader: AnswerReader, toolbox: Toolbox
+    ) -> None:
         self._front = front
         self._body = body
         self._answering = answering
-        self._reader = None if use is None else CallReader(use)
+        self._reader = reader
+        self._toolbox = toolbox
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._id = new_id("resp")
         self._created = time.time()
         self._numbers = itertools.count()
-        self._items: list[_Item] = []
+        self._items: list[_Writing | _Calling] = []
+        self._writing: _Writing | None = None  # the last item, where it is one
+        self._calling: _Calling | None = None
 
     def whole(self) -> dict[str, Any]:
         """The response."""
         for _ in self._read(self._answer.text or "", self._answer.logprobs or (), last=True):
             pass
-        if not self._items:
-            self._items.append(_Item(0, None))
+        for _ in self._closed():
+            pass
         return self._finished()
 
     @property
@@ -329,11 +341,12 @@ class _Response:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
-            "tool_choice": _dumped(body.tool_choice) or "auto",
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "truncation": "disabled",
             "metadata": body.metadata or {},
             "usage": None,
+            "warnings": self._toolbox.warnings,
         }
 
     def _event(self, kind: str, **more: Any) -> str:
@@ -354,10 +367,7 @@ class _Response:
             last = bool(news.pieces) and news.pieces[-1].answer is not None
             for each in self._read(text, entries, last=last):
                 yield each
-        if not self._items:
-            for each in self._begin(None):
-                yield each
-        for each in self._end(self._status):
+        for each in self._closed():
             yield each
         done = self._finished()
         yield self._event(
@@ -367,60 +377,53 @@ class _Response:
     def _read(self, text: str, entries: Sequence[TokenLogprobs], *, last: bool) -> Iterator[str]:
         """The next text of the answer, and its tokens, as events; `last` where nothing follows."""
         self._logprobs += map(self._front.logprobs_entry, entries)
-        parts: list[str | CallDelta] = [text] if self._reader is None else self._reader.push(text, last=last)
-        for part in parts:
+        for part in self._reader.push(text, last=last):
             if isinstance(part, str):
-                yield from self._wrote(part)
+                yield from self._wrote(part, reasons=False)
+            elif isinstance(part, Reasoning):
+                yield from self._wrote(part.text, reasons=True)
             elif part.begins:
-                yield from self._begin(part.call)
-            else:
-                about = {"item_id": self._items[-1].id, "output_index": self._items[-1].index}
-                yield self._event("response.function_call_arguments.delta", **about, delta=part.arguments)
-        if last and self._items and self._items[-1].call is None:
-            self._items[-1].logprobs += self._logprobs
+                self._logprobs = []  # those of a call belong to no text
+                named = self._toolbox.callables.get(part.call.name)
+                custom = TextReader() if named is not None and named.custom else None
+                calling = _Calling(len(self._items), part.call, named, custom)
+                yield from self._begin(calling)
+                self._writing, self._calling = None, calling
+            elif self._calling is not None:
+                yield from self._of(self._calling, self._calling.wrote(part.arguments))
+        if last and self._writing is not None:
+            self._writing.logprobs += self._logprobs
 
-    def _wrote(self, text: str) -> Iterator[str]:
+    def _wrote(self, text: str, *, reasons: bool) -> Iterator[str]:
         if not text:  # of tokens that make none by themselves; their logprobs go with the next text
             return
-        if not self._items or self._items[-1].call is not None:
-            yield from self._begin(None)
-        item, logprobs = self._items[-1], self._logprobs
-        item.text += text
-        item.logprobs += logprobs
-        self._logprobs = []
-        about = {"item_id": item.id, "output_index": item.index, "content_index": 0}
-        yield self._event("response.output_text.delta", **about, delta=text, logprobs=logprobs)
+        writing = self._writing
+        if writing is None or writing.reasons is not reasons:
+            writing = _Writing(len(self._items), reasons)
+            yield from self._begin(writing)
+            self._writing, self._calling = writing, None
+        logprobs, self._logprobs = self._logprobs, []
+        yield from self._of(writing, writing.wrote(text, logprobs))
 
-    def _begin(self, call: Call | None) -> Iterator[str]:
+    def _of(self, item: _Writing | _Calling, events: Sequence[_Event]) -> Iterator[str]:
+        for kind, more in events:
+            yield self._event(kind, item_id=item.id, output_index=item.index, **more)
+
+    def _begin(self, item: _Writing | _Calling) -> Iterator[str]:
         """A new item; the one before is over."""
         yield from self._end("completed")
-        item = _Item(len(self._items), call)
         self._items.append(item)
-        record = item.record("in_progress")
-        if call is not None:
-            self._logprobs = []  # those of a call belong to no text
-            record["arguments"] = ""
-        yield self._event("response.output_item.added", output_index=item.index, item=record)
-        if call is None:
-            about = {"item_id": item.id, "output_index": item.index, "content_index": 0}
-            yield self._event("response.content_part.added", **about, part=item.part)
+        yield self._event("response.output_item.added", output_index=item.index, item=item.record("in_progress"))
+        yield from self._of(item, item.begun())
 
     def _end(self, status: str) -> Iterator[str]:
         """The last item is over."""
+        for item in self._items[-1:]:
+            yield from self._of(item, item.ended())
+            yield self._event("response.output_item.done", output_index=item.index, item=item.record(status))
+
+    def _closed(self) -> Iterator[str]:
+        """Nothing follows; an answer without any item is an empty message."""
         if not self._items:
-            return
-        item = self._items[-1]
-        about = {"item_id": item.id, "output_index": item.index}
-        if item.call is None:
-            text = {"text": item.text, "logprobs": item.logprobs}
-            yield self._event("response.output_text.done", **about, content_index=0, **text)
-            yield self._event("response.content_part.done", **about, content_index=0, part=item.part)
-        else:
-            arguments = item.call.arguments
-            name = item.call.name
-            yield self._event("response.function_call_arguments.done", **about, arguments=arguments, name=name)
-        yield self._event("response.output_item.done", output_index=item.index, item=item.record(status))
-
-
-def _dumped(choice: str | FlatNamedTool | None) -> Any:
-    return choice.model_dump() if isinstance(choice, FlatNamedTool) else choice
+            yield from self._begin(_Writing(0, False))
+        yield from self._end(self._status)

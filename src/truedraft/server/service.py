@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,8 +17,10 @@ from truedraft.core.stats import StepRecord
 from truedraft.drafters.base import StepOutcome
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
+from truedraft.engine.decisions import Decisions, ForwardSeconds
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
+from truedraft.server.preparing import STOPPING, FormQueue
 
 _log = logging.getLogger("truedraft.server")
 
@@ -28,7 +30,7 @@ _LINGERING = 0.05  # of the last step's time, at most, is waited for requests th
 _MOST_LINGERING_S = 0.02
 _WORTH_WAITING = 0.25  # of these waits must bring a request
 _TRIED_AGAIN = 16  # ends of answers later
-_STOPPING = "the server is being stopped; ask again, elsewhere or in a moment"
+_MOST_NEWS = 64  # that a reader gets at once, so that one that was slow holds nobody up
 
 
 ShownStep: TypeAlias = tuple[StepItem, StepOutcome]
@@ -44,9 +46,10 @@ class Stream:
         client: who asks.
         number: which of the samples of an `Answering` it is.
         answering: is handed the pieces.
+        decisions: counts its steps as they come.
         shows_steps: whether the drafted trees are handed over, too.
         waits: whether the engine has not got it yet.
-        records: of all steps that it took part in, and of some others.
+        accepted: how many of its drafts had 0, 1, 2, ... tokens accepted.
         answer: once it is over.
         last_item: whose step was handed over.
         began_s: when the engine got it, by `time.monotonic`.
@@ -58,14 +61,26 @@ class Stream:
     client: Client
     number: int
     answering: Answering
+    decisions: Decisions
     shows_steps: bool = False
     waits: bool = True
-    records: list[StepRecord] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     answer: Answer | None = None
     last_item: StepItem | None = None
     began_s: float = 0.0
     shown_tokens: int = 0
     forced_tokens: set[int] = field(default_factory=set)
+
+    def count(self, record: StepRecord) -> None:
+        """A step of the engine is over; called by the thread that steps."""
+        number = record.numbers.get(self.request.id)
+        if number is None:
+            return
+        self.decisions(record)
+        step = record.requests[number]
+        if step.nodes and not step.prefill:
+            self.accepted += [0] * (step.accepted + 1 - len(self.accepted))
+            self.accepted[step.accepted] += 1
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -94,24 +109,32 @@ class Answering:
     Args:
         service: that answers.
         deadline: by `time.monotonic`, when it gives up; None never.
+        names: what the client calls fields, where these are not the library's words.
     """
 
-    def __init__(self, service: Service, deadline: float | None = None) -> None:
+    def __init__(self, service: Service, deadline: float | None = None, names: Mapping[str, str] | None = None) -> None:
         self.streams: list[Stream] = []
+        self._names = names or {}
         self._service = service
         self._deadline = deadline
         self._news: deque[News] = deque()
         self._there = asyncio.Event()
         self._failure: ApiError | None = None
 
-    def start(self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False) -> None:
-        """Queue the requests.
+    def start(
+        self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False, late: bool = False
+    ) -> None:
+        """Queue the requests; late ones had a place before, and come also where the server takes no new ones.
 
         Raises:
             ApiError: there is no room for them, or the server is being stopped.
         """
-        self.streams = [Stream(each, client, number, self, shows_steps) for number, each in enumerate(requests)]
-        self._service.open(self.streams)
+        forward_s = self._service.forward_s
+        self.streams = [
+            Stream(each, client, number, self, Decisions(forward_s, each.id), shows_steps)
+            for number, each in enumerate(requests)
+        ]
+        self._service.open(self.streams, late=late)
 
     def take(self, news: News) -> None:
         """Something has come; called in the event loop."""
@@ -134,17 +157,16 @@ class Answering:
             while left:
                 async with asyncio.timeout(self._left_s):
                     await self._there.wait()
-                self._there.clear()
-                for each in self._merged():
+                for each in self._next():
                     answer = each.pieces[-1].answer if each.pieces else None
                     left -= answer is not None
                     error = self.streams[each.number].request.error
                     if answer is not None and error is not None:
-                        raise ApiError.of(error)
+                        raise self._service.api_error(error, self._names)
                     if answer is not None and answer.finish_reason == "cancelled":  # by nobody who reads this
                         raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
-                if self._failure is not None and left:
+                if self._failure is not None and left and not self._news:
                     raise self._failure
         except TimeoutError:
             raise ApiError(504, "the answer took longer than this server allows; ask for fewer tokens") from None
@@ -155,16 +177,17 @@ class Answering:
     def _left_s(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
-    def _merged(self) -> list[News]:
-        """All that waits, one for each stream."""
+    def _next(self) -> list[News]:
+        """What waits, as far as it is handled at once, one for each stream."""
         found: dict[int, News] = {}
-        while self._news:
+        for _ in range(min(len(self._news), _MOST_NEWS)):
             each = self._news.popleft()
-            before = found.get(each.number)
-            if before is None:
-                found[each.number] = each
-            else:
-                found[each.number] = News(each.number, [*before.pieces, *each.pieces], [*before.steps, *each.steps])
+            before = found.setdefault(each.number, each)
+            if before is not each:
+                before.pieces.extend(each.pieces)
+                before.steps.extend(each.steps)
+        if not self._news:
+            self._there.clear()
         return list(found.values())
 
     async def answers(self) -> list[Answer]:
@@ -195,9 +218,13 @@ class Service:
         max_queue: most requests that wait.
         max_per_client: most open requests of a client; None is no limit.
         max_waiting_bytes: of what waiting requests hold beside their tokens, as pixels.
+        forward_s: V of the target, for estimated speed-ups.
+        shown_names: by what clients know names that errors may hold.
 
     Attributes:
         engine: as given.
+        forms: prepares those of structured answers.
+        forward_s: as given.
         listeners: each is called in the event loop with every stream that is over.
         draining: whether no more requests are taken.
     """
@@ -209,13 +236,19 @@ class Service:
         max_queue: int = 256,
         max_per_client: int | None = None,
         max_waiting_bytes: int = 1 << 30,
+        forward_s: ForwardSeconds | None = None,
+        shown_names: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine
+        self.forms = FormQueue(engine.forms)
+        self.forward_s = forward_s
         self.listeners: list[Callable[[Stream], None]] = []
         self.draining = False
+        self._ending = False  # whether what is open is broken off, too
         self._max_queue = max_queue
         self._max_per_client = max_per_client
         self._max_waiting_bytes = max_waiting_bytes
+        self._shown_names = shown_names
         self._guard = threading.Lock()  # of what follows
         self._waiting: dict[Client, deque[Stream]] = {}
         self._open: dict[Client, int] = {}
@@ -246,6 +279,10 @@ class Service:
         self._work.set()
         if self._thread is not None:
             self._thread.join()
+
+    def api_error(self, error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
+        """An error as clients are told of it, who know fields by some other names."""
+        return ApiError.of(error, fields, self._shown_names)
 
     @property
     def alive(self) -> bool:
@@ -279,8 +316,8 @@ class Service:
             self._reserved -= count
             self._leave(client, count)
 
-    def open(self, streams: Sequence[Stream]) -> None:
-        """Queue the samples of one HTTP request, all or none.
+    def open(self, streams: Sequence[Stream], *, late: bool = False) -> None:
+        """Queue the samples of one HTTP request, all or none; late ones also where the server takes no new ones.
 
         Raises:
             ApiError: the queue is full or holds too much, the client has too many open requests, or the server is being
@@ -288,16 +325,16 @@ class Service:
         """
         client = streams[0].client
         with self._guard:
-            self._refuse_where_full(client, len(streams))
+            self._refuse_where_full(client, len(streams), late=late)
             self._refuse_what_is_large(streams)
             self._waiting.setdefault(client, deque()).extend(streams)
             self._open[client] = self._open.get(client, 0) + len(streams)
         self._work.set()
 
-    def _refuse_where_full(self, client: Client, count: int) -> None:
+    def _refuse_where_full(self, client: Client, count: int, *, late: bool = False) -> None:
         later = {"Retry-After": str(self._free_in_s())}
-        if self.draining:
-            raise ApiError(503, _STOPPING, headers=later)
+        if self.draining and (not late or self._ending):
+            raise ApiError(503, STOPPING, headers=later)
         most = self._max_per_client
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
@@ -344,17 +381,18 @@ class Service:
 
     def abort(self) -> None:
         """Take no more requests, and end those that are open with an error that says they may be asked again."""
-        self.draining = True
+        self.draining = self._ending = True
+        self.forms.abort()
         with self._guard:
             streams = [stream for queue in self._waiting.values() for stream in queue] + list(self._running)
         for stream in streams:
-            stream.answering.fail(ApiError(503, _STOPPING, headers={"Retry-After": "1"}))
+            stream.answering.fail(ApiError(503, STOPPING, headers={"Retry-After": "1"}))
             self.cancel(stream)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits or runs."""
-        return not self.running and not self.waiting
+        """Whether nothing waits, runs or is being made."""
+        return not self.running and not self.waiting and not self._reserved
 
     def _forget(self, stream: Stream) -> None:
         """A stream is over; the guard is held."""
@@ -379,7 +417,7 @@ class Service:
                     busy = self.engine.step()
                 except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
                     _log.exception("a step failed")
-                    self._fail_all(ApiError.of(error))
+                    self._fail_all(self.api_error(error))
                     busy = False
                 ended = self._hand_over()
                 if ended and busy:
@@ -391,7 +429,7 @@ class Service:
             self.draining = True
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
-            self._tell_all(left, ApiError(503, _STOPPING))
+            self._tell_all(left, ApiError(503, STOPPING))
 
     def _linger(self, ended: int, most_s: float) -> None:
         """Wait a moment for the requests that the clients of ended answers send next.
@@ -436,7 +474,7 @@ class Service:
 
     def _note(self, record: StepRecord) -> None:
         for stream in self._running:
-            stream.records.append(record)
+            stream.count(record)
 
     def _hand_over(self) -> int:
         """Hand the pieces of the last step to the event loop, in one call for all; returns how many answers ended."""

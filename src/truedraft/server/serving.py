@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +19,7 @@ from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
 from truedraft.server.app import build_app
 from truedraft.server.front import Front
+from truedraft.server.hosts import Hosts
 from truedraft.server.keys import ApiKeys
 from truedraft.server.metrics import Metrics
 from truedraft.server.options import ServerOptions
@@ -36,36 +37,34 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     """The web application over an engine, as the options say.
 
     Args:
-        engine: that answers; nobody else steps it. Where its model is named by a folder, it gets the served name.
-        options: of the server.
+        engine: that answers; nobody else steps it.
+        options: of the server; where its `host` is not what a server of one's own listens on, say what is.
         name: of the model, where the options give it none.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option cannot be used, or the engine's noise is fixed.
         TruedraftError: the target failed while it was measured.
     """
-    service = Service(engine, max_queue=options.max_queue, max_per_client=options.max_per_client)
     names = options.served_model_name or (_without_folder(name),)
-    target = engine.target
-    if twice := set(names) & set(target.adapters):
-        raise OptionError(
-            f"has the name {min(twice)!r}, which the model is served by; give it another", field="adapters"
-        )
-    if _without_folder(target.name) != target.name:  # errors name the model, and clients are told no paths
-        target.name = names[0]
-    if target.tokenizer is not None:
-        target.tokenizer.name = names[0]
-    forward_s = engine.forwards()
+    _check(engine, names)
+    hosts = Hosts(options.host, options.allowed_host)
+    service = Service(
+        engine,
+        max_queue=options.max_queue,
+        max_per_client=options.max_per_client,
+        forward_s=engine.forwards(),
+        shown_names=_shown_names(engine, names[0]),
+    )
     template = None if options.chat_template is None else _read("chat_template", options.chat_template)
     front = Front(
         service,
         names,
         {words: rule_from_spec(words) for words in options.allow_rule},
-        forward_s,
         options.max_samples,
         options.request_timeout_s,
         options.share_prefixes,
         template,
+        options.trust_control_tokens,
     )
     for words, rule in front.rules.items():
         with errors_about("allow_rule"):
@@ -74,12 +73,13 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         from truedraft.server.spans import Spans
 
         service.listeners.append(Spans(names[0], options.otlp_endpoint))
-    metrics = Metrics(service, names[0], forward_s, options.price_per_hour)
+    metrics = Metrics(service, names[0], options.price_per_hour)
     keys = ApiKeys({}) if options.api_key_file is None else ApiKeys.read(options.api_key_file)
     app = build_app(
         front,
         metrics,
         keys,
+        hosts,
         max_body_bytes=read_bytes("max_body_bytes", options.max_body_bytes),
         cors_origins=options.cors_origin,
         playground=not options.no_playground,
@@ -87,10 +87,36 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     return app, service
 
 
+def _check(engine: Engine, names: Sequence[str]) -> None:
+    """Refuse an engine that cannot be served by these names.
+
+    Raises:
+        OptionError: its noise is fixed, or an adapter has one of the names.
+    """
+    if engine.entropy is not None:
+        raise OptionError(
+            "fixes the noise of requests, which clients could then foretell, and is for tests; serve an engine without "
+            "it",
+            field="entropy",
+        )
+    if twice := set(names) & set(engine.target.adapters):
+        raise OptionError(
+            f"has the name {min(twice)!r}, which the model is served by; give it another", field="adapters"
+        )
+
+
 def _without_folder(name: str) -> str:
-    """A model's name, of a folder its last part."""
-    folder = Path(name).expanduser()
-    return folder.resolve().name if folder.is_dir() else name
+    """A model's name, of a folder or file its last part."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
+
+
+def _shown_names(engine: Engine, served: str) -> dict[str, str]:
+    """What errors call the model and its tokenizer, and the served name in its place: clients are told no paths."""
+    target = engine.target
+    names = {target.name} if target.tokenizer is None else {target.name, target.tokenizer.name}
+    shown = {repr(name): repr(served) for name in names}
+    return shown | {name: served for name in names if _without_folder(name) != name}
 
 
 def _read(field: str, path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -23,7 +24,7 @@ class Decoder(Protocol):
         """The largest id plus one."""
 
     @property
-    def skipped_ids(self) -> frozenset[int]:
+    def skipped_ids(self) -> AbstractSet[int]:
         """Ids without text."""
 
     @property
@@ -32,6 +33,38 @@ class Decoder(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text."""
+
+
+class ShownTokens:
+    """A decoder that writes some special tokens by their names, and is another one for the rest.
+
+    Args:
+        decoder: for the rest.
+        names: of the tokens that are shown, by their ids; of those that it shows itself nothing changes.
+    """
+
+    def __init__(self, decoder: Decoder, names: Mapping[int, str]) -> None:
+        self._decoder = decoder
+        self._names = {token: name for token, name in names.items() if token in decoder.skipped_ids}
+        self.skipped_ids = decoder.skipped_ids - self._names.keys()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._decoder.vocab_size
+
+    @property
+    def byte_values(self) -> Mapping[int, int]:
+        return self._decoder.byte_values
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts, run = list[str](), list[int]()
+        for token in ids:
+            if token in self._names:
+                parts += [self._decoder.decode(run), self._names[token]]
+                run = []
+            else:
+                run.append(token)
+        return "".join([*parts, self._decoder.decode(run)])
 
 
 class StreamDetokenizer:

@@ -7,10 +7,15 @@ own path, so masks are functions of paths like all else that shapes logits.
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +23,10 @@ from numpy.typing import NDArray
 
 from truedraft.core.params import Structured
 from truedraft.core.shaping import Path
-from truedraft.errors import MissingExtraError, OptionError
+from truedraft.errors import FormMemoryError, MissingExtraError, OptionError
+from truedraft.text.schemas import map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
+from truedraft.text.trial import Trial
 
 _MOST_CHARACTERS = 1 << 16
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -33,8 +40,34 @@ _MOST_ITEMS = 10_000
 Ambiguous grammars take more with each token, and other requests wait meanwhile. Schemas of 60 fields that may each be
 one of three kinds take 2,000.
 """
-_MOST_FORMS = 64
-"""Forms that are kept compiled: clients ask for the same ones again and again."""
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_lexer_states": 20_000}
+"""The library's own bounds of what preparing a form and working out a mask take, and of what answers add to a form.
+
+A choice of 4,000 words takes 50,000 of the first. The second is some 30 ms, the third about 15 MB.
+"""
+_EXCEEDED = {
+    "Too many items": "the items that one token may take (step_max_items)",
+    "Current row": "the items of one place (max_items_in_row)",
+    "too many expressions": "the work on expressions that one token may take (step_lexer_fuel)",
+    "too many states": "the states that its expressions may come to (max_lexer_states)",
+    "fuel exhausted": "the work on expressions that preparing it may take (initial_lexer_fuel)",
+    "lexer configuration": "the work on expressions that preparing it may take (initial_lexer_fuel)",
+    "grammar size": "the symbols of a grammar (max_grammar_size)",
+    "schema too large": "the size of a schema with all its combinations",
+}
+"""What the library says where something is too much, and what that is."""
+_MOST_BYTES = 256 << 20
+"""That forms hold together: those of open requests, and those that are kept for the next that asks for the same."""
+_BYTES_A_CHARACTER = 400
+"""That a form holds for each of its grammar; measured were up to 300, of schemas of 1,500 properties."""
+_BYTES_A_MULTIPLE = 1_000
+"""That one holds for each remainder that it tells apart; measured were 700."""
+_QUICK_CHARACTERS = 1 << 15
+_QUICK_MULTIPLES = 10_000
+_QUICK_RULES = 300
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*-?([0-9.]+)')
+_MEETING = ('"allOf"', '"anyOf"', '"oneOf"', "$ref", "patternProperties")
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _AHEAD = 256
 """Bytes that are looked ahead where the form leaves no choice."""
 _KNOWN_BY = 4
@@ -43,8 +76,23 @@ _MOST_MASKS = 256
 """Masks of one request that are kept until its text grows."""
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Prepared:
+    """A form at the beginning of any answer.
+
+    Attributes:
+        matcher: of llguidance; copies share what it has worked out.
+        held: bytes of memory, as far as that can be told.
+        grammar: it can be made of again in a moment; None where that takes longer.
+    """
+
+    matcher: Any
+    held: int
+    grammar: str | None
+
+
 class Forms:
-    """Makes forms for the requests of one model.
+    """Makes forms for the requests of one model; any thread may ask.
 
     Args:
         tokenizer: of the model.
@@ -56,8 +104,10 @@ class Forms:
         self._tokenizer = tokenizer
         self._vocab = vocab_size
         self._eos_ids = tuple(eos_ids)
-        self._begun: OrderedDict[Structured, Any] = OrderedDict()  # matchers at the beginning, by when last asked for
-        self._lock = threading.Lock()  # requests come from several threads
+        self._kept: OrderedDict[Structured, Prepared] = OrderedDict()  # by when they were last asked for
+        self._alive: weakref.WeakValueDictionary[Structured, Prepared] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()  # of these two
+        self._one_trial = threading.Lock()
 
     @cached_property
     def _guide(self) -> Any:
@@ -89,35 +139,131 @@ class Forms:
             OptionError: it is no schema, expression or grammar, or too large.
             MissingExtraError: llguidance is not installed.
         """
-        with self._lock:
-            begun = self._begun.get(structured)
-        if begun is None:  # a large one takes long, and others need not wait for it
-            begun = self._compiled(structured)
-        with self._lock:
-            self._begun[structured] = begun
-            self._begun.move_to_end(structured)
-            if len(self._begun) > _MOST_FORMS:
-                self._begun.popitem(last=False)
-            return FormState(begun.deep_copy(), self._guide, self._eos_ids[0], tokens, prompt_tokens)
+        prepared = self.found(structured) or self.prepare(structured)
 
-    def _compiled(self, structured: Structured) -> Any:
-        """What llguidance makes of a form, at the beginning of an answer."""
-        guide = self._guide
-        from llguidance import LLMatcher, LLParserLimits
+        return FormState(
+            prepared, self._guide, self._eos_ids[0], tokens, prompt_tokens, partial(self._anew, structured)
+        )
+
+    def found(self, structured: Structured) -> Prepared | None:
+        """A form that was prepared before, if it is still there."""
+        with self._lock:
+            prepared = self._alive.get(structured)
+            if prepared is not None:
+                self._keep(structured, prepared)
+            return prepared
+
+    def prepare(self, structured: Structured) -> Prepared:
+        """Make a form that is not there yet, which may take seconds.
+
+        Raises:
+            OptionError: it is no schema, expression or grammar, or it takes too much.
+            FormMemoryError: the forms of open requests leave no room for it.
+            MissingExtraError: llguidance is not installed.
+        """
+        return self.make(structured, *self.grammar(structured), Trial())
+
+    def grammar(self, structured: Structured) -> tuple[str, bool]:
+        """What the library is given for a form, and whether what it then takes is known to be little.
+
+        Raises:
+            OptionError: it is no schema or expression, or too long.
+            MissingExtraError: llguidance is not installed.
+        """
+        _ = self._guide  # which says where there can be no forms at all
+        from llguidance import LLMatcher
 
         size = sum(map(len, structured.value)) if structured.kind == "choice" else len(str(structured.value))
         if size > _MOST_CHARACTERS:
             raise OptionError(f"has {size} characters, of at most {_MOST_CHARACTERS}", field="structured")
         try:
             grammar = _grammar_of(structured, LLMatcher)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OptionError(f"cannot be read ({error})", field="structured") from error
-        matcher = LLMatcher(guide, grammar, log_level=0, limits=LLParserLimits(step_max_items=_MOST_ITEMS))
+        return grammar, _is_quick(grammar, structured.kind)
+
+    def make(self, structured: Structured, grammar: str, is_quick: bool, trial: Trial) -> Prepared:
+        """Make a form of its grammar; one that may take more than the library bounds is first tried elsewhere.
+
+        Args:
+            structured: what is asked for.
+            grammar: as `grammar` gave it.
+            is_quick: likewise.
+            trial: by which another thread may end this, until the form is made here.
+
+        Raises:
+            OptionError: the library refuses it, or it takes too much.
+            FormMemoryError: the forms of open requests leave no room for it.
+            CancelledError: the trial was cancelled.
+        """
+        held = (1 << 20) + _BYTES_A_CHARACTER * len(grammar) + _BYTES_A_MULTIPLE * _multiples(grammar)
+        if not is_quick:
+            with self._one_trial:
+                if there := self.found(structured):  # somebody else was first
+                    return there
+                found = trial.run(self._tokenizer_json(), grammar, self._limits, self._vocab, self._eos_ids[0])
+            if isinstance(found, str):
+                raise _refusal(found, grammar)
+            held = found or held  # which not every system tells
+        self._make_room(held)
+        prepared = Prepared(self._matcher(grammar), held, grammar if is_quick else None)
+        with self._lock:
+            self._alive[structured] = prepared
+            self._keep(structured, prepared)
+        return prepared
+
+    def _matcher(self, grammar: str) -> Any:
+        """What llguidance makes of a form, at the beginning of an answer."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(self._guide, grammar, log_level=0, limits=LLParserLimits(**self._limits))
         if not matcher.is_error():
             matcher.compute_bitmask()  # which copies need not work out again
         if matcher.is_error():
-            raise OptionError(f"cannot be read ({_first_line(matcher.get_error())})", field="structured")
+            raise _refusal(matcher.get_error(), grammar)
         return matcher
+
+    def _anew(self, structured: Structured, spent: Prepared) -> Prepared:
+        """The form as it was before other answers came to states of it, for one answer; and for all that come."""
+        with self._lock:
+            if self._alive.get(structured) is spent:
+                del self._alive[structured]
+                self._kept.pop(structured, None)
+        return Prepared(self._matcher(spent.grammar or ""), spent.held, spent.grammar)
+
+    def _keep(self, structured: Structured, prepared: Prepared) -> None:
+        """Keep a form for who asks next, and as many others as there is room for; the lock is held."""
+        self._kept[structured] = prepared
+        self._kept.move_to_end(structured)
+        while len(self._kept) > 1 and sum(each.held for each in self._kept.values()) > _MOST_BYTES:
+            self._kept.popitem(last=False)
+
+    def _make_room(self, held: int) -> None:
+        """Forget kept forms until a new one fits beside those of open requests."""
+        with self._lock:
+            while self._kept and self._taken() + held > _MOST_BYTES:
+                self._kept.popitem(last=False)
+            taken = self._taken()
+        if taken and taken + held > _MOST_BYTES:
+            raise FormMemoryError(
+                f"needs {held >> 20} MiB, and the forms of open requests hold {taken >> 20} of {_MOST_BYTES >> 20} MiB "
+                "already; ask again in a moment",
+                field="structured",
+            )
+
+    def _taken(self) -> int:
+        return sum(each.held for each in set(self._alive.values()))
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return _LIMITS | {"step_max_items": _MOST_ITEMS, "verbose_errors": False}
+
+    def _tokenizer_json(self) -> str:
+        """The tokenizer as another process reads it, as `llguidance.hf` makes it."""
+        backend = copy(self._tokenizer.backend.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
 
 
 class FormState:
@@ -127,15 +273,28 @@ class FormState:
     there fails, whoever drafts.
 
     Args:
-        matcher: of llguidance, at the beginning.
+        prepared: the form at its beginning.
         guide: of llguidance, the vocabulary that masks are of.
         eos_id: ends an answer whose form is complete.
         tokens: prompt and answer so far, which somebody else owns and grows.
         prompt_tokens: how many of these, the first, are the prompt.
+        anew: makes the form once more, where earlier answers used it up.
     """
 
-    def __init__(self, matcher: Any, guide: Any, eos_id: int, tokens: Sequence[int], prompt_tokens: int) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        prepared: Prepared,
+        guide: Any,
+        eos_id: int,
+        tokens: Sequence[int],
+        prompt_tokens: int,
+        anew: Callable[[Prepared], Prepared],
+    ) -> None:
+        self._prepared = prepared  # held, for while there is such a state its memory is taken
+        self._matcher = prepared.matcher.deep_copy()
+        self._anew = anew
+        self._is_anew = False
+        self._prompt_tokens = prompt_tokens
         self._guide = guide
         self._eos_id = eos_id
         self._vocab = guide.vocab_size
@@ -148,6 +307,7 @@ class FormState:
         self._text = b""  # what it spells
         self._spelling: dict[bytes, int] = {}  # where such a text had to come, the token that the answer began it with
         self._recalls = False
+        self._error = ""  # of the mask that was made last
 
     def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
         self._go_on()
@@ -203,11 +363,12 @@ class FormState:
         Its last tokens are left out where they might become one with what follows, and the end of text is added where
         nothing may follow.
         """
-        whole = self._guide.tokenize_bytes(text) if text else []
+        sure, open_end = self._guide.tokenize_partial(text) if text else ([], b"")
+        whole = [*sure, *(self._guide.tokenize_bytes(open_end) if open_end else ())]
         ids = [*known, *whole]
         if ids and matcher.try_consume_tokens(ids) == len(ids) and matcher.is_stopped():
             return [*whole, self._eos_id]
-        return list(self._guide.tokenize_partial(text)[0]) if text else []
+        return list(sure)
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """How the answer spelled what had to come."""
@@ -252,14 +413,34 @@ class FormState:
         if key not in self._masks:
             if len(self._masks) >= _MOST_MASKS:
                 self._masks.clear()
-            self._masks[key] = self._made(self._behind(key))
+            mask = self._made(self._behind(key))
+            if mask is None and self._began_anew():
+                mask = self._made(self._behind(key))
+            self._masks[key] = mask if mask is not None else bytes(self._mask_bytes)
         return self._masks[key]
 
-    def _made(self, matcher: Any) -> bytes:
+    def _made(self, matcher: Any) -> bytes | None:
+        """A mask; None where the library gives up, which would else allow the end of text."""
         if matcher is None:
             return b"\xff" * self._mask_bytes
         mask = bytes(matcher.compute_bitmask()[: self._mask_bytes])
-        return bytes(len(mask)) if matcher.is_error() else mask  # else the end of text would be allowed
+        self._error = matcher.get_error() if matcher.is_error() else ""
+        return None if self._error else mask
+
+    def _began_anew(self) -> bool:
+        """Read the answer again with a form that no other answer has brought to its limit of states."""
+        if self._is_anew or self._prepared.grammar is None or "too many states" not in self._error:
+            return False
+        self._prepared, self._is_anew = self._anew(self._prepared), True
+        self._matcher, self._last = self._prepared.matcher.deep_copy(), ((), None)
+        self._matcher.consume_tokens(list(self._tokens[self._prompt_tokens : self._read]))
+        return True
+
+    def problem(self) -> str:
+        self._go_on()
+        self._masks.pop((), None)
+        self._mask(())
+        return f"it exceeds {_exceeded(self._error) or _first_line(self._error)}" if self._error else ""
 
 
 def _grammar_of(structured: Structured, matcher: Any) -> str:
@@ -270,16 +451,56 @@ def _grammar_of(structured: Structured, matcher: Any) -> str:
     """
     kind, value = structured.kind, structured.value
     if kind == "grammar":
-        grammar = str(value)
+        grammar = map_schemas(str(value), lambda schema, _: simplified(schema))
     elif kind == "choice":
         grammar = "start: " + " | ".join(map(json.dumps, value))
     elif kind == "regex":
         grammar = json.loads(matcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
     else:
-        schema = value if kind == "json_schema" else '{"type": "object"}'
-        read = json.loads(matcher.grammar_from_json_schema(schema, defaults=JSON_LAYOUT))
+        schema = simplified(json.loads(value) if kind == "json_schema" else {"type": "object"})
+        read = json.loads(matcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_LAYOUT))
         grammar = "start: %json " + json.dumps(read["grammars"][0]["json_schema"])
     return str(matcher.grammar_from_lark(grammar + '\n%llguidance {"no_forcing": true}\n'))
+
+
+def _is_quick(grammar: str, kind: str) -> bool:
+    """Whether the library's limits, or the size of a grammar, bound what preparing it takes to some tenths of a second.
+
+    They bound neither intersections of expressions, nor multiples, nor how deeply rules lead to each other.
+    """
+    return (
+        len(grammar) <= _QUICK_CHARACTERS
+        and _multiples(grammar) <= _QUICK_MULTIPLES
+        and grammar.count("$ref") <= _QUICK_RULES
+        and (kind != "grammar" or (not {"&", "~"} & set(grammar) and grammar.count("\n") <= _QUICK_RULES))
+    )
+
+
+def _multiples(grammar: str) -> int:
+    """How many remainders the numbers of a grammar have at most, where schemas meet those of their least multiple."""
+    plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)  # a key may hide behind these
+    found = [max(int(each.replace(".", "") or 0), 1) for each in _MULTIPLE.findall(plain)]
+    return max(sum(found), math.lcm(*found) if any(word in plain for word in _MEETING) else 0)
+
+
+def _refusal(message: str, grammar: str) -> OptionError:
+    """What the library says of a form that it refuses, or gives up."""
+    if exceeded := _exceeded(message):
+        return OptionError(f"is too large or too ambiguous: it exceeds {exceeded}; make it simpler", field="structured")
+    told: list[str] = []
+
+    def look(schema: Any, comment: str) -> Any:
+        if not told and (problem := problem_of(schema)):
+            told.append(f"{comment} {problem}".strip())
+        return schema
+
+    map_schemas(grammar, look)
+    return OptionError(f"cannot be read ({told[0] if told else _first_line(message)})", field="structured")
+
+
+def _exceeded(message: str) -> str:
+    """Which limit a message of the library is about; "" for none."""
+    return next((what for sign, what in _EXCEEDED.items() if sign in message), "")
 
 
 def _first_line(message: str) -> str:

@@ -7,10 +7,10 @@ begin the stop text; the third completes it, so the answer is "a " and keeps one
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from truedraft.errors import OptionError
-from truedraft.text.detokenizer import REPLACEMENT, Decoder, StreamDetokenizer
+from truedraft.text.detokenizer import REPLACEMENT, Decoder, ShownTokens, StreamDetokenizer
 
 
 class StopScanner:
@@ -22,6 +22,9 @@ class StopScanner:
     Args:
         stops: the stop texts; may be empty.
 
+    Attributes:
+        found: the stop text that was found.
+
     Raises:
         OptionError: a stop text is empty.
     """
@@ -32,33 +35,35 @@ class StopScanner:
         self._stops = tuple(dict.fromkeys(stops))
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
-        self._found = False
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next text; return what is safe to emit, and whether a stop text was found right after it."""
-        if self._found:
+        if self.found is not None:
             return "", True
         text = self._held + text
-        start = self._first(text)
-        self._found = start is not None
-        if start is None:
-            start = len(text) - self._beginning(text)
-        self._held = "" if self._found else text[start:]
-        return text[:start], self._found
+        first = self._first(text)
+        if first is not None:
+            start, self.found = first
+            self._held = ""
+            return text[:start], True
+        start = len(text) - self._beginning(text)
+        self._held = text[start:]
+        return text[:start], False
 
     def would_stop(self, text: str) -> bool:
         """Whether this text, if it came next, would complete a stop text; changes nothing."""
-        return self._found or self._first(self._held + text) is not None
+        return self.found is not None or self._first(self._held + text) is not None
 
     def finish(self) -> str:
         """Return the text held back, as no more follows."""
         rest, self._held = self._held, ""
         return rest
 
-    def _first(self, text: str) -> int | None:
-        """Where the stop text that is complete first begins."""
-        ends = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        return min(ends)[1] if ends else None
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Where the stop text that is complete first begins, and which that is."""
+        ends = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        return min(ends)[1:] if ends else None
 
     def _beginning(self, text: str) -> int:
         """The length of the longest end of the text with which some stop text begins."""
@@ -76,18 +81,27 @@ class TextStream:
         tokenizer: turns ids into text; None leaves the text empty.
         stops: texts that end the answer, which ends before them.
         least_tokens: of the answer; a stop text that begins before does not count.
+        shown: names of special tokens that the text shows, by their ids.
 
     Raises:
         OptionError: stop texts without a tokenizer, or an empty one.
     """
 
-    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str] = (), least_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Decoder | None,
+        stops: Sequence[str] = (),
+        least_tokens: int = 0,
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
         self._scanner = StopScanner(stops)
         if tokenizer is None and stops:
             raise OptionError(
                 f"stop {stops!r} needs a tokenizer, and this model has none; use stop_token_ids, "
                 "or load a folder with tokenizer files"
             )
+        if tokenizer is not None and shown:
+            tokenizer = ShownTokens(tokenizer, shown)
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
         self._scans = bool(stops)
@@ -113,6 +127,11 @@ class TextStream:
     def stopped(self) -> bool:
         """Whether a stop text was found."""
         return self._kept is not None
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text that was found."""
+        return self._scanner.found
 
     @property
     def kept_tokens(self) -> int:

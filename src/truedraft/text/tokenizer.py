@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError
+from truedraft.text.control_tokens import ControlTokens, MarkedChat
 from truedraft.text.vocabulary import Vocabulary
 
 # A folder or repository with none of these has no tokenizer: ids go in and out. A file outside this list
@@ -24,6 +26,13 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_WORD = "word"  # that an assistant says where it is looked at what a template writes behind it
+_MOST_CLOSING = (
+    2  # special tokens that close a turn: more are parts of a larger form, of which the last may open a turn
+)
+
+
+_WITH_NULL = "messages_with_null"
 
 
 class Tokenizer:
@@ -37,6 +46,8 @@ class Tokenizer:
     def __init__(self, backend: Any, name: str = "tokenizer") -> None:
         self.backend = backend
         self.name = name
+        self._control: dict[str | None, ControlTokens] = {}  # by template
+        self._holding: dict[str, dict[int, str]] = {}
 
     @classmethod
     def load(cls, folder_or_name: str, *, revision: str | None = None) -> Tokenizer | None:
@@ -116,6 +127,21 @@ class Tokenizer:
         """Turn ids into text; special tokens are left out and spaces stay as the model wrote them."""
         return self._decoder(list(ids))
 
+    def shown_text(self, ids: Sequence[int]) -> str:
+        """Turn ids into text, special tokens by their names."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def whole_tokens(self) -> Mapping[str, int]:
+        """The ids of tokens that are matched as a whole before a text is cut, and that grammars know by their ids."""
+        added = self.backend.added_tokens_decoder.items()
+        # llguidance takes a token in angle brackets for a control token, whatever the tokenizer says.
+        return {
+            token.content: number
+            for number, token in added
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
     @cached_property
     def _decoder(self) -> Callable[[list[int]], str]:
         """The library's own decoder where transformers only passes ids on to it; that is called for every token."""
@@ -142,6 +168,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
+        trust_control_tokens: bool = False,
     ) -> list[int]:
         """Turn a conversation into ids by the model's chat template, up to where its answer begins.
 
@@ -150,12 +178,19 @@ class Tokenizer:
             tools: functions that the model may call, for templates that know such.
             template: in place of the model's own.
             variables: what else the template knows.
+            continues: whether the answer goes on with the last message; else it is a new one.
+            trust_control_tokens: read control tokens that messages spell as the tokens; otherwise they stay text.
 
         Raises:
-            PromptError: the model has no chat template, or its template refuses these messages.
+            PromptError: the model has no chat template, or its template refuses these messages; or they spell a control
+                token that cannot be kept as text.
             OptionError: a variable has the name of something that is not the template's.
         """
-        return list(map(int, self._templated(messages, tools, template, variables, tokenize=True)))
+        marked = None if trust_control_tokens else self._marked(messages, tools, template, variables)
+        if marked is None:
+            return list(map(int, self._templated(messages, tools, template, variables, continues, tokenize=True)))
+        text = self._templated(marked.messages, marked.tools, template, marked.variables, continues, tokenize=False)
+        return self._control[template].ids(text, marked)
 
     def chat_text(
         self,
@@ -164,9 +199,78 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
+        trust_control_tokens: bool = False,
     ) -> str:
-        """The text of which `chat` makes ids; arguments and errors are the same."""
-        return str(self._templated(messages, tools, template, variables, tokenize=False))
+        """The text of which `chat` makes ids; arguments and errors are the same.
+
+        Raises:
+            PromptError: messages spell a control token, which no text tells from the template's own.
+        """
+        marked = None if trust_control_tokens else self._marked(messages, tools, template, variables)
+        if marked is not None:
+            place, token = marked.found
+            raise PromptError(
+                f"{place} spells {token!r}, a control token of {self.name!r}, which cannot be kept as text here; "
+                "leave it out"
+            )
+        return str(self._templated(messages, tools, template, variables, continues, tokenize=False))
+
+    def conversation_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """A whole conversation as the chat template writes it, to its last answer, to be trained on.
+
+        Control tokens that messages spell are not told from the template's own.
+
+        Raises:
+            PromptError: the model has no chat template, or its template refuses these messages.
+        """
+        return str(self._templated(messages, tools, None, None, False, tokenize=False, begin=False))
+
+    def _marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+        variables: Mapping[str, Any] | None,
+    ) -> MarkedChat | None:
+        """The chat with marks around the control tokens that it spells; None where it spells none."""
+        try:
+            return self._control_tokens(template).marked(messages, tools, variables or {})
+        except (TypeError, UnicodeEncodeError) as error:
+            raise PromptError(f"a message has half a character (a lone surrogate): {_gist(error)}") from error
+
+    def _control_tokens(self, template: str | None) -> ControlTokens:
+        if template not in self._control:
+            written = (template or self.chat_template) + "".join(self._conversation(template))
+            self._control[template] = ControlTokens(self.backend, self.name, written)
+        return self._control[template]
+
+    def turn_end(self, template: str | None = None) -> int | None:
+        """The special token with which a chat template closes an assistant's turn; None where none is seen to.
+
+        Args:
+            template: in place of the model's own.
+
+        It stands behind the answer wherever that stands, so tokens that open the next turn, or end the whole text, are
+        told from it.
+        """
+        texts = self._conversation(template)
+        behind = [self._control_tokens(template).special_in(text.rpartition(_WORD)[2]) for text in texts]
+        both = [pair[0] for pair in takewhile(lambda pair: len(set(pair)) == 1, zip(*behind, strict=False))]
+        return both[-1] if len(texts) == 2 and 0 < len(both) <= _MOST_CLOSING else None
+
+    def _conversation(self, template: str | None) -> list[str]:
+        """A few words of a user and of an assistant as the template writes them, without and with an answer to them."""
+        talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _WORD}]
+        found = []
+        for messages in (talk, [*talk, {"role": "user", "content": "hi"}]):
+            try:
+                found.append(str(self._templated(messages, None, template, None, False, tokenize=False, begin=False)))
+            except PromptError:
+                continue
+        return found
 
     def _templated(
         self,
@@ -174,8 +278,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         template: str | None,
         variables: Mapping[str, Any] | None,
+        continues: bool,
         *,
         tokenize: bool,
+        begin: bool = True,
     ) -> Any:
         if template is None and not self.chat_template:
             raise PromptError(f"{self.name!r} has no chat template; give plain text, or a model tuned for chat")
@@ -186,12 +292,17 @@ class Tokenizer:
             raise OptionError(
                 f"may not hold {min(taken)!r}, a word of the tokenizer's own", field="chat_template_kwargs"
             )
+        if not continues and any(message.get("content", "") is None for message in messages):
+            # The library leaves null out, which some templates ask for; variables keep it.
+            more[_WITH_NULL] = [dict(message) for message in messages]
+            template = "{%- set messages = " + _WITH_NULL + " %}" + self.backend.get_chat_template(template, tools)
         try:
             return self.backend.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=template,
-                add_generation_prompt=True,
+                add_generation_prompt=begin and not continues,
+                continue_final_message=continues,
                 tokenize=tokenize,
                 return_dict=False,
                 **more,
@@ -205,6 +316,16 @@ class Tokenizer:
             return str(self.backend.convert_ids_to_tokens(token))
         before, both = self.decode([self._letter]), self.decode([self._letter, token])
         return both.removeprefix(before)
+
+    def texts_holding(self, character: str) -> Mapping[int, str]:
+        """By id what each token writes in the middle of a text, of those that write a character."""
+        if character not in self._holding:
+            # Byte-level vocabularies spell other characters by their bytes.
+            words = self.backend.get_vocab().items()
+            ids = [token for word, token in words if not character.isascii() or character in word]
+            texts = {token: self.token_text(token) for token in ids}
+            self._holding[character] = {token: text for token, text in texts.items() if character in text}
+        return self._holding[character]
 
     @cached_property
     def _letter(self) -> int:

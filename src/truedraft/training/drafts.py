@@ -26,7 +26,7 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
-from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.huggingface import fingerprint_of, weights_hash
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
@@ -41,7 +41,6 @@ from truedraft.training.loop import (
     TrainingLoop,
     checkpoint_of,
     identity_of,
-    weights_fingerprint,
 )
 from truedraft.training.losses import (
     CrossEntropy,
@@ -175,7 +174,7 @@ def train_draft(
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: text files, and .jsonl files with a "text" field.
+        data: files of texts or chats, as `read_texts` reads them.
         out: the folder to write.
         config: sizes, loss, schedule.
         held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
@@ -350,9 +349,9 @@ def distillation_loop(
     folder: Path,
 ) -> TrainingLoop:
     """The loop that trains the draft towards the target's distributions along the stream."""
-    more = {"data_sha256": stream_hash(stream), "target": weights_fingerprint(target)}
+    more = {"data_sha256": stream_hash(stream), "target": weights_hash(target)}
     if config.start_from is not None:
-        more["start_from"] = weights_fingerprint(draft)
+        more["start_from"] = weights_hash(draft)
     target.requires_grad_(False)
     use_training_attention(draft)
     phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
@@ -445,10 +444,10 @@ def _streams(
     """The token streams to train on and to measure on."""
     if not data:
         raise DataError("no training data was given: name at least one text file")
-    write_stream(read_texts(data), tokenizer, folder / "train.bin")
+    write_stream(read_texts(data, tokenizer), tokenizer, folder / "train.bin")
     train = read_stream(folder / "train.bin")
     if held_out:
-        write_stream(read_texts(held_out), tokenizer, folder / "held_out.bin")
+        write_stream(read_texts(held_out, tokenizer), tokenizer, folder / "held_out.bin")
         return train, read_stream(folder / "held_out.bin")
     cut = len(train) - max(2, int(len(train) * _HELD_OUT_FRACTION))
     return train[:cut], train[cut:]

@@ -215,11 +215,11 @@ def count_answers(
         CompositionError: the drafter does not fit the target.
     """
     max_tokens = min(_TOKENS, target.context_length // 2)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     most = target.context_length - max_tokens
     fitting = [list(prompt)[-most:] for prompt in prompts]
     at_once = max(1, len(fitting)) if within_s is None else _AT_ONCE
-    stats, engine, began = Counters(), Engine(target, drafter, controller="fixed"), time.monotonic()
+    engine, stats, began = Engine(target, drafter, controller="fixed", entropy=0), Counters(), time.monotonic()
     for first in range(0, len(fitting), at_once):
         if within_s is not None and first and time.monotonic() - began >= within_s:
             break

@@ -21,6 +21,7 @@ from torch import Tensor
 from truedraft.core.top_k import stable_topk
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import Head
+from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.training.loop import (
     Identity,
@@ -29,7 +30,6 @@ from truedraft.training.loop import (
     RunFolder,
     TrainingLoop,
     identity_of,
-    weights_fingerprint,
 )
 from truedraft.training.losses import DistillationLoss, gradient_in_chunks
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
@@ -186,7 +186,7 @@ def head_loop(
     identity |= identity_of_schedule(schedule)
     identity |= {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
     if config.start_from is not None:
-        identity["start_from"] = weights_fingerprint(head)
+        identity["start_from"] = weights_hash(head)
     objective = HeadsObjective(
         head,
         lm_head,

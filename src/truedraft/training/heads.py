@@ -120,7 +120,7 @@ def train_heads(
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of text that prompts are cut from (.jsonl with a "text" field, or plain), or prompts. No files at
+        data: files of texts or chats that prompts are cut from, as `read_texts` reads them, or prompts. No files at
             all means, for the embedded target, the standard library of the running interpreter.
         out: the folder to write.
         config: what decides the heads, and of which kind they are.
@@ -196,8 +196,8 @@ def _prompts_of(
     tokenizer = load_tokenizer(target)
     if not data:
         return standard_library_prompts(tokenizer, config.prompts, config.prompt_tokens)
-    others = read_texts(held_out) if held_out else ()
-    found = split_prompts(read_texts(data), others, tokenizer, config.prompts, config.prompt_tokens)
+    others = read_texts(held_out, tokenizer) if held_out else ()
+    found = split_prompts(read_texts(data, tokenizer), others, tokenizer, config.prompts, config.prompt_tokens)
     names = ", ".join(path.name for path in held_out or data)
     return replace(found, source=names if held_out else f"the end of {names}")
 

@@ -22,6 +22,7 @@ from truedraft.errors import MissingExtraError
 from truedraft.heads import Head, HeadRecord
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm, save_llama
+from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.training.evaluate import mean_loss
@@ -38,7 +39,7 @@ from truedraft.training.heads import (
     train_stage_1,
     write_tree_text,
 )
-from truedraft.training.loop import Phase, RunFolder, TrainingLoop, identity_of, tensor_bytes, weights_fingerprint
+from truedraft.training.loop import Phase, RunFolder, TrainingLoop, identity_of, tensor_bytes
 from truedraft.training.losses import DistillationLoss, ForwardKL, distillation_gradient
 from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers
 from truedraft.training.report import Effort, HeadReport, HeadResult, JointReport
@@ -236,7 +237,7 @@ def joint_loop(
     numbers = {name: value for name, value in identity_of(config).items() if name.split(".")[0] in decisive}
     identity = {**numbers, **identity_of_schedule(schedule)}
     identity |= {"joint.lora_rank": backbone.rank, "target": fingerprint, "data_sha256": stream_hash(stream)}
-    identity["start_from"] = weights_fingerprint(head)
+    identity["start_from"] = weights_hash(head)
     identity.pop("joint.steps")
     sequences = max(1, joint.tokens_per_step // joint.length)
     adapters = [weight for weight in backbone.module.parameters() if weight.requires_grad] if backbone.rank else []

@@ -8,7 +8,6 @@ Ctrl-C comes between two steps in place of inside one: what is half done cannot 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import pickle
@@ -29,6 +28,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from truedraft.errors import ChangedOptionsError, TrainingError
+from truedraft.files import take_place
 from truedraft.machine import describe_machine
 from truedraft.training.workspace import write_whole, writing
 
@@ -43,7 +43,9 @@ _FREE = frozenset({"device", "checkpoint_every_s", "start_from"})  # the weights
 WARMUP = "schedule.warmup_steps"
 LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")
 """What may differ until a decay begins."""
-_SAMPLED_VALUES = 64
+_OLDER_DIGITS = 16
+"""Of the hashes of weights that older versions wrote, which read 64 values of a tensor; now they have more."""
+_WEIGHTS = ("target", "start_from")
 
 
 class Objective(Protocol):
@@ -197,15 +199,6 @@ def identity_of(config: object, **more: str) -> dict[str, str | int | float | bo
     return {name: value for name, value in _flat(config, "") if name not in _FREE} | more
 
 
-def weights_fingerprint(model: torch.nn.Module) -> str:
-    """A short hash of a sample of every parameter: other weights give another one, another place on disk does not."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:_SAMPLED_VALUES].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Path) -> None:
     """Refuse to go on with a checkpoint that was made by another configuration.
 
@@ -213,7 +206,13 @@ def refuse_another_run(before: Identity, now: Identity, *, step: int, folder: Pa
 
     Raises:
         ChangedOptionsError: names the fields that differ, with both values.
+        TrainingError: an older version made it, whose hashes of weights say nothing of most of them.
     """
+    if any(len(str(before.get(name, ""))) == _OLDER_DIGITS for name in _WEIGHTS):
+        raise TrainingError(
+            f"the training in {str(folder)!r} was begun by an older version of truedraft, which told models apart by a "
+            "few of their weights: go on with that version, or begin again in another folder"
+        )
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if all(step <= int(each.get(LENGTHS[0]) or 0) for each in (before, now)):
         differing = [name for name in differing if name not in LENGTHS]
@@ -320,7 +319,7 @@ class RunFolder:
             with writing(self.checkpoint):
                 with partial.open("wb") as file:  # torch hides the reason where it opens the file itself
                     torch.save({**state, "identity": self._identity}, file)
-                partial.replace(self.checkpoint)
+                take_place(partial, self.checkpoint)
         finally:
             partial.unlink(missing_ok=True)
 

@@ -119,7 +119,7 @@ def train_ngrams(
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: text files, and .jsonl files with a "text" field. None at all means, for the embedded target, the
+        data: files of texts or chats, as `read_texts` reads them. None at all means, for the embedded target, the
             standard library of the running interpreter.
         out: the folder to write.
         config: sizes, and whether the target's answers are counted.
@@ -135,8 +135,9 @@ def train_ngrams(
         TrainingError: the target failed, or files cannot be written.
     """
     config, told, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
-    texts, others, source = _sides(target, data, held_out)
+    _refuse_no_text(target, data)
     tokenizer = load_tokenizer(target)
+    texts, others, source = _sides(data, held_out, tokenizer)
     with alone_in(out / WORK):
         model, began = load_model(target, device=config.device), time.perf_counter()
         if config.answers is None:
@@ -166,20 +167,24 @@ def _write_record(result: NgramResult, target: object, model: LanguageModel, tol
         told.on_note(f"the table does not say which target it is for: {error}")
 
 
-def _sides(
-    target: str | Path, data: Sequence[Path], held_out: Sequence[Path]
-) -> tuple[Sequence[str], Sequence[str], str]:
-    """Texts to count, texts to measure on, and what the first are, in words."""
-    if data:
-        names, texts = ", ".join(path.name for path in data), read_texts(data)
-        return (texts, read_texts(held_out), names) if held_out else (*keep_back(texts, _HELD_OUT), names)
-    if str(target) != _EMBEDDED_TARGET:
+def _refuse_no_text(target: str | Path, data: Sequence[Path]) -> None:
+    if not data and str(target) != _EMBEDDED_TARGET:
         raise DataError(
             f"there is no text to count for {str(target)!r}; name at least one file like what it will be used for with "
             "--data FILE"
         )
+
+
+def _sides(
+    data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder
+) -> tuple[Sequence[str], Sequence[str], str]:
+    """Texts to count, texts to measure on, and what the first are, in words."""
+    others = read_texts(held_out, tokenizer) if held_out else []
+    if data:
+        names, texts = ", ".join(path.name for path in data), read_texts(data, tokenizer)
+        return (texts, others, names) if held_out else (*keep_back(texts, _HELD_OUT), names)
     texts, pieces = standard_library_texts()
-    return texts, read_texts(held_out) if held_out else pieces, "the standard library of Python"
+    return texts, others or pieces, "the standard library of Python"
 
 
 def _encoded(

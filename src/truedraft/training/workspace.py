@@ -16,6 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from truedraft.errors import OptionError, TrainingError
+from truedraft.files import take_place
 from truedraft.options import check_positive
 
 WORK = "work"
@@ -67,7 +68,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with writing(path):
             partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            take_place(partial, path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

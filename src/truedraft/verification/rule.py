@@ -13,7 +13,7 @@ from truedraft.core import transfers
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Origin, Verdict
-from truedraft.errors import IncompatibleRuleError
+from truedraft.errors import IncompatibleRuleError, OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +161,19 @@ class Rule(ABC):
             raise IncompatibleRuleError(
                 f"rule {self.name!r} cannot judge {', '.join(foreign)} draws of drafter {drafter!r}: "
                 f"it judges {known} draws; choose another rule or draw differently"
+            )
+
+    def check_seed(self) -> None:
+        """Refuse requests with a seed at a temperature where this rule is lossy.
+
+        Raises:
+            OptionError: it is.
+        """
+        if not self.lossless:
+            raise OptionError(
+                f"promises the same answer whatever drafts, and rule {self.spec!r} is lossy: its answers depend on the "
+                "drafts; leave one of them out",
+                field="seed",
             )
 
     def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:

@@ -29,7 +29,7 @@ from truedraft.theory import AcceptanceCurve
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
 STAR = RankTree(((0,), (1,), (2,), (3,)))
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
-COUPLED = SamplingParams(temperature=1.0, coupled=True)
+SEEDED = SamplingParams(temperature=1.0, seed=1)
 FACTS = {"trees": {"greedy": {"likeliest": {"nodes": [1, 4], "tokens": [1.5, 1.8]}}, "sampled": {"nodes": 3}}}
 
 
@@ -62,7 +62,7 @@ def test_where_survival_is_calibrated_it_chooses() -> None:
     """
     calibration = Calibration.of({"greedy": SHARPENED, "coupled": [[0, 0, 0, 1, 0]] * 2})
     ways = LikeliestTrees(3, calibration=calibration)
-    requests = [(params, Budget(3, 2, 3)) for params in (GREEDY, SAMPLED, COUPLED)]
+    requests = [(params, Budget(3, 2, 3)) for params in (GREEDY, SAMPLED, SEEDED)]
     trees = ways.trees(guesses(UNSURE, UNSURE, UNSURE), requests)
     assert [tree.shape.parents for tree in trees] == [(-1, 0, 1), (-1, -1, 0), (-1, -1, 0)]
 
@@ -78,7 +78,7 @@ def test_calibration_between_temperatures() -> None:
     for number in range(5000):  # a client chooses it
         assert calibration(SamplingParams(temperature=number / 5000)) is not None
     assert len(calibration._between) <= 101, "one for each hundredth"
-    assert calibration(COUPLED) is None and Calibration()(GREEDY) is None
+    assert calibration(SEEDED) is None and Calibration()(GREEDY) is None
     raw_at_one = Calibration.of({"greedy": cold})
     assert raw_at_one(SamplingParams(temperature=0.5)) == Survival.of([[1, -1, -0.5, 1, 0]])
     assert raw_at_one(SAMPLED) is None and Calibration()(SamplingParams(temperature=0.5)) is None

@@ -37,8 +37,8 @@ from truedraft.testing import MarkovModel
 VOCAB = 6
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
 STAR = RankTree(((0,), (1,), (2,), (3,)))
-GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=1)
-COUPLED = SamplingParams(temperature=0.5, coupled=True, seed=5)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+SEEDED = SamplingParams(temperature=0.5, seed=5)
 NOISE = KeyedNoise(0, 0, 0)
 
 
@@ -108,7 +108,7 @@ def test_greedy_and_other_requests_have_their_own_trees_in_one_batch(
     target: MarkovWithHead, heads: MedusaHeads, drafter: Medusa
 ) -> None:
     vectors = [target.vector_after([1, token]) for token in range(4)]
-    params = [GREEDY, COUPLED, SAMPLED, SamplingParams(coupled=True)]
+    params = [GREEDY, SEEDED, SAMPLED, SamplingParams(seed=1)]
     requests = [begun(drafter, i, *each) for i, each in enumerate(zip(params, vectors, strict=True))]
     noise = [KeyedNoise(5, 3, i, greedy=each.greedy) for i, each in enumerate(params)]
     together = drafter.propose(requests, [drafter.limits] * 4, noise)
@@ -209,7 +209,7 @@ def test_coupled_requests_get_what_their_noise_makes_likeliest(
     drafter = Medusa(heads, LikeliestTrees(3), nodes=12)
     drafter.check(target)
     vector = target.vector_after([1, 2])
-    request = begun(drafter, 0, SamplingParams(temperature=temperature, coupled=True, seed=1), vector)
+    request = begun(drafter, 0, SamplingParams(temperature=temperature, seed=1), vector)
     logits = heads.logits(vector[None], target.unembed, target.finish_logits)[:, 0]
     seen = set()
     for position in range(8):
@@ -230,7 +230,7 @@ def test_coupled_requests_get_what_their_noise_makes_likeliest(
 
 def test_without_noise_a_coupled_request_is_drafted_as_any_other(target: MarkovWithHead, drafter: Medusa) -> None:
     vector = target.vector_after([1, 2])
-    coupled, sampled = begun(drafter, 0, COUPLED, vector), begun(drafter, 1, SAMPLED, vector)
+    coupled, sampled = begun(drafter, 0, SEEDED, vector), begun(drafter, 1, SAMPLED, vector)
     made = drafter.propose([coupled, sampled], [drafter.limits] * 2, [KeyedNoise(0, 0, 0, greedy=True)] * 2)
     assert made[0].tree.host_ids == made[1].tree.host_ids
 

@@ -34,8 +34,8 @@ from truedraft.testing import MarkovModel
 from truedraft.verification import BlockVerification, SpeculativeSampling
 
 VOCAB = 6
-GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=1)
-COUPLED = SamplingParams(temperature=1.0, seed=1, coupled=True)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+SEEDED = SamplingParams(temperature=1.0, seed=1)
 NOISE = KeyedNoise(0, 0, 0)
 
 
@@ -107,7 +107,7 @@ def test_the_likeliest_nodes_are_kept(target: MarkovWithEmbedding, head: Redraft
     assert trees[1].shape.parents == trees[0].shape.parents[:5]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, COUPLED], ids=["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SEEDED], ids=["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("budget", [Budget(2, 6, 4), Budget(3, 1), Budget(1, 2), Budget(9, 9, 99), Budget(3, 2, 5)])
 @pytest.mark.parametrize("sampled", [False, True], ids=["beams", "drawn"])
 def test_budgets_are_kept(
@@ -120,8 +120,8 @@ def test_budgets_are_kept(
     assert 0 < len(tree) <= min(budget.nodes, 20)
     assert tree.shape.depth <= min(budget.depth, 3)
     assert max(map(len, tree.shape.children)) <= budget.width
-    drawn = {DrawKind.COUPLED} if params.coupled else {DrawKind.WITHOUT_REPLACEMENT}
-    chosen = params.greedy or not (sampled or params.coupled)
+    drawn = {DrawKind.COUPLED} if params.seeded else {DrawKind.WITHOUT_REPLACEMENT}
+    chosen = params.greedy or not (sampled or params.seeded)
     assert proposal.kinds == ({DrawKind.DETERMINISTIC} if chosen else drawn)
 
 
@@ -136,7 +136,7 @@ def test_paths_are_drawn_from_the_measured_temperature_on(target: MarkovWithEmbe
             assert propose(drafter, [request], Budget(2, 4))[0].kinds == kinds <= drafter.kinds
             assert drafter.settled(params).kinds == kinds
             assert (drafter.acceptance_curve(params) is None) or kinds == chosen
-        for params, kinds in ((GREEDY, chosen), (COUPLED, {DrawKind.COUPLED})):
+        for params, kinds in ((GREEDY, chosen), (SEEDED, {DrawKind.COUPLED})):
             request = begun(drafter, 0, params, target.vector_after([1]))
             assert propose(drafter, [request], Budget(2, 4))[0].kinds == kinds
     drafter = drafter_of(head, target, beams=4, length=2, nodes=6)
@@ -161,7 +161,7 @@ def test_an_engine_draws_where_its_rule_can_judge_it(
             made.extend(each.kinds for each in proposals if len(each.tree))
             return proposals
 
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    params = SamplingParams(max_tokens=12, temperature=1.0)
     for drafter in (Seen(head, beams=3, length=2), Portfolio([Seen(head, beams=3, length=2), PromptLookup()])):
         made.clear()
         Engine(target, drafter, rule, controller="fixed").generate([1, 2], params)
@@ -185,7 +185,7 @@ def test_a_batch_makes_what_each_makes_alone(target: MarkovWithEmbedding, head: 
     drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=4, length=3, nodes=8, sampled=True)
     drafter.check(target)
     vectors = [target.vector_after([1, token]) for token in range(4)]
-    params = [GREEDY, SAMPLED, COUPLED, GREEDY]
+    params = [GREEDY, SAMPLED, SEEDED, GREEDY]
     budgets = [Budget(3, 4), Budget(2, 4), Budget(3, 2), Budget(3, 2, 4)]
     requests = [begun(drafter, i, *each) for i, each in enumerate(zip(params, vectors, strict=True))]
     together = propose(drafter, requests, *budgets)

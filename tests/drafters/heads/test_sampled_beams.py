@@ -28,8 +28,8 @@ from truedraft.verification.rule import DrawnToken, JudgedRow
 from truedraft.verification.speculative import SpeculativeSampling
 
 VOCAB, LENGTH = 3, 2
-SAMPLED = SamplingParams(temperature=1.0, seed=1)
-COUPLED = SamplingParams(temperature=1.0, seed=1, coupled=True)
+SAMPLED = SamplingParams(temperature=1.0)
+SEEDED = SamplingParams(temperature=1.0, seed=1)
 EXACT = 1e-12
 
 
@@ -206,7 +206,7 @@ def test_paths_are_drawn_with_the_heads_probabilities() -> None:
 def test_coupled_paths_hold_what_the_noise_would_choose_under_the_head() -> None:
     for seed in range(30):
         noise = KeyedNoise(seed, 0, 0)
-        proposal = propose(noise, 3, 9, COUPLED)
+        proposal = propose(noise, 3, 9, SEEDED)
         proposal.check()
         assert proposal.kinds == {DrawKind.COUPLED}
         path: list[int] = []
@@ -225,15 +225,15 @@ def test_a_head_like_the_target_is_always_right_when_coupled() -> None:
     rule = CoupledSampling()
     for seed in range(20):
         noise = KeyedNoise(seed, 0, 0)
-        proposal = propose(noise, 2, 9, COUPLED)
+        proposal = propose(noise, 2, 9, SEEDED)
         paths = [()] + [proposal.tree.path_tokens(node) for node in range(len(proposal.tree))]
-        probs = torch.stack([probs_from_logits(dist("q", path).log()[None], COUPLED)[0] for path in paths])
+        probs = torch.stack([probs_from_logits(dist("q", path).log()[None], SEEDED)[0] for path in paths])
         verdict = rule.verify([proposal], [probs], [noise])[0]
         assert len(verdict.path) == LENGTH
 
 
 def test_requests_together_draw_what_each_draws_alone() -> None:
-    params = [SAMPLED, COUPLED, SAMPLED, SamplingParams(temperature=0.7, seed=2)]
+    params = [SAMPLED, SEEDED, SAMPLED, SamplingParams(temperature=0.7)]
     requests = [DraftRequest(number, each, [0]) for number, each in enumerate(params)]
     budgets = [Budget(2, 3, 5), Budget(1, 3, 5), Budget(2, 2, 9), Budget(2, 3, 2)]
     noise = [KeyedNoise(number, number, 0) for number in range(4)]

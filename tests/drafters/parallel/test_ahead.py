@@ -33,12 +33,12 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import MarkovModel, ScriptedController, altered
 
 GREEDY = SamplingParams(max_tokens=40)
-SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8)
 WAYS = {
     "greedy": GREEDY,
     "sampled": SAMPLED,
     "nucleus": replace(SAMPLED, top_p=0.9, top_k=4),
-    "coupled": replace(SAMPLED, coupled=True),
+    "seeded": replace(SAMPLED, seed=1),
 }
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
 
@@ -101,8 +101,8 @@ def test_proposals_answers_and_counts_are_those_of_the_draft_alone(way: str, dra
     ahead, _ = beside(DRAFTS[draft](target), 3, outcomes)
     watched = Watched(ahead)
     prompts, params = TEXTS, [replace(WAYS[way], max_tokens=20 + 7 * i) for i in range(len(TEXTS))]
-    plain = Engine(target, alone.drafter, controller="fixed").generate(prompts, params)
-    answers = Engine(target, watched.drafter, controller="fixed").generate(prompts, params)
+    plain = Engine(target, alone.drafter, controller="fixed", entropy=3).generate(prompts, params)
+    answers = Engine(target, watched.drafter, controller="fixed", entropy=3).generate(prompts, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     assert alike(alone, watched)
     assert not ahead.holding and not ahead.cache_bytes
@@ -111,12 +111,12 @@ def test_proposals_answers_and_counts_are_those_of_the_draft_alone(way: str, dra
 EVERY = 4 * VOCAB  # outcomes of a chain of three
 
 
-@pytest.mark.parametrize("way", ["greedy", "coupled"])
+@pytest.mark.parametrize("way", ["greedy", "seeded"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_where_every_outcome_is_drafted_for_every_proposal_but_the_first_is_a_hit(way: str, draft: str) -> None:
     target = markov(1)
     ahead, worker = beside(DRAFTS[draft](target), 3, EVERY)
-    stats = Engine(target, ahead, controller="fixed").generate([3, 1, 4], WAYS[way]).stats
+    stats = Engine(target, ahead, controller="fixed", entropy=3).generate([3, 1, 4], WAYS[way]).stats
     assert [reply.hits for reply in worker.replies] == [0] + [1] * (len(worker.replies) - 1)
     assert len(worker.replies) > 8 and stats.accepted_tokens == (stats.draft_tokens if draft == "itself" else ANY)
 
@@ -125,7 +125,7 @@ def test_a_draft_that_is_always_wrong_hits_only_by_its_second_choice() -> None:
     rates = {}
     for outcomes in (1, 8):
         ahead, _ = beside(off_by_one(markov(1)), 3, outcomes)
-        stats = Engine(markov(1), ahead, controller="fixed").generate([3, 1, 4], GREEDY).stats
+        stats = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([3, 1, 4], GREEDY).stats
         assert stats.accepted_tokens == 0 and ahead.report["proposals"] > 20
         rates[outcomes] = hit_rate(ahead)
     assert rates[1] == 0.0 and rates[8] > 0.9
@@ -148,7 +148,7 @@ def native_llama() -> LanguageModel:
     return HuggingFaceModel(build(config, seed=3, spread=0.15), None, "tiny", native_backend)
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("way", ["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("kind", ["stock, bfloat16", "native"])
 def test_a_llama_drafts_ahead_bit_for_bit_what_it_drafts_in_turn(way: str, kind: str) -> None:
     """Where a row's bits do not depend on the others of its forward, in whose company it is drafted changes nothing."""
@@ -161,8 +161,8 @@ def test_a_llama_drafts_ahead_bit_for_bit_what_it_drafts_in_turn(way: str, kind:
     prompts = [list(prompt) for prompt in PROMPTS]
     alone, (ahead, _) = Watched(DraftModel(draft, 4)), beside(draft, 4, outcomes=64)
     watched = Watched(ahead)
-    plain = Engine(target, alone.drafter, controller="fixed").generate(prompts, WAYS[way])
-    answers = Engine(target, watched.drafter, controller="fixed").generate(prompts, WAYS[way])
+    plain = Engine(target, alone.drafter, controller="fixed", entropy=3).generate(prompts, WAYS[way])
+    answers = Engine(target, watched.drafter, controller="fixed", entropy=3).generate(prompts, WAYS[way])
     assert list(map(seen, answers)) == list(map(seen, plain))
     assert alike(alone, watched)
     assert hit_rate(ahead) > 0.05
@@ -184,8 +184,8 @@ def test_budgets_that_change_cut_or_miss_and_never_change_a_proposal(
     target = markov(2, 3.0)
     alone, (ahead, _) = Watched(DraftModel(target, 4)), beside(target, 4, 8)
     watched = Watched(ahead)
-    plain = Engine(target, alone.drafter, controller=controller()).generate([3, 1, 4], WAYS[way])
-    answer = Engine(target, watched.drafter, controller=controller()).generate([3, 1, 4], WAYS[way])
+    plain = Engine(target, alone.drafter, controller=controller(), entropy=3).generate([3, 1, 4], WAYS[way])
+    answer = Engine(target, watched.drafter, controller=controller(), entropy=3).generate([3, 1, 4], WAYS[way])
     assert seen(answer) == seen(plain) and alike(alone, watched)
     assert 0.0 < hit_rate(ahead) < 1.0
 
@@ -196,8 +196,10 @@ def test_a_draft_with_a_least_probability_of_its_own() -> None:
     ahead, _ = beside(markov(2, 3.0), 4, 8, min_probability=0.5)
     watched = Watched(ahead)
     for params in (GREEDY, SAMPLED):
-        plain = Engine(target, alone.drafter, controller="fixed").generate([3, 1, 4], params)
-        assert seen(Engine(target, watched.drafter, controller="fixed").generate([3, 1, 4], params)) == seen(plain)
+        plain = Engine(target, alone.drafter, controller="fixed", entropy=3).generate([3, 1, 4], params)
+        assert seen(Engine(target, watched.drafter, controller="fixed", entropy=3).generate([3, 1, 4], params)) == seen(
+            plain
+        )
     assert alike(alone, watched) and hit_rate(ahead) > 0.0
     assert len({len(tokens) for _, tokens, *_ in watched.proposals}) > 2  # they stop at several lengths
 
@@ -231,14 +233,14 @@ def looked_at(ahead: ParallelDraft, worker: SameProcess) -> tuple[Drafter, list[
     return altered(ahead, propose=propose), lengths
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("way", ["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("models", ["markov", "llama"])
 def test_after_each_proposal_the_cache_is_a_fresh_one(way: str, models: str) -> None:
     """All but the last token are committed; behind them lies what is drafted ahead."""
     target, draft = (markov(1), markov(2)) if models == "markov" else (noisy("llama", 0.05), packed("llama"))
     ahead, worker = beside(draft, 3)
     drafter, lengths = looked_at(ahead, worker)
-    Engine(target, drafter, controller="fixed").generate(TEXTS, WAYS[way])
+    Engine(target, drafter, controller="fixed", entropy=3).generate(TEXTS, WAYS[way])
     assert set(lengths) == {-1} and hit_rate(ahead) > 0.0
     assert not worker.drafter.drafter.caches
 
@@ -257,7 +259,7 @@ def test_the_committed_path_reaches_as_far_as_it_was_fed() -> None:
         return found
 
     worker.drafter._take = taken  # type: ignore[method-assign,assignment]
-    Engine(target, ahead, controller="fixed").generate([3, 1, 4], GREEDY)
+    Engine(target, ahead, controller="fixed", entropy=3).generate([3, 1, 4], GREEDY)
     assert lengths[0] < 0 and set(lengths[1:]) == {0}  # all hits: what was emitted is read, the bonus token too
 
 
@@ -267,7 +269,7 @@ def test_requests_that_come_and_go_in_the_middle(way: str) -> None:
     target = markov(1)
 
     def run(drafter: Drafter) -> list[list[int]]:
-        engine = Engine(target, drafter, controller="fixed")
+        engine = Engine(target, drafter, controller="fixed", entropy=3)
         first, second = engine.submit([1, 2, 3], WAYS[way]), engine.submit([4], WAYS[way])
         for _ in range(4):
             engine.step()
@@ -283,13 +285,13 @@ def test_requests_that_come_and_go_in_the_middle(way: str) -> None:
     assert hit_rate(ahead) > 0.0 and not worker.drafter._texts
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("way", ["greedy", "sampled", "seeded"])
 def test_memory_that_is_short_puts_requests_back_and_changes_nothing(way: str) -> None:
     target, draft = (MarkovModel(markov(seed).probs, context_length=2000) for seed in (1, 2))
     params = replace(WAYS[way], max_tokens=600)
-    plain = Engine(target, DraftModel(draft, 3), controller="fixed").generate(TEXTS[:2], params)
+    plain = Engine(target, DraftModel(draft, 3), controller="fixed", entropy=3).generate(TEXTS[:2], params)
     ahead, worker = beside(draft, 3)
-    engine = Engine(target, ahead, controller="fixed", max_cache_bytes=2 * 16 * key_span(603) - 1)
+    engine = Engine(target, ahead, controller="fixed", entropy=3, max_cache_bytes=2 * 16 * key_span(603) - 1)
     sizes: list[tuple[int, int]] = []
 
     def look(_: object) -> None:
@@ -312,11 +314,13 @@ def test_what_cannot_go_across_is_drafted_here() -> None:
     shaped = replace(SAMPLED, repetition_penalty=1.2)
     ahead, worker = beside(markov(2), 3)
     drafts = [DraftModel(markov(2), 3), ahead]
-    both = [Engine(target, each, controller="fixed").generate(TEXTS[:2], [shaped, SAMPLED]) for each in drafts]
+    both = [
+        Engine(target, each, controller="fixed", entropy=3).generate(TEXTS[:2], [shaped, SAMPLED]) for each in drafts
+    ]
     assert list(map(seen, both[0])) == list(map(seen, both[1]))
-    assert ahead.report["proposals"] == both[1][1].stats.target_calls
+    assert ahead.report["proposals"] == both[1][1].stats.by_drafter["draft"].target_calls
     asked = len(worker.replies)
-    alone = [Engine(target, each, controller="fixed").generate(TEXTS[0], shaped) for each in drafts]
+    alone = [Engine(target, each, controller="fixed", entropy=3).generate(TEXTS[0], shaped) for each in drafts]
     assert seen(alone[0]) == seen(alone[1]) and alone[0].stats.draft_tokens > 0 and len(worker.replies) == asked
 
 
@@ -340,7 +344,7 @@ def test_a_member_of_a_portfolio_draws_with_its_own_noise() -> None:
 
     def answers(draft: Drafter) -> list[Answer]:
         drafter = Portfolio([PromptLookup(min_ngram=1), draft])
-        return Engine(target, drafter, controller="in-turn").generate(TEXTS, SAMPLED)
+        return Engine(target, drafter, controller="in-turn", entropy=3).generate(TEXTS, SAMPLED)
 
     ahead, _ = beside(markov(2), 3)
     assert list(map(seen, answers(ahead))) == list(map(seen, answers(DraftModel(markov(2), 3))))
@@ -366,9 +370,9 @@ def test_a_failure_while_drafting_ahead_costs_nothing_but_time() -> None:
 
     draft.model = altered(model, forward=forward)
     with pytest.warns(RuntimeWarning, match=r"nothing was drafted ahead \(RuntimeError: no room\)") as told:
-        answer = Engine(target, ahead, controller="fixed").generate([3, 1, 4], SAMPLED)
+        answer = Engine(target, ahead, controller="fixed", entropy=3).generate([3, 1, 4], SAMPLED)
     assert len(told) == 1  # not for each step
-    plain = Engine(target, DraftModel(markov(2), 3), controller="fixed").generate([3, 1, 4], SAMPLED)
+    plain = Engine(target, DraftModel(markov(2), 3), controller="fixed", entropy=3).generate([3, 1, 4], SAMPLED)
     assert seen(answer) == seen(plain) and hit_rate(ahead) == 0.0 and ahead.report["proposals"] > 5
 
 
@@ -409,10 +413,10 @@ def texts() -> Iterator[tuple[int, list[int]]]:
 def test_a_draft_that_is_the_target_guesses_the_token_that_the_rule_draws() -> None:
     """By the very number that draws it, one outcome is always the right one."""
     model = markov(1)
-    for seed, text in texts():
+    for entropy, text in texts():
         ahead, worker = beside(model, 3, 1)
-        params = replace(SAMPLED, seed=seed, max_tokens=13)
-        answer = Engine(model, ahead, controller="fixed").generate(text, params)
+        params = replace(SAMPLED, max_tokens=13)
+        answer = Engine(model, ahead, controller="fixed", entropy=entropy).generate(text, params)
         assert answer.stats.draft_acceptance_rate == 1.0
         assert [reply.hits for reply in worker.replies] == [0, 1, 1]
 

@@ -32,8 +32,8 @@ from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
 
 GREEDY = SamplingParams(max_tokens=40)
-SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
-WAYS = [GREEDY, SAMPLED, replace(SAMPLED, coupled=True)]
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8)
+WAYS = [GREEDY, SAMPLED, replace(SAMPLED, seed=1)]
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
 LENGTH, OUTCOMES = 3, 4
 
@@ -73,11 +73,11 @@ def drafter() -> Iterator[ParallelDraft]:
     process.close()
 
 
-@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "seeded"])
 def test_answers_and_counts_are_those_of_the_draft_alone(drafter: ParallelDraft, params: SamplingParams) -> None:
     target = markov(1)
-    plain = Engine(target, DraftModel(markov(), LENGTH), controller="fixed").generate(TEXTS, params)
-    answers = Engine(target, drafter, controller="fixed").generate(TEXTS, params)
+    plain = Engine(target, DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
+    answers = Engine(target, drafter, controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     report = drafter.report
     assert 0.0 < report["ahead_hit_rate"] < 1.0 and report["ahead_tokens"] > 0
@@ -87,21 +87,23 @@ def test_answers_and_counts_are_those_of_the_draft_alone(drafter: ParallelDraft,
 def test_a_llama_in_another_process() -> None:
     target, prompts = noisy("llama", 0.05), [list(prompt) for prompt in PROMPTS]
     ahead, process = made(tiny_llama)
-    plain = Engine(target, DraftModel(tiny_llama(), LENGTH), controller="fixed").generate(prompts, SAMPLED)
-    assert list(map(seen, Engine(target, ahead, controller="fixed").generate(prompts, SAMPLED))) == list(
+    plain = Engine(target, DraftModel(tiny_llama(), LENGTH), controller="fixed", entropy=3).generate(prompts, SAMPLED)
+    assert list(map(seen, Engine(target, ahead, controller="fixed", entropy=3).generate(prompts, SAMPLED))) == list(
         map(seen, plain)
     )
     process.close()
 
 
-@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "seeded"])
 def test_tokens_do_not_hang_on_how_fast_it_is(drafter: ParallelDraft, params: SamplingParams) -> None:
     """Same answers, same counts and same hits, whether it is ready in time or late."""
     slow, process = made(slow_markov)
     before = dict(drafter.report)
     found = []
     for each in (drafter, slow):
-        answers = Engine(markov(1), each, controller="fixed").generate(TEXTS[:2], replace(params, max_tokens=16))
+        answers = Engine(markov(1), each, controller="fixed", entropy=3).generate(
+            TEXTS[:2], replace(params, max_tokens=16)
+        )
         found.append(list(map(seen, answers)))
     assert found[0] == found[1]
     asked, hits = slow.report["proposals"], slow.report["proposals"] * slow.report["ahead_hit_rate"]
@@ -115,7 +117,7 @@ def test_tokens_do_not_hang_on_how_fast_it_is(drafter: ParallelDraft, params: Sa
 def test_a_certificate(drafter: ParallelDraft) -> None:
     stack = Stack(markov(1), drafter, SpeculativeSampling())
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=1)
+        params = SamplingParams(max_tokens=24, temperature=temperature)
         certificate = certify(stack, TEXTS, params, batch=3, seconds=6.0)
         assert not certificate.failures
 
@@ -123,24 +125,24 @@ def test_a_certificate(drafter: ParallelDraft) -> None:
 # ------------------------------------------------------------------------------------------ its end
 
 
-@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "seeded"])
 def test_a_process_that_dies_costs_no_answer(params: SamplingParams) -> None:
     """In the middle of drafting, with four requests under way: they go on in this process, with the same tokens."""
     ahead, process = made(partial(dying_markov, 30), markov())
     pid = process.pid
     with pytest.warns(RuntimeWarning, match="'draft' goes on without async: .* ended with status 7") as told:
-        answers = Engine(markov(1), ahead, controller="fixed").generate(TEXTS, params)
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate(TEXTS, params)
+        answers = Engine(markov(1), ahead, controller="fixed", entropy=3).generate(TEXTS, params)
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     assert len(told) == 1 and not process.alive and not runs(pid) and not ahead.holding
     assert 0 < ahead.report["proposals"] < sum(each.stats.target_calls for each in answers)
-    again = Engine(markov(1), ahead, controller="fixed").generate(TEXTS, params)
+    again = Engine(markov(1), ahead, controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, again)) == list(map(seen, plain))
 
 
 def test_one_that_is_killed_between_two_steps() -> None:
     ahead, process = made(markov)
-    engine = Engine(markov(1), ahead, controller="fixed")
+    engine = Engine(markov(1), ahead, controller="fixed", entropy=3)
     request = engine.submit([1, 2, 3], SAMPLED)
     for _ in range(4):
         engine.step()
@@ -148,22 +150,22 @@ def test_one_that_is_killed_between_two_steps() -> None:
     with pytest.warns(RuntimeWarning, match="ended with status -9"):
         while not request.closed:
             engine.step()
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate([1, 2, 3], SAMPLED)
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
     assert request.tokens[3:] == plain.token_ids and not request.warnings and engine.check_idle() == []
 
 
 def test_a_draft_that_cannot_be_loaded_there_drafts_here() -> None:
     ahead, process = made(failing_markov, markov())
     with pytest.warns(RuntimeWarning, match=r"cannot be loaded in a process of its own \(FileNotFoundError: no such"):
-        answer = Engine(markov(1), ahead, controller="fixed").generate([1, 2, 3], GREEDY)
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate([1, 2, 3], GREEDY)
+        answer = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
     assert seen(answer) == seen(plain) and not process.alive and ahead.report == {}
 
 
 def test_a_draft_whose_forwards_fail_there_leaves_requests_undrafted() -> None:
     """As any drafter that fails; the process is asked again for the next request."""
     ahead, process = made(broken_markov, markov())
-    answer = Engine(markov(1), ahead, controller="fixed").generate([1, 2, 3], GREEDY)
+    answer = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
     assert answer.token_ids == Engine(markov(1)).generate([1, 2, 3], GREEDY).token_ids
     assert "RuntimeError: the draft is broken" in answer.warnings[0] and process.alive
     process.close()
@@ -171,7 +173,7 @@ def test_a_draft_whose_forwards_fail_there_leaves_requests_undrafted() -> None:
 
 def test_ctrl_c_while_it_is_waited_for_begins_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead, process = made(markov)
-    engine = Engine(markov(1), ahead, controller="fixed")
+    engine = Engine(markov(1), ahead, controller="fixed", entropy=3)
     request = engine.submit([1, 2, 3], SAMPLED)
     for _ in range(3):
         engine.step()
@@ -187,17 +189,18 @@ def test_ctrl_c_while_it_is_waited_for_begins_a_new_one(monkeypatch: pytest.Monk
     assert process.alive and process.pid != old and not runs(old)
     while not request.closed:  # drafted for here
         engine.step()
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed").generate([1, 2, 3], SAMPLED)
+    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
     assert request.tokens[3:] == plain.token_ids and not request.warnings
     asked = ahead.report["proposals"]
-    assert engine.generate([1, 2, 3], SAMPLED).token_ids == plain.token_ids
+    again = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
+    assert again.token_ids == plain.token_ids
     assert ahead.report["proposals"] > asked and not ahead.holding  # the new one drafts for new requests
     process.close()
 
 
 def test_it_ends_with_the_drafter() -> None:
     ahead, process = made(markov)
-    Engine(markov(1), ahead, controller="fixed").generate([1, 2, 3], GREEDY)
+    Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
     pid = process.pid
     assert runs(pid)
     del ahead, process
@@ -214,7 +217,7 @@ from truedraft.drafters import DraftModel, ParallelDraft
 from truedraft.drafters.parallel import DraftProcess, ahead_drafter
 
 process = DraftProcess(partial(ahead_drafter, markov, 3, 0.0, 4))
-engine = Engine(markov(1), ParallelDraft(DraftModel(markov(), 3), process, 4), controller="fixed")
+engine = Engine(markov(1), ParallelDraft(DraftModel(markov(), 3), process, 4), controller="fixed", entropy=3)
 engine.generate([1, 2, 3], SamplingParams(max_tokens=8))
 print(process.pid, flush=True)
 """

@@ -103,7 +103,7 @@ def dist_of_answers(
     hits = 0.0
     ahead, worker = beside(draft, 1, outcomes)
     engine = Engine(target, ahead, controller="fixed")
-    params = SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=1)
+    params = SamplingParams(max_tokens=LENGTH, temperature=1.0)
     for _ in itertools.count():
         worker.replies.clear()
         answer = engine.generate(PROMPT, params)

@@ -93,22 +93,6 @@ def test_answers_are_those_of_plain_decoding_and_repeated_ones_cost_a_step_for_a
             assert answers[1].stats.mean_acceptance_length >= 0.9 * (5 + 1)
 
 
-def test_sampled_requests_with_a_seed_of_their_own_neither_read_nor_tell() -> None:
-    target, drafter = packed("llama"), SuffixDrafter(num_speculative_tokens=4)
-    engine = Engine(target, drafter, controller="fixed")
-    private = SamplingParams(max_tokens=24, temperature=1.0, seed=5)
-    lookup = Engine(target, PromptLookup(4), controller="fixed").generate(list(PROMPTS[1]), private)
-    first = engine.generate(list(PROMPTS[1]), private)
-    drafter.store.settle()
-    assert len(drafter.store) == 0
-    engine.generate(list(PROMPTS[1]), SamplingParams(max_tokens=24, temperature=1.0, seed=5, coupled=True))
-    drafter.store.settle()
-    assert len(drafter.store) == 37 + 24 + 1
-    again = engine.generate(list(PROMPTS[1]), private)
-    assert again.token_ids == first.token_ids == lookup.token_ids
-    assert again.stats.draft_tokens == first.stats.draft_tokens
-
-
 def test_scopes_are_namespaces() -> None:
     target, drafter = packed("llama"), SuffixDrafter()
     engine = Engine(target, drafter, controller="fixed")

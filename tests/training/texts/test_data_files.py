@@ -23,9 +23,9 @@ def test_text_and_json_lines(tmp_path):
         ("wide.txt", "wide".encode("utf-16-le"), r"wide.txt holds a NUL character \(the first at place 2\)"),
         ("zeros.jsonl", b'{"text": "\\u0000\\u0000"}', "holds no text"),
         ("latin.txt", b"caf\xe9", r"latin.txt is not UTF-8 text \(byte 3\)"),
-        ("bad.jsonl", b'{"text": "a"}\n{oops', "bad.jsonl, line 2: not a JSON object"),
+        ("bad.jsonl", b'{"text": "a"}\n{oops', "bad.jsonl, line 2: not JSON"),
         ("other.jsonl", b'{"content": "a"}', 'line 1: the object has no "text" field'),
-        ("list.jsonl", b"[1]", 'line 1: the object has no "text" field'),
+        ("list.jsonl", b"[1]", "line 1: a chat, and there is no chat template"),
     ],
 )
 def test_bad_data(tmp_path, name, content, message):

@@ -3,7 +3,7 @@
 from truedraft.certify.engines.against import compare_engines
 from truedraft.certify.engines.asked import TOKENS
 from truedraft.certify.engines.evidence import ALARM, CERTAIN
-from truedraft.certify.engines.report import EngineReport, engine_meaning, engine_page, engine_verdict, junit
+from truedraft.certify.engines.report import EngineReport, engine_meaning, engine_page, engine_verdict, junit, xml_text
 from truedraft.certify.engines.run import certify_engine
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "engine_page",
     "engine_verdict",
     "junit",
+    "xml_text",
 ]

@@ -134,10 +134,8 @@ def refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: 
         raise OptionError(f"must be 1 or more, got {together}", field="batch")
     if not 0.0 < seconds < float("inf"):
         raise OptionError(f"the time must be above 0, got {seconds} seconds")
-    if params.structured or params.bad_words or params.coupled:
-        raise OptionError(
-            "an engine is certified without structured answers, bad words and coupled noise; leave them out"
-        )
+    if params.structured or params.bad_words:
+        raise OptionError("an engine is certified without structured answers and bad words; leave them out")
     plain = replace(params, seed=params.seed if sends_seeds else None, stop=(), stop_token_ids=())
     refused = peer.refuses(plain)
     if refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from truedraft.certify.checks import Finding, Status
 from truedraft.certify.engines.evidence import ALARM, CERTAIN
 from truedraft.core.params import SamplingParams
 from truedraft.peers import PeerFacts
+
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML 1.0 has no way to write, not even by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +154,13 @@ def junit(report: EngineReport) -> str:
             ElementTree.SubElement(case, "skipped", message=f"{finding.status.value}: {finding.summary}")
         else:
             ElementTree.SubElement(case, "system-out").text = finding.summary
-    text = ElementTree.tostring(suite, encoding="unicode")
-    # What XML cannot hold: control characters that an engine may have written.
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + "".join(c for c in text if c >= " " or c in "\n\t") + "\n"
+    return xml_text(suite)
+
+
+def xml_text(element: ElementTree.Element) -> str:
+    """A document. Characters that no XML can hold, as an engine may have written, are replaced by U+FFFD."""
+    text = _FORBIDDEN.sub("\ufffd", ElementTree.tostring(element, encoding="unicode"))
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
 def _is_skipped(finding: Finding) -> bool:

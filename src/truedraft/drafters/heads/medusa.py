@@ -52,11 +52,6 @@ class _Asked:
     vector: Tensor
     drawn: int
 
-    @property
-    def is_coupled(self) -> bool:
-        """Whether its noise is known to the target and the heads."""
-        return self.params.coupled and not self.params.greedy
-
 
 class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
     """Drafts with heads on the target's last hidden state (Medusa 2401.10774, section 2.1).
@@ -65,7 +60,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
     rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
     Ties go to the lowest id, so a request's candidates do not depend on its neighbours.
 
-    Coupled requests get the tokens that their noise makes likeliest (`coupled_guesses`), in the same trees. They are
+    Seeded requests get the tokens that their noise makes likeliest (`coupled_guesses`), in the same trees. They are
     judged by comparison, so these candidates too are deterministic.
 
     Args:
@@ -179,7 +174,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         """A tree for each request, by one pass of the heads over all their vectors."""
         proposals = [Proposal.empty()] * len(batch)
         # Those alike stand side by side: their guesses are made together, and come to the host together with all.
-        asked = sorted(self._asked(batch, budgets, noise), key=lambda each: each.is_coupled)
+        asked = sorted(self._asked(batch, budgets, noise), key=lambda each: each.params.seeded)
         if not asked:
             return proposals
         trees = self._trees.trees(self._guess(asked), [(each.params, each.budget) for each in asked])
@@ -199,22 +194,22 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
                 yield _Asked(place, request.params, own, allowed, extent, vector, request.tokens[-1])
 
     def _guess(self, asked: Sequence[_Asked]) -> TopK:
-        """Guesses `[depth, requests, ranks]` for requests, those that are coupled last; on a device they stay there."""
+        """Guesses `[depth, requests, ranks]` for requests, those that are seeded last; on a device they stay there."""
         runner, target = self._running
         depth = max(each.extent.depth for each in asked)
         ranks = min(max(each.extent.width for each in asked), target.vocab_size)
-        alone = sum(not each.is_coupled for each in asked)
-        coupled = asked[alone:]
+        alone = sum(not each.params.seeded for each in asked)
+        seeded = asked[alone:]
         found = []
         with torch.inference_mode():
             hidden = torch.stack([each.vector for each in asked])
             drawn = transfers.upload([each.drawn for each in asked], hidden.device)
             if alone:
                 found.append(runner.likeliest(hidden[:alone], depth, ranks, drawn[:alone]))
-            if coupled:
+            if seeded:
                 logits = runner.logits(hidden[alone:], depth, drawn[alone:])
-                temperatures = [each.params.temperature for each in coupled]
-                found.append(coupled_guesses(logits, temperatures, [each.noise for each in coupled], ranks))
+                temperatures = [each.params.temperature for each in seeded]
+                found.append(coupled_guesses(logits, temperatures, [each.noise for each in seeded], ranks))
             return found[0] if len(found) == 1 else _side_by_side(found)
 
 

@@ -51,7 +51,7 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
 
     Requests at a temperature of `DRAWN_FROM` or more get paths drawn without replacement from the head's distribution
     instead, judged by recursive rejection, exact too, if their rule judges such draws; with `sampled` all requests at a
-    temperature do, or none. Coupled requests get the paths that their noise makes likeliest.
+    temperature do, or none. Seeded requests get the paths that their noise makes likeliest.
 
     On a device the host waits once a step for the shape of the merged tree; for drawn paths, once a level.
 
@@ -188,8 +188,8 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
 
     def _draws(self, params: SamplingParams, judged: frozenset[DrawKind] | None = None) -> bool:
         """Whether requests with such options get drawn paths, not chosen ones; `judged` by their rule, None: all."""
-        if params.greedy or params.coupled or self.sampled is not None:
-            return not params.greedy and (params.coupled or bool(self.sampled))
+        if params.greedy or params.seeded or self.sampled is not None:
+            return not params.greedy and (params.seeded or bool(self.sampled))
         return params.temperature >= DRAWN_FROM and (judged is None or judged >= _DRAWN)
 
     def _choose(

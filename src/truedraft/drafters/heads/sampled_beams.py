@@ -189,7 +189,7 @@ class SampledBeams:
 
 
 def _draws_alike(request: DraftRequest) -> tuple[object, ...]:
-    return (*request.params.probs_key, request.params.coupled)
+    return (*request.params.probs_key, request.params.seeded)
 
 
 def _perturbed_scores(

@@ -72,7 +72,7 @@ def _chances(logits: Tensor, drafted: Sequence[int], params: SamplingParams, noi
     """
     if params.greedy:
         return torch.softmax(_SHARPER * logits.float(), dim=-1)
-    if params.coupled:
+    if params.seeded:
         scores = probs_from_logits(logits, params).log()
         for depth, row in enumerate(scores):
             gumbel = noise.gumbel(depth, logits.shape[-1], logits.device)

@@ -35,9 +35,7 @@ class SuffixDrafter(Drafter):
     place counts by the length of its match and a branch by its places' sum; the tree takes the likeliest nodes.
     Candidates are deterministic, so every rule judges them exactly.
 
-    Requests of one scope share what was answered. A sampled request with a chosen seed neither reads that nor adds to
-    it: what it answers is a function of its noise, which others may share (DESIGN section 2), and its tokens must not
-    hang on others. It drafts from its own text.
+    Requests of one scope share what was answered.
 
     Args:
         store: of answered texts; None makes one of a million tokens.
@@ -76,7 +74,7 @@ class SuffixDrafter(Drafter):
     def end(self, request: DraftRequest) -> None:
         """What it wrote is kept for others."""
         self._found.pop(request.id, None)
-        if self._own.pop(request.id, None) is not None and request.kept and not request.params.private:
+        if self._own.pop(request.id, None) is not None and request.kept:
             self.store.add(request.scope, request.tokens)
 
     def rewind(self, request: DraftRequest) -> None:
@@ -109,10 +107,9 @@ class SuffixDrafter(Drafter):
         length, found = self._found.get(request.id, (-1, NO_MATCHES))
         if length != len(request.tokens):
             found = self._own_match(request)
-            if not request.params.private:
-                others = self.store.find(request.scope, request.tokens[-WINDOW:], self.limits.depth)
-                first, second = (found, others) if found.lengths > others.lengths else (others, found)
-                found = Matches([*first.lengths, *second.lengths], [*first.following, *second.following])
+            others = self.store.find(request.scope, request.tokens[-WINDOW:], self.limits.depth)
+            first, second = (found, others) if found.lengths > others.lengths else (others, found)
+            found = Matches([*first.lengths, *second.lengths], [*first.following, *second.following])
             self._found[request.id] = len(request.tokens), found
         return found
 

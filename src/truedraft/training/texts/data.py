@@ -10,30 +10,58 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from truedraft.errors import DataError, TrainingError
+from truedraft.files import take_place
 from truedraft.models.loading import quiet_transformers
 from truedraft.training.loop import Phase
 from truedraft.training.optimizer import WarmupStableDecay
+from truedraft.training.texts.chats import FIELDS, ChatTexts
 
 _WORD = re.compile(r"\w+|[^\w\s]")
+_AS_TEXT = "rename it to .txt to train on it as it stands"
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def read_texts(paths: Iterable[Path]) -> list[str]:
-    """The documents of all files, in order: a `.jsonl` file has one per line, any other file is one."""
-    texts = [text for path in paths for text in _documents(path)]
+def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]:
+    """The documents of all files, in order.
+
+    Args:
+        paths: a `.jsonl` file has one on each line, a `.json` file is an array of them, any other file is one. They are
+            objects with "text", or chats: objects with "messages" (OpenAI's) or "conversations" (ShareGPT's), or lists
+            of messages.
+        tokenizer: from transformers; its chat template writes chats. None refuses them.
+
+    Raises:
+        DataError: a file cannot be read, or an entry is neither; says which.
+    """
+    chats = ChatTexts(tokenizer)
+    texts = [text for path in paths for text in _documents(path, chats)]
     if not any(text.strip("\0").strip() for text in texts):
         raise DataError("the training data holds no text: give at least one file that is not empty")
     return texts
 
 
-def _documents(path: Path) -> Iterator[str]:
+def _documents(path: Path, chats: ChatTexts) -> Iterator[str]:
+    content = _content(path)
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), start=1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield _text_of(_read_json(line, place, "a .jsonl file has an object a line"), place, chats)
+    elif path.suffix == ".json":
+        for number, entry in enumerate(_entries(content, path), start=1):
+            yield entry if isinstance(entry, str) else _text_of(entry, f"{path}, entry {number}", chats)
+    else:
+        yield content
+
+
+def _content(path: Path) -> str:
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -50,25 +78,37 @@ def _documents(path: Path) -> Iterator[str]:
             f"the data file {path} holds a NUL character (the first at place {place + 1}), so it is no plain text: "
             "convert it, or leave it out"
         )
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(content.splitlines(), start=1):
-            if line.strip():
-                yield _text_field(line, path, number)
-    else:
-        yield content
+    return content
 
 
-def _text_field(line: str, path: Path, number: int) -> str:
+def _entries(content: str, path: Path) -> list[Any]:
+    """The entries of a `.json` file; one chat that is the whole file is one entry."""
+    found = _read_json(content.removeprefix("\ufeff"), str(path), _AS_TEXT) if content.strip() else []
+    if not isinstance(found, list):
+        raise DataError(f"{path}: a .json file of training data is an array of texts or chats; {_AS_TEXT}")
+    is_one_chat = found and all(isinstance(each, dict) and ("role" in each or "from" in each) for each in found)
+    return [found] if is_one_chat else found
+
+
+def _read_json(text: str, place: str, hint: str) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {number}: not a JSON object ({error.msg}); a .jsonl file has one a line"
-        ) from error
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f'{path}, line {number}: the object has no "text" field that is a string; add one')
-    return text
+        raise DataError(f"{place}: not JSON ({error.msg}); {hint}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
+
+
+def _text_of(entry: object, place: str, chats: ChatTexts) -> str:
+    """The text of a document in JSON."""
+    if isinstance(entry, dict) and isinstance(entry.get("text"), str):
+        return str(entry["text"])
+    if isinstance(entry, list) or (isinstance(entry, dict) and any(name in entry for name in FIELDS)):
+        return chats.text(entry, place)
+    raise DataError(
+        f'{place}: the object has no "text" field that is a string, nor the "messages" or "conversations" of a chat; '
+        "add one"
+    )
 
 
 def near_duplicate_clusters(texts: Sequence[str], *, window: int = 13, threshold: float = 0.5) -> list[list[int]]:
@@ -151,7 +191,7 @@ def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     stream.tofile(partial)
-    partial.replace(path)
+    take_place(partial, path)
     return len(stream)
 
 

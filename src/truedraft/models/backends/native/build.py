@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from truedraft.files import take_place
 from truedraft.machine import cache_folder, could_not_be_kept, dtype_name, has_avx512_bfloat16
 
 _log = logging.getLogger(__name__)
@@ -150,7 +151,9 @@ def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, 
         if folder is not None and keeping:
             path.chmod(_OURS_ALONE)
             # At once, for another process may be doing the same.
-            path = path.replace(folder / f"decoder-{key}-{_checksum(path)}.so")
+            kept = folder / f"decoder-{key}-{_checksum(path)}.so"
+            take_place(path, kept)
+            path = kept
         return Built(ctypes.CDLL(str(path)))  # stays loaded when its file goes
 
 

@@ -7,22 +7,16 @@ import random
 
 import pytest
 
-pytest.importorskip("fastapi")
+from truedraft.text.calls import CallDelta
+from truedraft.text.notations import AnswerReader, Notation, Reasoning, notation_of
 
-from truedraft.server.tools import CallDelta, CallReader, CallStyle, FunctionFields, ToolFields, ToolUse
-
-TAGS = CallStyle.of("")
-BARE = CallStyle.of('{% if tools %} "parameters" {% endif %}')
-
-
-def use_of(style: CallStyle, *, parallel: bool = True) -> ToolUse:
-    tools = [ToolFields(type="function", function=FunctionFields(name=name)) for name in ("f", "g")]
-    return ToolUse(style, tools, None, parallel)
+TAGS = notation_of("")
+BARE = notation_of('{% if tools %} {"name": function name, "parameters": dictionary} {% endif %}')
 
 
-def read(use: ToolUse, parts: list[str]) -> tuple[str, list[tuple[str, str]], list[str]]:
+def read(notation: Notation, parts: list[str], **options: bool) -> tuple[str, list[tuple[str, str]], list[str]]:
     """The text, the calls, and the order in which they came."""
-    reader = CallReader(use)
+    reader = AnswerReader(notation, {"f": None, "g": None}, **options)
     text, order = "", list[str]()
     told: dict[int, str] = {}
     for number, part in enumerate(parts):
@@ -32,6 +26,7 @@ def read(use: ToolUse, parts: list[str]) -> tuple[str, list[tuple[str, str]], li
                 told[found.index] = told.get(found.index, "") + found.arguments
                 kind = f"call {found.index}"
             else:
+                assert not isinstance(found, Reasoning)
                 text += found
                 kind = "text"
             order += [kind] if order[-1:] != [kind] else []
@@ -77,8 +72,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_calls_are_read_alike_whatever_parts_they_come_in(name: str) -> None:
-    style, answer, text, calls = CASES[name]
-    use = use_of(style)
+    use, answer, text, calls = CASES[name]
     whole = read(use, [answer])
     assert whole[:2] == (text, calls)
     assert read(use, list(answer))[:2] == (text, calls)
@@ -91,17 +85,17 @@ def test_calls_are_read_alike_whatever_parts_they_come_in(name: str) -> None:
 
 
 def test_text_and_calls_come_in_order() -> None:
-    assert read(use_of(TAGS), [f"One {ONE} two {ONE} three"])[2] == ["text", "call 0", "text", "call 1", "text"]
+    assert read(TAGS, [f"One {ONE} two {ONE} three"])[2] == ["text", "call 0", "text", "call 1", "text"]
 
 
 def test_one_call_where_there_may_be_one() -> None:
-    text, calls, _ = read(use_of(TAGS, parallel=False), list(f"{ONE}\n{ONE}"))
+    text, calls, _ = read(TAGS, list(f"{ONE}\n{ONE}"), parallel=False)
     assert calls == [("f", '{"x": 1}')] and text == f"\n{ONE}"
 
 
 def test_long_arguments_are_read_once() -> None:
     parts = ['<tool_call>{"name": "f", "arguments": {"s": "', *["x" * 10] * 20_000, '"}}</tool_call>']
-    ((_, arguments),) = read(use_of(TAGS), parts)[1]
+    ((_, arguments),) = read(TAGS, parts)[1]
     assert len(json.loads(arguments)["s"]) == 200_000
 
 
@@ -116,9 +110,34 @@ def test_a_grammar_holds_what_schemas_say_of_the_whole_document() -> None:
         "additionalProperties": False,
         "$defs": {"Kind": {"enum": ["list", "dict"]}},
     }
-    tool = ToolFields(type="function", function=FunctionFields(name="f", parameters=parameters))
-    form = TAGS.grammar([tool], parallel=False)
+    form = TAGS.grammar({"f": parameters}, parallel=False)
     answer = Engine("embedded:target").generate("x", SamplingParams(max_tokens=60, structured=form))
-    ((name, arguments),) = read(ToolUse(TAGS, [tool], form, False), [answer.text or ""])[1]
+    ((name, arguments),) = read(TAGS, [answer.text or ""])[1]
     assert answer.finish_reason == "stop" and name == "f" and json.loads(arguments)["kind"] in ("list", "dict")
     assert (answer.text or "").count("\n") == 2, "one line between the tags"
+
+
+THINKS = notation_of("<tool_call> <think> </think>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "opened", "reasoning", "text", "calls"),
+    [
+        ("<think>\nSo it is.\n\nYes\n</think>\n\nDone.", False, "So it is.\n\nYes", "Done.", 0),
+        ("So.\n</think>\n\n" + ONE, True, "So.", "", 1),
+        ("<think>So</think>Text", True, "So", "Text", 0),
+        ("never closed <tool_call> ", True, "never closed <tool_call>", "", 0),
+        ("<think>\n</think>\n", False, "", "", 0),
+        ("Of <think> tags", False, "", "Of <think> tags", 0),
+        (" <thi", False, "", " <thi", 0),
+        ("cut in its </thi", True, "cut in its </thi", "", 0),
+    ],
+)
+def test_reasoning_is_told_apart(answer: str, opened: bool, reasoning: str, text: str, calls: int) -> None:
+    for size in (1, 3, len(answer)):
+        reader = AnswerReader(THINKS, {"f": None}, reasoning_open=opened)
+        parts = [answer[place : place + size] for place in range(0, len(answer), size)]
+        found = [part for piece in parts for part in reader.push(piece)] + reader.push("", last=True)
+        assert "".join(part.text for part in found if isinstance(part, Reasoning)) == reasoning
+        assert "".join(part for part in found if isinstance(part, str)) == text
+        assert len(reader.calls) == calls

@@ -1,0 +1,437 @@
+"""What a request for a response holds: the items of its conversation, its tools, and the choice among them.
+
+Items and tools that OpenAI's own servers act on (`HOSTED`) are left out, with a warning. Custom tools become functions
+of one text, and functions in a namespace get names of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Tag
+
+from truedraft.server.errors import ApiError
+from truedraft.server.fields import Items, SeenContent, Told, by_type, parts_of, urls_of
+from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, arguments_for_template
+
+HOSTED = (
+    "web_search",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "local_shell",
+    "computer",
+    "mcp",
+    "shell",
+    "apply_patch",
+    "tool_search",
+    "programmatic_tool_calling",
+)
+"""What tools that run at OpenAI are called, or begin with; their calls and results in a conversation, too."""
+
+_TEXT = "input"  # what the one argument of a custom tool is called
+_BEGIN = re.compile(rf'\s*\{{\s*"{_TEXT}"\s*:\s*"')
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # a character that JSON writes as two
+_WHOLE = re.compile(rf"""(?:[^"\\]|\\["\\/bfnrt]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}})*""")
+
+
+def _is_hosted(kind: str) -> bool:
+    return any(kind == name or kind.startswith(f"{name}_") for name in HOSTED)
+
+
+class InputMessage(Told):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: SeenContent | None = None
+
+
+class InputCall(Told):
+    """A call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its arguments."""
+        return self.arguments
+
+
+class InputCustomCall(Told):
+    """A call of a custom tool that an earlier answer made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its arguments, as those of the function that it became."""
+        return json.dumps({_TEXT: self.input}, ensure_ascii=False)
+
+
+class InputResult(Told):
+    """What a call gave."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: SeenContent
+
+
+class ReasoningText(Told):
+    """A part of earlier reasoning."""
+
+    type: str | None = None
+    text: str
+
+
+class InputReasoning(Told):
+    """What an earlier answer reasoned; a summary, or what is encrypted, says nothing to a model."""
+
+    type: Literal["reasoning"]
+    content: Items[ReasoningText] | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(part.text for part in self.content or ())
+
+
+class FlatTool(FunctionFields):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    # Taken, and of no effect: about who calls it, and when.
+    allowed_callers: Items[str] | None = None
+    defer_loading: bool | None = None
+    output_schema: dict[str, Any] | None = None
+
+    @property
+    def function(self) -> FunctionFields:
+        """As chats have it."""
+        return FunctionFields.model_validate(self.model_dump(include=set(FunctionFields.model_fields)))
+
+
+class CustomFormat(Told):
+    """What the input of a custom tool is like."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class CustomTool(Told):
+    """A tool that is called with a text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    @property
+    def function(self) -> FunctionFields:
+        """The function of one text that it becomes; a model reads the grammar, which nothing enforces."""
+        parts = [self.description or ""]
+        if self.format is not None and self.format.definition:
+            parts.append(f"{_TEXT} follows this {self.format.syntax or ''} grammar:\n{self.format.definition}")
+        properties = {_TEXT: {"type": "string"}}
+        schema = {"type": "object", "properties": properties, "required": [_TEXT], "additionalProperties": False}
+        return FunctionFields(name=self.name, description="\n\n".join(filter(None, parts)) or None, parameters=schema)
+
+
+class HostedTool(Told):
+    """A tool that runs at OpenAI."""
+
+    type: str
+
+
+def _kind(given: Any) -> str | None:
+    kind = by_type(given)
+    return HOSTED[0] if kind is not None and _is_hosted(kind) else kind
+
+
+_Callable = Annotated[FlatTool | CustomTool, Field(discriminator="type")]
+
+
+class Namespace(Told):
+    """Tools under one name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Items[_Callable]
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[FlatTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[Namespace, Tag("namespace")]
+    | Annotated[HostedTool, Tag("web_search")],
+    Discriminator(_kind),
+]
+
+
+class AdditionalTools(Told):
+    """Tools that came with a part of the conversation."""
+
+    type: Literal["additional_tools"]
+    tools: Items[Tool]
+
+
+class HostedItem(Told):
+    """What a tool that runs at OpenAI was asked, or gave."""
+
+    type: str
+
+
+def _item_kind(given: Any) -> str | None:
+    if isinstance(given, dict) and given.get("type") is None and "role" in given:
+        return "message"
+    return _kind(given)
+
+
+Item: TypeAlias = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
+    | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputResult, Tag("custom_tool_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[AdditionalTools, Tag("additional_tools")]
+    | Annotated[HostedItem, Tag("web_search")],
+    Discriminator(_item_kind),
+]
+
+
+def _input_kind(given: Any) -> str | None:
+    return "text" if isinstance(given, str) else "items" if isinstance(given, list) else None
+
+
+Input: TypeAlias = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Item], Field(fail_fast=True), Tag("items")],
+    Discriminator(_input_kind, custom_error_type="content", custom_error_message="must be a text or a list of items"),
+]
+
+
+class NamedChoice(Told):
+    """The function or custom tool that must be called."""
+
+    type: Literal["function", "custom"]
+    name: str
+
+
+class AllowedChoice(Told):
+    """Those of the tools that may be called, or must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[dict[str, Any]]
+
+
+class HostedChoice(Told):
+    """A tool that runs at OpenAI and must be called."""
+
+    type: str
+
+
+def _choice_kind(given: Any) -> str | None:
+    return "word" if isinstance(given, str) else _kind(given)
+
+
+Choice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedChoice, Tag("function")]
+    | Annotated[NamedChoice, Tag("custom")]
+    | Annotated[AllowedChoice, Tag("allowed_tools")]
+    | Annotated[HostedChoice, Tag("web_search")],
+    Discriminator(_choice_kind),
+]
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """What a function in a namespace is called in a prompt.
+
+    Worked example: `read` in `files` is `files__read`, and in `mcp__files__`, as Codex writes it, `mcp__files__read`.
+    """
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Callable:
+    """A tool that may be called.
+
+    Attributes:
+        function: that the model is told of.
+        name: by which clients know it.
+        namespace: that it is in.
+        custom: whether it is called with a text.
+    """
+
+    function: FunctionFields
+    name: str
+    namespace: str | None
+    custom: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of a request.
+
+    Attributes:
+        callables: by what they are called in a prompt.
+        warnings: about those that are left out.
+    """
+
+    callables: dict[str, Callable] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, tools: Sequence[Tool], items: Sequence[Item]) -> Toolbox:
+        """From the fields of a request.
+
+        Raises:
+            ApiError: two have one name.
+        """
+        found = cls()
+        for number, tool in enumerate(tools):
+            found._add(tool, f"tools[{number}]")
+        for place, item in enumerate(items):
+            if isinstance(item, AdditionalTools):
+                for number, tool in enumerate(item.tools):
+                    found._add(tool, f"input[{place}].tools[{number}]")
+            elif isinstance(item, HostedItem):
+                found.warnings.append(f"input[{place}] is left out: {item.type} is of a tool that this server has not")
+        return found
+
+    def _add(self, tool: Tool, place: str) -> None:
+        if isinstance(tool, HostedTool):
+            self.warnings.append(f"{place} is left out: {tool.type} is a tool that this server has not")
+            return
+        namespace = tool.name if isinstance(tool, Namespace) else None
+        for each in tool.tools if isinstance(tool, Namespace) else (tool,):
+            flat = flat_name(namespace, each.name)
+            if flat in self.callables:
+                raise ApiError(400, f"{place} has the name {flat!r} of a tool before it; rename one", param=place)
+            function = each.function.model_copy(update={"name": flat})
+            self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
+
+    def use(self, choice: Choice | None) -> tuple[list[ToolFields], str | NamedTool | None]:
+        """Tools and the choice among them, as chats have them.
+
+        Raises:
+            ApiError: a tool that is left out must be called, or none is allowed.
+        """
+        tools = {name: ToolFields(type="function", function=each.function) for name, each in self.callables.items()}
+        if isinstance(choice, HostedChoice):
+            message = f"tool_choice asks for {choice.type}, a tool that this server has not; name a function"
+            raise ApiError(400, message, param="tool_choice")
+        if isinstance(choice, AllowedChoice):
+            allowed = {name for each in choice.tools for name in self._named(str(each.get("name")))}
+            tools = {name: tool for name, tool in tools.items() if name in allowed}
+            choice = choice.mode
+        if choice == "required" and not tools and self.warnings:
+            message = "tool_choice is required, and this server has none of the tools; give a function"
+            raise ApiError(400, message, param="tool_choice")
+        if isinstance(choice, NamedChoice):
+            (name, *_) = [*self._named(choice.name), choice.name]
+            return list(tools.values()), NamedTool(type="function", function=NamedFunction(name=name))
+        return list(tools.values()), choice
+
+    def _named(self, name: str) -> list[str]:
+        """What the tools of a name are called in a prompt."""
+        return [flat for flat, each in self.callables.items() if name in (flat, each.name)]
+
+
+def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The conversation as chat templates know it: what the model wrote in one turn is one message."""
+    found: list[dict[str, Any]] = []
+    reasoning = ""  # of the message that follows
+    for item in items:
+        if isinstance(item, InputReasoning):
+            reasoning += item.text
+            continue
+        if isinstance(item, InputMessage):
+            role = "system" if item.role == "developer" else item.role
+            found.append({"role": role, "content": parts_of(item.content or "")})
+        elif isinstance(item, InputResult):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": parts_of(item.output)})
+        elif isinstance(item, InputCall | InputCustomCall):
+            if not found or found[-1]["role"] != "assistant" or reasoning:
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(_call(item))
+        if reasoning and found and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = reasoning
+        reasoning = ""
+    return found
+
+
+def _call(item: InputCall | InputCustomCall) -> dict[str, Any]:
+    function = {"name": flat_name(item.namespace, item.name), "arguments": arguments_for_template(item.text)}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def urls_in(items: Sequence[Item]) -> list[str]:
+    """Where the pictures of the conversation are."""
+    contents = [
+        item.content if isinstance(item, InputMessage) else item.output
+        for item in items
+        if isinstance(item, InputMessage | InputResult)
+    ]
+    return [url for content in contents for url in urls_of(content)]
+
+
+class TextReader:
+    """Reads the text that a custom tool is called with while its arguments come.
+
+    Worked example: of `{"input": "a\\n` it has told `a` and a line break, and of `{"input": "a\\` the `a` alone.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""  # so far
+        self._held = ""
+        self._inside = False
+
+    def push(self, arguments: str) -> str:
+        """Take the next text of the arguments; returns what came new."""
+        self._held += arguments
+        if not self._inside:
+            begin = _BEGIN.match(self._held)
+            if begin is None:
+                return ""
+            self._held, self._inside = self._held[begin.end() :], True
+        known = _WHOLE.match(self._held)
+        assert known is not None, "it matches nothing, too"
+        self._held = self._held[known.end() :]
+        new = str(json.loads(f'"{known.group()}"', strict=False))
+        self.text += new
+        return new
+
+    def finish(self, arguments: str) -> str:
+        """What was not told yet, of all the arguments."""
+        whole = _text_in(arguments)
+        new = whole[len(self.text) :] if whole.startswith(self.text) else ""
+        self.text += new
+        return new
+
+
+def _text_in(arguments: str) -> str:
+    """The one text in arguments, whatever the model called it; all of them where there is none."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, Mapping) else []
+    return texts[0] if len(texts) == 1 else arguments

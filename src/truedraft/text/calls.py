@@ -1,0 +1,482 @@
+"""Calls of functions in what a model writes, read as they come."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from truedraft.text.notations import Notation
+
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any] | None]
+"""The functions that may be called: by name the JSON schema of each one's arguments, None where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A part of an answer that is reasoning.
+
+    Attributes:
+        text: of it, without marks.
+    """
+
+    text: str
+
+
+def new_call_id() -> str:
+    """An id for a call that the model gave none."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, as far as it was read.
+
+    Attributes:
+        id: by which its result is sent back.
+        name: of the function.
+        arguments: JSON text.
+    """
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """What came new of one call.
+
+    Attributes:
+        index: of the call.
+        call: as far as it was read.
+        begins: whether its name has just become known.
+        arguments: new text of its arguments.
+    """
+
+    index: int
+    call: Call
+    begins: bool
+    arguments: str
+
+
+class ArgumentsText(Protocol):
+    """The text of the arguments of a call whose name is known."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether they are there."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether they are none."""
+
+    @property
+    def value(self) -> str:
+        """JSON text of them so far."""
+
+    @property
+    def rest(self) -> str | None:
+        """What is behind them; None while they are open."""
+
+    def push(self, more: str) -> None:
+        """Read on."""
+
+
+class CallText(Protocol):
+    """The text of one call that comes in parts, from behind its opening to before its closing."""
+
+    @property
+    def text(self) -> str:
+        """So far, as long as it may turn out to be no call."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is none."""
+
+    @property
+    def name(self) -> str | None:
+        """Of the function; None while it is not known."""
+
+    @property
+    def id(self) -> str | None:
+        """That the model gave the call; None where it gave none."""
+
+    @property
+    def value(self) -> str:
+        """JSON text of the arguments so far."""
+
+    @property
+    def rest(self) -> str | None:
+        """What is behind the call; None while it is open."""
+
+    def push(self, more: str) -> None:
+        """Read on."""
+
+
+class CallsReader:
+    """Reads text and calls that stand between marks.
+
+    Text that may be the beginning of a call is held back until it is known. What looks like a call and is none stays
+    text. Space before, between and behind calls is left out where there is no other text before it. Space inside marks
+    may be left out, or be more.
+
+    Args:
+        notation: of the model; where its calls have no opening, they stand at the beginning of the answer.
+        tools: that may be called.
+        parallel: whether there may be several calls.
+        calls: takes those that were read to their end, or to the answer's.
+    """
+
+    def __init__(self, notation: Notation, tools: Schemas, parallel: bool, calls: list[Call]) -> None:
+        self._calls = calls
+        self._notation = notation
+        self._tools = tools
+        self._begin, self._opening, self._closing, self._end = (
+            words_of(text) for text in (notation.begin, notation.opening, notation.closing, notation.end)
+        )
+        self._bare = notation.bare
+        self._most = None if parallel else 1
+        self._step: Callable[[list[str | CallDelta], bool], bool] = self._read_text
+        self._held = ""  # not yet read
+        self._marks = ""  # that were read, and are text where no call comes
+        self._left: Sequence[str] = ()  # of the marks that are being read
+        self._call: Call | None = None  # that is being read
+        self._body: CallText = notation.body.reader(notation, tools)
+        self._wrote = False  # any text but space
+        self._space = ""  # that came before any other text
+
+    def push(self, text: str, *, last: bool = False) -> list[str | CallDelta]:
+        """Take the next text.
+
+        Args:
+            text: of the answer.
+            last: whether nothing follows.
+
+        Returns:
+            Plain text, and what came of calls, in order.
+        """
+        self._held += text
+        found: list[str | CallDelta] = []
+        goes_on = bool(self._held) or last
+        while goes_on:
+            goes_on = self._step(found, last)
+        if last and not self._wrote and not self._calls and self._space:
+            found.append(self._space)
+        return found
+
+    def _tell(self, text: str, found: list[str | CallDelta]) -> None:
+        """Hand over plain text."""
+        if not self._wrote:
+            text = self._space + text
+            self._wrote = bool(text.strip())
+            self._space = "" if self._wrote else text
+        if self._wrote and text:
+            found.append(text)
+
+    def _read_text(self, found: list[str | CallDelta], last: bool) -> bool:
+        """Take text up to where calls begin, or may begin; returns whether more can be read."""
+        held = self._held
+        allowed = self._most is None or len(self._calls) < self._most
+        if allowed and self._bare and not self._wrote and held.lstrip()[:1] == "{":
+            self._tell(held[: held.index("{")], found)
+            return self._begin_call(held.lstrip())
+        marks = [words[0] for words in (self._begin, self._opening) if words and allowed]
+        place, mark = min(((place, mark) for mark in marks if (place := held.find(mark)) >= 0), default=(-1, ""))
+        if place >= 0:
+            self._tell(held[:place], found)
+            self._marks, self._held = mark, held[place + len(mark) :]
+            self._left = self._begin[1:] if mark in self._begin[:1] else self._opening[1:]
+            self._step = self._read_begin if mark in self._begin[:1] else self._read_opening
+            return True
+        kept = 0 if last else max((overlap(held, mark) for mark in marks), default=0)
+        self._held = held[len(held) - kept :]
+        self._tell(held[: len(held) - kept], found)
+        return False
+
+    def _read_begin(self, found: list[str | CallDelta], last: bool) -> bool:
+        return self._read_marks(found, last, self._read_between)
+
+    def _read_opening(self, found: list[str | CallDelta], last: bool) -> bool:
+        return self._read_marks(found, last, self._read_call)
+
+    def _read_marks(
+        self, found: list[str | CallDelta], last: bool, then: Callable[[list[str | CallDelta], bool], bool]
+    ) -> bool:
+        """Read the rest of some marks."""
+        place = behind(self._held, self._left)
+        if place is None and not last:
+            return False
+        if place is None or place < 0:
+            return self._give_up(self._held, found)
+        self._marks += self._held[:place]
+        if then == self._read_call:
+            return self._begin_call(self._held[place:])
+        self._held, self._step = self._held[place:], then
+        return bool(self._held) or last
+
+    def _read_between(self, found: list[str | CallDelta], last: bool) -> bool:
+        """Behind a mark that begins calls, or behind one of these: what comes next is a call or the end."""
+        held = self._held.lstrip(" \t\r\n,;")
+        opens = behind(held, self._opening or ["{"])
+        ends = behind(held, self._end) if self._end else -1
+        if (opens is None or ends is None or not held) and not last:
+            return False
+        if ends is not None and ends >= 0:
+            self._held, self._marks, self._step = held[ends:], "", self._read_text
+            return bool(self._held)
+        if opens is None or opens < 0 or (self._most is not None and len(self._calls) >= self._most):
+            return self._give_up(self._held, found)
+        self._marks += held[: opens if self._opening else 0]
+        return self._begin_call(held[opens if self._opening else 0 :])
+
+    def _begin_call(self, held: str) -> bool:
+        self._held, self._step = held, self._read_call
+        self._body = self._notation.body.reader(self._notation, self._tools)
+        return True
+
+    def _read_call(self, found: list[str | CallDelta], last: bool) -> bool:
+        """Read on in the call that is begun; returns whether more can be read."""
+        body = self._body
+        body.push(self._held)
+        self._held = ""
+        any_name = not self._bare or bool(self._marks) or self._call is not None
+        named = body.name is not None and (any_name or body.name in self._tools)
+        over = body.fails or (not named and (body.name is not None or body.rest is not None or last))
+        if self._call is None and over:
+            return self._give_up(body.text, found)
+        if not named:
+            return False
+        index = len(self._calls)
+        if self._call is None:
+            self._call = Call(body.id or self._notation.new_id(), str(body.name))
+            self._space = self._marks = ""
+            found.append(CallDelta(index, self._call, True, ""))
+        call = self._call
+        known = body.value or ("{}" if body.rest is not None else "")
+        new = known[len(call.arguments) :]
+        if new:
+            call.arguments += new
+            found.append(CallDelta(index, call, False, new))
+        if body.rest is None and not last:
+            return False
+        call.id = body.id or call.id
+        self._calls.append(call)
+        self._call = None
+        self._held, self._left, self._step = body.rest or "", self._closing, self._read_closing
+        return True
+
+    def _read_closing(self, found: list[str | CallDelta], last: bool) -> bool:
+        """Leave out the marks behind a call, as far as they are there; returns whether more can be read."""
+        while self._left:
+            place = behind(self._held, self._left[:1])
+            if place is None:
+                if not last:
+                    return False
+                self._held = ""
+                break
+            if place < 0:
+                break
+            self._held, self._left = self._held[place:], self._left[1:]
+        self._step = self._read_between if self._begin or not self._opening else self._read_text
+        return bool(self._held)
+
+    def _give_up(self, held: str, found: list[str | CallDelta]) -> bool:
+        """What was read is no call: its marks are text, and behind them a call may begin."""
+        if (self._marks + held).strip():
+            text, self._space, self._wrote = self._space + self._marks, "", True
+            if text:
+                found.append(text)
+        self._held, self._marks, self._call, self._step = held, "", None, self._read_text
+        return bool(self._held)
+
+
+class RecordText:
+    """A call that is an object in JSON, with its name and its arguments in it.
+
+    Worked example: of `{"name": "f", "arguments": {"x": [1, "}` the name is f and the value of "arguments" is
+    `{"x": [1, "}` so far.
+
+    Args:
+        wanted: key of the arguments; "" where the whole object is the arguments.
+    """
+
+    def __init__(self, wanted: str) -> None:
+        self.text = ""
+        self.fails = False
+        self.name: str | None = None
+        self.id: str | None = None
+        self.value = ""
+        self.begun = False  # whether its brace came
+        self._wanted = wanted
+        self._end: int | None = None
+        self._place = 0
+        self._depth = 0
+        self._quoted = self._escaped = False
+        self._key: str | None = None
+        self._value_from = 0
+        self._string_from = 0
+        self._string = ""  # the last whole one, quotes included
+
+    @property
+    def rest(self) -> str | None:
+        return None if self._end is None else self.text[self._end :]
+
+    def push(self, more: str) -> None:
+        self.text += more
+        while self._place < len(self.text) and self._end is None and not self.fails:
+            self._take(self.text[self._place])
+            self._place += 1
+        if not self._wanted:
+            self.value = self.text[: self._end].strip()
+        elif self._end is None and self._key == self._wanted:
+            self.value = self.text[self._value_from :].strip()
+
+    def _take(self, character: str) -> None:
+        if self._quoted:
+            self._in_string(character)
+        elif self._depth == 0:
+            self._depth = int(character == "{")
+            self.begun = bool(self._depth)
+            self.fails = not self._depth and not character.isspace()
+        elif character == '"':
+            self._quoted, self._string_from = True, self._place
+        elif character == ":" and self._depth == 1 and self._key is None:
+            self._key, self._value_from = _string(self._string), self._place + 1
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}],":
+            if self._depth == 1:
+                self._end_value()
+            self._depth -= character != ","
+            if self._depth == 0:
+                self._end = self._place + 1
+
+    def _in_string(self, character: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._quoted = False
+            self._string = self.text[self._string_from : self._place + 1]
+
+    def _end_value(self) -> None:
+        value = self.text[self._value_from : self._place].strip()
+        if self._key == "name":
+            self.name = _string(value)
+        elif self._key == "id":
+            self.id = _string(value)
+        elif self._key == self._wanted:
+            self.value = value
+        self._key = None
+
+
+class NamedText:
+    """A call whose name stands before its arguments.
+
+    Args:
+        notation: of the model.
+        arguments: what reads those of a function; its `begun` says whether they are there.
+    """
+
+    def __init__(self, notation: Notation, arguments: Callable[[str], ArgumentsText]) -> None:
+        self.text = ""
+        self._notation = notation
+        before, _, behind_id = notation.between.rpartition("{id}")
+        self._mark = behind_id.strip() or "<"
+        self._keeps = not behind_id.strip()  # the name goes to where the next mark begins
+        known = f"(?:{re.escape(before)}(?P<id>{notation.id_pattern}))?" if before else "(?P<id>)"
+        self._head = re.compile(rf"\s*(?P<name>[^\s<>{{}}\"]+?){known}\s*")
+        self._make = arguments
+        self._arguments: ArgumentsText | None = None
+        self._found: re.Match[str] | None = None
+        self._failed = False
+
+    @property
+    def fails(self) -> bool:
+        return self._failed or (self._arguments is not None and self._arguments.fails)
+
+    @property
+    def name(self) -> str | None:
+        begun = self._arguments is not None and self._arguments.begun
+        return self._found["name"] if self._found is not None and begun else None
+
+    @property
+    def id(self) -> str | None:
+        if self._found is None or not self._found["id"]:
+            return None
+        return self._notation.call_id.format(name=self._found["name"], id=self._found["id"])
+
+    @property
+    def value(self) -> str:
+        return "" if self._arguments is None else self._arguments.value
+
+    @property
+    def rest(self) -> str | None:
+        return None if self._arguments is None else self._arguments.rest
+
+    def push(self, more: str) -> None:
+        if self._arguments is not None:
+            if not self._arguments.begun:
+                self.text += more
+            self._arguments.push(more)
+            return
+        self.text += more
+        head, mark, behind_mark = self.text.partition(self._mark)
+        if not mark:
+            self._failed = len(head[: len(head) - overlap(head, self._mark)].split()) > 1
+            return
+        self._found = self._head.fullmatch(head)
+        if self._found is None:
+            self._failed = True
+            return
+        self._arguments = self._make(self._found["name"])
+        self._arguments.push((mark if self._keeps else "") + behind_mark)
+
+
+def _string(text: str) -> str | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+_WORDS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|[^\s<\[]+|\S")
+
+
+def words_of(marks: str) -> list[str]:
+    """The parts of some marks between which space may stand."""
+    return _WORDS.findall(marks)
+
+
+def behind(text: str, words: Sequence[str]) -> int | None:
+    """The place behind some words at the beginning of a text, whatever space is between them.
+
+    Returns:
+        -1 where the text begins otherwise, None where it is too short to know.
+    """
+    place = 0
+    for word in words:
+        while place < len(text) and text[place].isspace():
+            place += 1
+        part = text[place : place + len(word)]
+        if part != word:
+            return None if word.startswith(part) and len(text) == place + len(part) else -1
+        place += len(word)
+    return place
+
+
+def overlap(text: str, opening: str) -> int:
+    """How many characters at the end of a text begin an opening."""
+    return next((count for count in range(min(len(text), len(opening)), 0, -1) if opening.startswith(text[-count:])), 0)

@@ -1,0 +1,89 @@
+"""Answers in channels, as gpt-oss writes them: messages with a header each, which says where they go."""
+
+from __future__ import annotations
+
+import re
+
+from truedraft.text.calls import Call, CallDelta, Reasoning, Schemas, new_call_id, overlap
+
+_BODY = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_TO = re.compile(r"\bto=([^\s<]+)")
+_HEADS = ("<|start|>", "<|channel|>", _BODY, "to=")
+
+
+class ChannelReader:
+    """Reads text, reasoning and calls from messages of several channels.
+
+    What goes to a function is a call, the channels "final" and "commentary" are text, and all else is reasoning. What
+    stands where a header should is text.
+
+    Args:
+        tools: that may be called.
+        calls: takes those that were read.
+    """
+
+    def __init__(self, tools: Schemas, calls: list[Call]) -> None:
+        self._tools = tools
+        self._calls = calls
+        self._held = ""
+        self._kind: type[str] | type[Reasoning] | None = None  # of the message; None in a header, and in a call
+        self._call: Call | None = None
+        self._told: set[type[str] | type[Reasoning]] = set()  # kinds of which something was told
+
+    def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
+        """Take the next text; see `AnswerReader.push`."""
+        self._held += text
+        found: list[str | Reasoning | CallDelta] = []
+        while self._read_message(found, last) if self._in_message else self._read_header(last, found):
+            pass
+        return found
+
+    @property
+    def _in_message(self) -> bool:
+        return self._kind is not None or self._call is not None
+
+    def _read_header(self, last: bool, found: list[str | Reasoning | CallDelta]) -> bool:
+        head, mark, rest = self._held.partition(_BODY)
+        start = head.lstrip()
+        begins = any(each.startswith(start[: len(each)]) for each in _HEADS)
+        if start and (not begins or (last and not any(map(start.startswith, _HEADS)))):
+            self._kind = str
+            return True
+        if not mark:
+            return False
+        channel, to = _CHANNEL.search(head), _TO.search(head)
+        self._held = rest
+        name = to[1] if to is not None else ""
+        if name.startswith("functions.") or name in self._tools:
+            self._call = Call(new_call_id(), name.removeprefix("functions."))
+            found.append(CallDelta(len(self._calls), self._call, True, ""))
+        else:
+            told = not name and (channel is None or channel[1] in ("final", "commentary"))
+            self._kind = str if told else Reasoning
+            if self._kind in self._told:
+                found.append(self._part("\n\n"))
+        return True
+
+    def _part(self, text: str) -> str | Reasoning:
+        return text if self._kind is str else Reasoning(text)
+
+    def _read_message(self, found: list[str | Reasoning | CallDelta], last: bool) -> bool:
+        held = self._held
+        end, mark = min(((place, mark) for mark in _ENDS if (place := held.find(mark)) >= 0), default=(-1, ""))
+        kept = 0 if last or end >= 0 else max(overlap(held, mark) for mark in _ENDS)
+        text = held[:end] if end >= 0 else held[: len(held) - kept]
+        self._held = held[end:].removeprefix("" if mark in _HEADS else mark) if end >= 0 else held[len(text) :]
+        if self._call is not None:
+            if text:
+                self._call.arguments += text
+                found.append(CallDelta(len(self._calls), self._call, False, text))
+            if end >= 0 or last:
+                self._calls.append(self._call)
+        elif self._kind is not None and text:
+            self._told.add(self._kind)
+            found.append(self._part(text))
+        if end >= 0 or last:
+            self._kind = self._call = None
+        return end >= 0

@@ -1,0 +1,337 @@
+"""Control tokens that somebody typed into a chat: they stay text, and only the chat template writes the tokens.
+
+A message that spells `<|im_end|>` must not end its turn. Where messages spell a control token, each spelling is put
+between two marks before the template sees it. In what the template makes of that, control tokens beside a mark were
+typed and all others are the template's own. The text is then tokenised as a whole by a copy of the tokenizer in which
+control tokens have secret names: it finds the template's own, which got those names, and nothing in what was typed.
+
+Worked example: the content `a<|end|>b` goes through the template as `a[<|end|>]b`, with marks for the brackets, and
+comes out as `<|user|>a[<|end|>]b<|end|>`. The copy reads `SECRET1a<|end|>bSECRET2`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from truedraft.errors import PromptError
+
+_Value = TypeVar("_Value")
+_TRUSTED_MARKS = frozenset(("system", "developer", "assistant"))
+"""Roles in which tokens that decode to text (`<tool_call>`, `<think>`) stay tokens: the operator or the model wrote
+them. Special tokens stay text in these, too."""
+_MARKS = range(0xE000, 0xF900)  # the private use area, of which two that nobody typed are taken
+_SECRET_CHARACTERS, _LARGE_AREA = 8, range(0x100000, 0x10FFFE)  # 2^128 names
+_HINT = 3  # first characters of a token, by which most texts are seen to spell none
+
+
+@dataclass(frozen=True)
+class MarkedChat:
+    """What a chat template is given, with marks around control tokens that were typed.
+
+    Attributes:
+        messages, tools, variables: as of `Tokenizer.chat`.
+        marks: the two.
+        found: where the first such token is, and the token.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    marks: tuple[str, str]
+    found: tuple[str, str]
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer beside a chat template.
+
+    These are its special tokens, and those added ones that the template writes itself.
+
+    Args:
+        backend: the tokenizer from transformers.
+        name: what messages call it.
+        template: text of the template, and of a conversation by it: tokens in either are written by it.
+    """
+
+    def __init__(self, backend: Any, name: str, template: str) -> None:
+        self._backend = backend
+        self._name = name
+        added = getattr(backend, "added_tokens_decoder", {}).values()
+        special = [token for token in added if token.special]
+        written = [token for token in added if not token.special and token.content in template]
+        marks = [token for token in written if _is_mark(token.content)]
+        normalizer = backend.backend_tokenizer.normalizer if getattr(backend, "is_fast", False) else None
+        self._special = _Finder(special, normalizer)
+        self._all = _Finder([*special, *marks], normalizer)
+
+    def special_in(self, text: str) -> list[int]:
+        """Ids of the special tokens in a text, in order."""
+        return [
+            self._backend.convert_tokens_to_ids(self._special.tokens[number].content)
+            for _, _, number in self._special.spans(text)
+        ]
+
+    def literal_ids(self, text: str) -> list[int]:
+        """The ids of a part of a text that spells them like all else.
+
+        Raises:
+            PromptError: it spells one, and this tokenizer cannot keep that as text.
+        """
+        token = self._all.first(text)
+        if not token:
+            return list(self._backend(text, verbose=False, add_special_tokens=False).input_ids)
+        if not getattr(self._backend, "is_fast", False):
+            raise PromptError(f"a text spells {token!r}, which {self._name!r} cannot keep as text; leave it out")
+        return self._read(text)
+
+    def marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+    ) -> MarkedChat | None:
+        """A chat with marks around the control tokens that its texts spell; None where they spell none.
+
+        Raises:
+            PromptError: it holds all characters that marks are made of.
+        """
+        finders = [self._special if each.get("role") in _TRUSTED_MARKS else self._all for each in messages]
+        texts: list[tuple[str, str, _Finder]] = []  # where, what, and what is looked for
+        for place, (message, finder) in enumerate(zip(messages, finders, strict=True)):
+            texts += [(f"messages[{place}]", text, finder) for text in _texts(_without_role(message))]
+        texts += [("tools", text, self._all) for text in _texts(tools)]
+        texts += [("chat_template_kwargs", text, self._all) for text in _texts(variables)]
+        found = next(((place, token) for place, text, finder in texts if (token := finder.first(text))), None)
+        joined = self._all.joined([text for _, text, _ in texts])
+        if found is None and not joined:
+            return None
+        if found is None:
+            found = next((where, part) for where, text, _ in texts for part in joined if text.lstrip().startswith(part))
+        typed = {character for _, text, _ in texts for character in text if "\ue000" <= character <= "\uf8ff"}
+        free = [chr(number) for number in _MARKS if chr(number) not in typed][:2]
+        if len(free) < 2:
+            raise PromptError(f"{found[0]} spells {found[1]!r} and all characters by which that could be marked")
+        marks = free[0], free[1]
+
+        def mark(finder: _Finder) -> Callable[[str], str]:
+            return lambda text: _with_marks(text, finder.spans(text), joined, marks)
+
+        return MarkedChat(
+            [
+                {key: value if key == "role" else _mapped(value, mark(finder)) for key, value in message.items()}
+                for message, finder in zip(messages, finders, strict=True)
+            ],
+            None if tools is None else _mapped(list(tools), mark(self._all)),
+            _mapped(dict(variables), mark(self._all)),
+            marks,
+            found,
+        )
+
+    def ids(self, rendered: str, chat: MarkedChat) -> list[int]:
+        """The ids of what the template made of a marked chat.
+
+        Raises:
+            PromptError: this tokenizer cannot keep the typed tokens as text.
+        """
+        place, token = chat.found
+        refused = f"{place} spells {token!r}, a control token of {self._name!r}, "
+        if not getattr(self._backend, "is_fast", False):
+            raise PromptError(f"{refused}which has no tokenizer.json and so cannot keep it as text; leave it out")
+        begin, end = chat.marks
+        for mark in chat.marks:  # as templates that write ASCII alone have it
+            rendered = rendered.replace(json.dumps(mark)[1:-1], mark)
+        pieces = re.split(f"([{begin}{end}])", rendered)
+        named, whole = "", "".join(pieces[::2])
+        for number in range(0, len(pieces), 2):
+            piece, before, after = pieces[number], pieces[number - 1 : number], pieces[number + 1 : number + 2]
+            spans = self._all.spans(piece)
+            opened = before == [begin] and any(first == 0 for first, _, _ in spans)
+            closed = after == [end] and any(stop == len(piece) for _, stop, _ in spans)
+            typed = opened and closed and len(spans) == 1
+            if (opened or closed) and not typed:
+                raise PromptError(f"{refused}where its chat template cuts the text apart; leave it out")
+            named += piece if typed else self._named(piece, spans)
+        expected = self._backend(whole, verbose=False, add_special_tokens=False).input_ids
+        if self._read(self._named(whole, self._all.spans(whole))) != list(expected):
+            raise PromptError(f"{refused}whose text it cannot tell from the token; leave it out")
+        return self._read(named)
+
+    def _named(self, text: str, spans: Collection[tuple[int, int, int]]) -> str:
+        """A text with the secret names of tokens at some spans."""
+        parts, place = [], 0
+        for first, end, number in spans:
+            parts += [text[place:first], self._names[number]]
+            place = end
+        return "".join(parts) + text[place:]
+
+    def _read(self, text: str) -> list[int]:
+        return list(self._copy.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The secret name of each control token: nobody can type it."""
+        secret = "".join(chr(secrets.choice(_LARGE_AREA)) for _ in range(_SECRET_CHARACTERS))
+        return [f"{secret}{chr(0xF0000 + number)}" for number in range(len(self._all.tokens))]
+
+    @cached_property
+    def _copy(self) -> Any:
+        """The tokenizer with control tokens under their secret names, ids and all else as they are."""
+        from tokenizers import Tokenizer as Backend
+
+        described = json.loads(self._backend.backend_tokenizer.to_str())
+        names = dict(zip((token.content for token in self._all.tokens), self._names, strict=True))
+        described["truncation"] = described["padding"] = None
+        for each in described["added_tokens"]:
+            each["content"] = names.get(each["content"], each["content"])
+        model = described["model"]
+        vocab = model["vocab"]  # pieces of which are tokens of their own wherever they are spelled
+        if isinstance(vocab, dict):
+            model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+        else:
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+        if model.get("merges"):
+            model["merges"] = [merge for merge in model["merges"] if not names.keys() & _merged(merge)]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        copy = Backend.from_str(json.dumps(described))
+        ids = self._backend.get_vocab()
+        moved = next((token for token, secret in names.items() if copy.token_to_id(secret) != ids[token]), None)
+        if moved is not None:
+            raise PromptError(f"the tokenizer {self._name!r} cannot read {moved!r} as text; leave it out")
+        return copy
+
+
+class _Finder:
+    """Finds tokens in texts as a tokenizer does: the first, and of those that begin there the longest.
+
+    Args:
+        tokens: of which spellings are found.
+        normalizer: that some tokens are sought behind; None where there is none.
+
+    Attributes:
+        tokens: as given.
+    """
+
+    def __init__(self, tokens: Sequence[Any], normalizer: Any) -> None:
+        self.tokens = list(tokens)
+        self._normalizer = normalizer if any(token.normalized for token in tokens) else None
+        hints = sorted({re.escape(token.content[:_HINT]) for token in tokens})
+        self._hint = re.compile("|".join(hints) or r"(?!)")
+        self._heads = _parts(tokens, lambda text, cut: text[:cut])
+        self._tails = _parts(tokens, lambda text, cut: text[cut:])
+        self._longest = max((len(token.content) for token in tokens), default=0)
+
+    def spans(self, text: str) -> list[tuple[int, int, int]]:
+        """First character, end and number of each token in a text."""
+        if self._normalizer is None and self._hint.search(text) is None:
+            return []
+        found = self._finder.encode(text)
+        return [(*span, number) for span, number in zip(found.offsets, found.ids, strict=True)]
+
+    def first(self, text: str) -> str:
+        """The first token in a text; "" where there is none."""
+        spans = self.spans(text)
+        return self.tokens[spans[0][2]].content if spans else ""
+
+    def joined(self, texts: Sequence[str]) -> list[str]:
+        """Last parts of tokens that some text begins with while others end with a first part, the longest first.
+
+        A template may write texts side by side, without white space around them.
+        """
+        heads = frozenset[int]().union(*(self._edges(text.rstrip()[::-1], self._heads, -1) for text in texts))
+        tails = [
+            tail
+            for text in texts
+            if heads & self._edges(text.lstrip(), self._tails, 1)
+            for cut in range(self._longest, 0, -1)
+            if heads & self._tails.get(tail := text.lstrip()[:cut], frozenset())
+        ]
+        return sorted(set(tails), key=len, reverse=True)
+
+    def _edges(self, text: str, parts: Mapping[str, frozenset[int]], step: int) -> frozenset[int]:
+        """Numbers of the tokens of which one of the parts stands at the edge of a text."""
+        edge = text[: self._longest]
+        return frozenset[int]().union(*(parts.get(edge[:cut][::step], frozenset()) for cut in range(1, len(edge) + 1)))
+
+    @cached_property
+    def _finder(self) -> Any:
+        from tokenizers import AddedToken, models
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend(models.BPE())
+        if self._normalizer is not None:
+            backend.normalizer = self._normalizer
+        backend.add_tokens(
+            [
+                AddedToken(token.content, normalized=token.normalized, single_word=token.single_word)
+                for token in self.tokens
+            ]
+        )
+        return backend
+
+
+def _parts(tokens: Sequence[Any], part: Callable[[str, int], str]) -> dict[str, frozenset[int]]:
+    """By each proper first, or last, part of tokens the numbers of those tokens."""
+    found: dict[str, set[int]] = {}
+    for number, token in enumerate(tokens):
+        for cut in range(1, len(token.content)):
+            found.setdefault(part(token.content, cut), set()).add(number)
+    return {text: frozenset(numbers) for text, numbers in found.items()}
+
+
+def _is_mark(token: str) -> bool:
+    """Whether a token is a mark, and no word, number or white space, which templates write as they write text."""
+    return re.search(r"[^\w\s▁]", token) is not None
+
+
+def _merged(merge: str | Sequence[str]) -> set[str]:
+    """The pieces that a merge is of, and the one that it makes."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return {left, right, left + right}
+
+
+def _without_role(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "role"}
+
+
+def _with_marks(text: str, spans: Sequence[tuple[int, int, int]], joined: Sequence[str], marks: tuple[str, str]) -> str:
+    begin, end = marks
+    parts, place = list[str](), 0
+    blank = len(text) - len(text.lstrip())
+    tail = next((each for each in joined if text.startswith(each, blank)), "")
+    if tail and not (spans and spans[0][0] < blank + len(tail)):
+        spans = [(blank, blank + len(tail), -1), *spans]
+    for first, stop, _ in spans:
+        parts += [text[place:first], begin, text[first:stop], end]
+        place = stop
+    return "".join(parts) + text[place:]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _mapped(value: _Value, change: Callable[[str], str]) -> _Value:
+    """A value with all its texts changed, keys included."""
+    made: Any = value
+    if isinstance(value, str):
+        made = change(value)
+    elif isinstance(value, Mapping):
+        made = {_mapped(key, change): _mapped(each, change) for key, each in value.items()}
+    elif isinstance(value, list | tuple):
+        made = [_mapped(each, change) for each in value]
+    return made

@@ -1,0 +1,187 @@
+"""Earlier calls of a conversation in the form that a chat template takes, found out by rendering a small one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from truedraft.errors import PromptError
+from truedraft.text.notations import Notation
+
+Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
+"""The text that a template makes of messages and tools; a PromptError where it refuses them."""
+
+_ARGUMENTS = {"probe": "value"}
+_ARGUMENTS_TEXT = json.dumps(_ARGUMENTS)
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_BARE_TOOLS = [{"type": "function", "function": {"name": "probe"}}]
+_WHOLE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "", "parameters": _NO_PARAMETERS}}]
+_SHORT_ID, _LONG_ID = "abcdefghi", "call_0123456789abcdef01234567"
+_SHORT = 9  # characters of the ids that Mistral's templates insist on
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryForm:
+    """What a template wants of messages with calls, and of tools.
+
+    Attributes:
+        text_arguments: arguments as JSON text; else as an object.
+        null_content: null where there is no content; else an empty text.
+        short_ids: ids of nine letters and digits.
+        one_call: one call in a message, each followed by its result.
+        whole_tools: a description and parameters of each tool, if they are empty.
+        calls_as_text: calls in the text of their message, for it leaves them out.
+        results_as_user: results in a message of the user's, for it takes none of tools.
+    """
+
+    text_arguments: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+    one_call: bool = False
+    whole_tools: bool = False
+    calls_as_text: bool = False
+    results_as_user: bool = False
+
+    @classmethod
+    def of(cls, render: Render) -> HistoryForm:
+        """The form that a template takes; the plain one where it takes none."""
+
+        question = {"role": "user", "content": "question"}
+
+        def rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+            try:
+                return render(messages, tools)
+            except PromptError:
+                return ""
+
+        def shown(arguments: Any, content: Any, identity: str = _SHORT_ID, calls: int = 1) -> str:
+            """What it makes of a small history; "" where it refuses it."""
+            numbered = [(f"called_{number}", identity[:-1] + str(number)) for number in range(calls)]
+            records = [
+                {"id": each, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, each in numbered
+            ]
+            results = [
+                {"role": "tool", "name": name, "tool_call_id": each, "content": "result"} for name, each in numbered
+            ]
+            turn = {"role": "assistant", "content": content, "tool_calls": records}
+            return rendered([question, turn, *results], _WHOLE_TOOLS)
+
+        def is_whole(text: str, arguments: Any) -> bool:
+            """Whether a call stands there as it should, and no Python object in its place."""
+            wanted = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
+            known = "called_0" in text and wanted in text
+            return known and "{'probe'" not in text and text.count("None") <= none
+
+        none = rendered([question], _WHOLE_TOOLS).count("None")
+        whole = not rendered([question], _BARE_TOOLS) and bool(rendered([question], _WHOLE_TOOLS))
+        found = next(
+            (
+                (arguments, content)
+                for content, arguments in itertools.product(("", None), (_ARGUMENTS, _ARGUMENTS_TEXT))
+                if is_whole(shown(arguments, content), arguments)
+            ),
+            None,
+        )
+        if found is None:
+            said = {"role": "assistant", "content": "said"}
+            result = {"role": "tool", "name": "probe", "tool_call_id": _SHORT_ID, "content": "result"}
+            apart = "result" in rendered([question, said, result], _WHOLE_TOOLS)
+            return cls(whole_tools=whole, calls_as_text=True, results_as_user=not apart)
+        arguments, content = found
+        null = shown(arguments, None)
+        return cls(
+            text_arguments=arguments is _ARGUMENTS_TEXT,
+            null_content=is_whole(null, arguments) and null != shown(arguments, ""),
+            short_ids=not shown(arguments, content, _LONG_ID),
+            one_call="called_1" not in shown(arguments, content, calls=2),
+            whole_tools=whole,
+        )
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Tools in this form.
+
+        Args:
+            tools: in OpenAI's form.
+        """
+        added: Mapping[str, Any] = {"description": "", "parameters": _NO_PARAMETERS} if self.whole_tools else {}
+        return [{**tool, "function": {**added, **tool["function"]}} for tool in tools]
+
+    def fitted(self, messages: Sequence[Mapping[str, Any]], notation: Notation) -> list[dict[str, Any]]:
+        """Messages in this form.
+
+        Args:
+            messages: in OpenAI's form, with arguments as objects where they are such.
+            notation: of calls that stand in texts.
+        """
+        found = [self._fitted(message) for message in messages]
+        if self.calls_as_text:
+            found = [_with_calls_as_text(message, notation) for message in found]
+        if self.results_as_user:
+            found = list(_as_users(found))
+        return list(_one_by_one(found)) if self.one_call else found
+
+    def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        made = dict(message)
+        if self.short_ids and made.get("tool_call_id"):
+            made["tool_call_id"] = _short(made["tool_call_id"])
+        if not made.get("tool_calls"):
+            return made
+        made["tool_calls"] = [self._call(call) for call in made["tool_calls"]]
+        if not made.get("content"):
+            made["content"] = None if self.null_content else ""
+        return made
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.text_arguments and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        identity = {"id": _short(call.get("id") or "")} if self.short_ids else {}
+        return {**call, **identity, "function": function}
+
+
+def _short(identity: str) -> str:
+    """An id of nine letters and digits, the same for the same one."""
+    if len(identity) == _SHORT and identity.isalnum():
+        return identity
+    return hashlib.sha256(identity.encode()).hexdigest()[:_SHORT]
+
+
+def _with_calls_as_text(message: dict[str, Any], notation: Notation) -> dict[str, Any]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(each["name"], each["arguments"]) for each in functions if isinstance(each["arguments"], dict)]
+    if not calls:
+        return message
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(filter(None, [message["content"], notation.written(calls)]))}
+
+
+def _as_users(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Messages whose results of tools are the user's, those of a turn in one."""
+    for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            results = "\n".join(f"<tool_response>\n{each['content']}\n</tool_response>" for each in group)
+            yield {"role": "user", "content": results}
+        else:
+            yield from group
+
+
+def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Messages of several calls as several messages, each followed by the result of its call."""
+    waiting = list(messages)
+    while waiting:
+        message = waiting.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        for number, call in enumerate(calls):
+            yield {**message, "tool_calls": [call]} | ({"content": ""} if number else {})
+            result = next((each for each in waiting if each.get("tool_call_id") == call.get("id")), None)
+            if result is not None:
+                waiting.remove(result)
+                yield result

@@ -1,0 +1,571 @@
+"""How families of models write calls of functions and their reasoning, told by their chat templates.
+
+One table: what a template shows is what is told, parsed, streamed and forced. A new family is a row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from truedraft.core.params import Structured
+from truedraft.text.calls import (
+    Call,
+    CallDelta,
+    CallsReader,
+    CallText,
+    NamedText,
+    Reasoning,
+    RecordText,
+    Schemas,
+    new_call_id,
+    overlap,
+    words_of,
+)
+from truedraft.text.channels import ChannelReader
+from truedraft.text.forms import JSON_LAYOUT
+from truedraft.text.parameters import ParametersText, types_of
+
+__all__ = [
+    "NOTATIONS",
+    "UNKNOWN",
+    "AnswerReader",
+    "Call",
+    "CallDelta",
+    "Notation",
+    "Reasoning",
+    "ReasoningMarks",
+    "notation_of",
+]
+
+_ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+_EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
+_OF_THE_DOCUMENT = ("$defs", "definitions", "$schema", "$id")
+"""What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """What a model writes around its reasoning.
+
+    Attributes:
+        opening: before it.
+        closing: behind it.
+    """
+
+    opening: str
+    closing: str
+
+    def opens(self, prompt: str) -> bool:
+        """Whether a prompt ends inside reasoning, so that the answer begins there.
+
+        Args:
+            prompt: or its end, with its special tokens shown.
+        """
+        return prompt.rstrip().endswith(self.opening)
+
+
+class Body(Protocol):
+    """What stands between the marks around a call."""
+
+    def reader(self, notation: Notation, tools: Schemas) -> CallText:
+        """What reads a call."""
+
+    def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
+        """Rules of a grammar in Lark's notation, of which the one called `rule` is a call with its marks."""
+
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call with its marks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An object with the name and the arguments.
+
+    Attributes:
+        arguments: what these are called in it.
+    """
+
+    arguments: str = "arguments"
+
+    def reader(self, notation: Notation, tools: Schemas) -> CallText:
+        return RecordText(self.arguments)
+
+    def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
+        top, arguments, layout = _parts_of(schema)
+        properties: dict[str, Any] = {"name": {"const": name}, self.arguments: arguments}
+        if notation.id_pattern:
+            properties["id"] = {"type": "string", "pattern": f"^{notation.id_pattern}$"}
+        record = {
+            **top,
+            "x-guidance": layout,
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+        yield f"{rule}: {notation.literal(notation.opening)} {rule}_record {notation.literal(notation.closing)}"
+        yield _about(name)
+        yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
+
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        record = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+        return f"{notation.opening}{record}{notation.closing}"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A name, and behind it an object of the arguments."""
+
+    def reader(self, notation: Notation, tools: Schemas) -> CallText:
+        return NamedText(notation, lambda name: RecordText(""))
+
+    def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
+        top, arguments, layout = _parts_of(schema)
+        shown = json.dumps({"type": "object", **top, **arguments, "x-guidance": layout}, ensure_ascii=False)
+        heads = [notation.head(name, *each) for each in ((notation.opening, notation.between), *notation.also)]
+        yield f"{rule}: ({' | '.join(heads)}) {rule}_arguments {notation.literal(notation.closing)}"
+        yield _about(name)
+        yield f"{rule}_arguments: %json {shown}"
+
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        shown = json.dumps(arguments, ensure_ascii=False)
+        return f"{notation.opening}{name}{notation.between.replace('{id}', '0')}{shown}{notation.closing}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """A name, and behind it arguments one by one: strings as they are, all else as JSON.
+
+    Attributes:
+        opening: before an argument's name.
+        middle: between that and its value.
+        closing: behind the value.
+    """
+
+    opening: str
+    middle: str
+    closing: str
+
+    def reader(self, notation: Notation, tools: Schemas) -> CallText:
+        marks, end = (self.opening, self.middle, self.closing), words_of(notation.closing)[0]
+        return NamedText(notation, lambda name: ParametersText(marks, end, tools.get(name)))
+
+    def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
+        top, arguments, layout = _parts_of(schema)
+        required = arguments.get("required") or ()
+        known = arguments.get("properties")
+        parts: list[str] = []
+        for number, (key, each) in enumerate(known.items() if isinstance(known, Mapping) else ()):
+            parts.append(f"{rule}_{number}" + ("" if key in required else "?"))
+            before = notation.literal(self.opening + key + self.middle)
+            yield f"{rule}_{number}: {before} {rule}_{number}_value"
+            yield _about(name, key)
+            yield from self._value(notation, f"{rule}_{number}_value", each, top, layout)
+        if not parts and arguments.get("additionalProperties") is not False:
+            parts.append(f"{rule}_any*")
+            yield f"{rule}_any: {notation.literal(self.opening)} /[\\w.-]+/ {notation.literal(self.middle)} {rule}_text"
+            yield from self._value(notation, f"{rule}_text", {"type": "string"}, top, layout)
+        head = notation.head(name, notation.opening, notation.between)
+        yield f"{rule}: {head} {' '.join(parts)} {notation.literal(notation.closing)}"
+
+    def _value(
+        self, notation: Notation, rule: str, schema: Any, top: Mapping[str, Any], layout: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """A value and what closes it."""
+        closing, types = notation.literal(self.closing), types_of(schema, top)
+        if types == {"boolean"}:  # in JSON, or as templates in Python's notation taught it
+            yield f'{rule}: ("true" | "false" | "True" | "False") {closing}'
+        elif "string" not in types:
+            value = {**top, **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
+            yield f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
+            yield f"{rule}: {rule}_json {closing}"
+        elif isinstance(schema.get("enum"), list):
+            shown = [each if isinstance(each, str) else json.dumps(each) for each in schema["enum"]]
+            yield f"{rule}: ({' | '.join(map(notation.literal, shown))}) {closing}"
+        elif closing.startswith('"') and "<[" not in closing:
+            yield f"{rule}[suffix={closing}]: /(?s:.*)/"
+        else:  # a special token, which no text holds
+            yield f"{rule}: /(?s:.*)/ {closing}"
+
+    def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
+        shown = [
+            self.opening + key + self.middle + (value if isinstance(value, str) else json.dumps(value)) + self.closing
+            for key, value in arguments.items()
+        ]
+        return f"{notation.opening}{name}{notation.between}{''.join(shown)}{notation.closing}"
+
+
+def _about(name: str, key: str | None = None) -> str:
+    """A comment before a schema, with which is told what of it cannot be read."""
+    return f"// function {json.dumps(name)}" + ("" if key is None else f", argument {json.dumps(key)}")
+
+
+def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Of a schema what it says of the whole document, the rest, and the layout."""
+    rest = dict(schema)
+    top = {key: rest.pop(key) for key in _OF_THE_DOCUMENT if key in rest}
+    return top, rest, {**JSON_LAYOUT, **(rest.pop("x-guidance", None) or {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """How calls are written: `begin opening NAME between ARGUMENTS closing separator opening ... end`.
+
+    Attributes:
+        name: of the notation, as `info` says it.
+        shown: texts of which a chat template that teaches it holds all.
+        body: what stands between opening and closing.
+        begin: before all calls.
+        opening: before each call.
+        between: between its name and its arguments, where the name stands before them; `{id}` is an id of the call.
+        closing: behind each call.
+        separator: between calls.
+        end: behind all calls.
+        also: further pairs of opening and between that models write.
+        ends: special tokens that end a turn, whatever the model's own settings name.
+        id_pattern: regular expression of the id in a call; "" where it has none.
+        call_id: the id by which a result is sent back, of the call's `name` and `id`.
+        new_id: makes one where the model wrote none.
+        channels: whether an answer is messages of several channels.
+        leads: what a model writes before plain text, in one of several ways.
+        reasoning: marks around reasoning; None where the template knows none.
+        special: the tokens in its marks that are matched as a whole, and their ids.
+    """
+
+    name: str
+    shown: tuple[str, ...]
+    body: Body
+    begin: str = ""
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
+    separator: str = ""
+    end: str = ""
+    also: tuple[tuple[str, str], ...] = ()
+    ends: tuple[str, ...] = ()
+    id_pattern: str = ""
+    call_id: str = "{id}"
+    new_id: Callable[[], str] = new_call_id
+    channels: bool = False
+    leads: tuple[str, ...] = ()
+    reasoning: ReasoningMarks | None = None
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def bare(self) -> bool:
+        """Whether a call stands without marks, at the beginning of an answer."""
+        return not self.opening and not self.end
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Of the tokens that end a turn."""
+        return tuple(self.special[each] for each in self.ends if each in self.special)
+
+    @property
+    def described(self) -> str:
+        """What is known of it, for people."""
+        calls = "come as text: the chat template shows no known notation" if not self.shown else f"by {self.name!r}"
+        marks = self.reasoning
+        thoughts = "not marked" if marks is None else f"between {marks.opening} and {marks.closing}"
+        return f"calls of functions {calls}; reasoning {thoughts}"
+
+    def told(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """What a model is told of the tools whose template does not do it.
+
+        Args:
+            tools: in OpenAI's form.
+        """
+        lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+        form = self.written([("NAME", _EXAMPLE)])
+        return "\n".join(["You may call these functions:", *lines, f"To call one, write:\n{form}"])
+
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls as a model writes them.
+
+        Args:
+            calls: the name and the arguments of each.
+        """
+        begin = "" if self.bare else self.begin
+        return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
+
+    def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
+        """Calls of these functions, at least one, in Lark's notation."""
+        rules = [
+            line
+            for number, (name, schema) in enumerate(tools.items())
+            for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}")
+        ]
+        more = f" ({self.literal(self.separator)} any_call)*" if parallel and not self.channels else ""
+        start = f"start: {'' if self.bare else self.literal(self.begin)} any_call{more} {self.literal(self.end)}"
+        any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
+        return Structured("grammar", "\n".join([start, f"any_call: {any_call}", *rules]))
+
+    def answered(self, form: Structured) -> Structured:
+        """The form of an answer whose plain text has a form."""
+        if not self.leads:
+            return form
+        kind, value = form.kind, form.value
+        if kind == "choice":
+            rule = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+        elif kind == "regex":
+            rule = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", value) + "/"
+        elif kind == "grammar":
+            rule = f"%lark {{\n{value}\n}}"
+        else:
+            top, schema, layout = _parts_of(json.loads(value) if kind == "json_schema" else _ANY_ARGUMENTS)
+            rule = f"%json {json.dumps({**top, **schema, 'x-guidance': layout}, ensure_ascii=False)}"
+        leads = " | ".join(map(self.literal, self.leads))
+        return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
+
+    def literal(self, text: str) -> str:
+        """A text in Lark's notation, whose special tokens stand by their ids."""
+        if not text:
+            return ""
+        if not self.special:
+            return json.dumps(text, ensure_ascii=False)
+        parts = re.split("(" + "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) + ")", text)
+        return " ".join(
+            f"<[{self.special[part]}]>" if part in self.special else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    def head(self, name: str, opening: str, between: str) -> str:
+        """A call up to its arguments, in Lark's notation."""
+        before, written, behind = between.rpartition("{id}")
+        parts = [self.literal(opening + name + before), f"/{self.id_pattern}/" if written else ""]
+        return (
+            " ".join(filter(None, [*parts, self.literal(behind)]))
+            if written
+            else self.literal(opening + name + between)
+        )
+
+    @property
+    def marks(self) -> str:
+        """All its marks, one after another."""
+        reasoning = (self.reasoning.opening, self.reasoning.closing) if self.reasoning is not None else ()
+        spelled = [text for pair in self.also for text in pair]
+        named = (self.begin, self.opening, self.between, self.closing, self.end, self.body.call(self, "NAME", _EXAMPLE))
+        return "\n".join([*named, *spelled, *self.ends, *reasoning, *(_HARMONY if self.channels else ())])
+
+
+def _short_id() -> str:
+    """Nine characters, which Mistral's templates insist on."""
+    return secrets.token_hex(5)[:9]
+
+
+_HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
+_FUNCTION = Parameters("<parameter=", ">\n", "\n</parameter>\n")
+_TOOL_CALL: dict[str, Any] = {"opening": "<tool_call>\n", "closing": "\n</tool_call>", "separator": "\n"}
+_DEEPSEEK: dict[str, Any] = {"begin": "<｜tool▁calls▁begin｜>", "end": "<｜tool▁calls▁end｜>"}
+_MISTRAL: dict[str, Any] = {"id_pattern": "[a-zA-Z0-9]{9}", "new_id": _short_id}
+
+NOTATIONS: tuple[Notation, ...] = (
+    Notation(
+        "gpt-oss",
+        ("<|channel|>", "to=", "functions."),
+        Named(),
+        opening="<|channel|>commentary to=functions.",
+        between=" <|constrain|>json<|message|>",
+        also=(
+            (" to=functions.", "<|channel|>commentary json<|message|>"),
+            ("<|start|>assistant<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
+            ("<|start|>assistant to=functions.", "<|channel|>commentary json<|message|>"),
+        ),
+        ends=("<|call|>", "<|return|>"),
+        channels=True,
+        leads=("<|channel|>final<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
+        reasoning=ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"),
+    ),
+    Notation(
+        "kimi-k2",
+        ("<|tool_call_argument_begin|>",),
+        Named(),
+        begin="<|tool_calls_section_begin|>",
+        opening="<|tool_call_begin|>functions.",
+        between=":{id}<|tool_call_argument_begin|>",
+        closing="<|tool_call_end|>",
+        end="<|tool_calls_section_end|>",
+        id_pattern="[0-9]{1,3}",
+        call_id="functions.{name}:{id}",
+    ),
+    Notation(
+        "deepseek-v3",
+        ("<｜tool▁call▁begin｜>", "```json"),
+        Named(),
+        opening="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        between="\n```json\n",
+        closing="\n```<｜tool▁call▁end｜>",
+        separator="\n",
+        **_DEEPSEEK,
+    ),
+    Notation(
+        "deepseek-v3.1",
+        ("<｜tool▁call▁begin｜>",),
+        Named(),
+        opening="<｜tool▁call▁begin｜>",
+        between="<｜tool▁sep｜>",
+        closing="<｜tool▁call▁end｜>",
+        **_DEEPSEEK,
+    ),
+    Notation(
+        "mistral-call-id",
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        Named(),
+        opening="[TOOL_CALLS]",
+        between="[CALL_ID]{id}[ARGS]",
+        **_MISTRAL,
+    ),
+    Notation(
+        "mistral-args", ("[TOOL_CALLS]", "[ARGS]"), Named(), opening="[TOOL_CALLS]", between="[ARGS]", new_id=_short_id
+    ),
+    Notation("mistral", ("[TOOL_CALLS]",), Record(), begin="[TOOL_CALLS][", separator=", ", end="]", **_MISTRAL),
+    Notation(
+        "glm-4.5",
+        ("<tool_call>", "<arg_key>", "\n<arg_value>"),
+        Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        opening="<tool_call>",
+        between="\n",
+        closing="</tool_call>",
+        separator="\n",
+    ),
+    Notation(
+        "glm-4.7",
+        ("<tool_call>", "<arg_key>"),
+        Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        opening="<tool_call>",
+        closing="</tool_call>",
+    ),
+    Notation(
+        "qwen3-coder",
+        ("<tool_call>", "<function=", "<parameter="),
+        _FUNCTION,
+        opening="<tool_call>\n<function=",
+        between=">\n",
+        closing="</function>\n</tool_call>",
+        separator="\n",
+    ),
+    Notation(
+        "seed-oss",
+        ("<seed:tool_call>", "<function=", "<parameter="),
+        Parameters("<parameter=", ">", "</parameter>\n"),
+        opening="<seed:tool_call>\n<function=",
+        between=">\n",
+        closing="</function>\n</seed:tool_call>",
+        separator="\n",
+    ),
+    Notation("hermes", ("<tool_call>", '"arguments'), Record(), **_TOOL_CALL),
+    Notation("llama", ('"parameters": dictionary',), Record("parameters"), begin="<|python_tag|>", separator="; "),
+)
+"""The first one whose texts a template holds is its notation."""
+
+UNKNOWN = Notation("text", (), Record(), **_TOOL_CALL)
+"""Where a template shows no known notation: calls come as text, unless the model writes them as it is told."""
+
+REASONING: tuple[ReasoningMarks, ...] = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+)
+
+
+def notation_of(template: str, tokens: Mapping[str, int] | None = None) -> Notation:
+    """The notation that a chat template shows, with its marks of reasoning.
+
+    Args:
+        template: its text; of several the joined texts.
+        tokens: the ids of tokens that the tokenizer matches as a whole, of which its marks may consist.
+    """
+    found = next((each for each in NOTATIONS if all(text in template for text in each.shown)), UNKNOWN)
+    marks = next((each for each in REASONING if each.opening in template or each.closing in template), None)
+    found = replace(found, reasoning=found.reasoning or marks)
+    text = found.marks
+    return replace(found, special={token: number for token, number in (tokens or {}).items() if token in text})
+
+
+class AnswerReader:
+    """Reads text, reasoning and calls from an answer as it comes, the same whatever parts it comes in.
+
+    Reasoning is what stands between its marks at the beginning of an answer. Space around it is left out.
+
+    Args:
+        notation: of the model.
+        tools: that may be called; none where no call is looked for.
+        parallel: whether there may be several calls.
+        reasoning_open: whether the prompt ends inside reasoning.
+
+    Attributes:
+        calls: that were read to their end, or to the answer's.
+    """
+
+    def __init__(
+        self, notation: Notation, tools: Schemas | None = None, *, parallel: bool = True, reasoning_open: bool = False
+    ) -> None:
+        self.calls: list[Call] = []
+        self._channels = ChannelReader(tools or {}, self.calls) if notation.channels else None
+        self._reader = CallsReader(notation, tools, parallel, self.calls) if tools else None
+        self._marks = notation.reasoning
+        self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin
+        self._inside = self._marks is not None and reasoning_open
+        self._begun = False  # whether any reasoning but space came
+        self._trims = False  # whether space behind reasoning is left out
+        self._held = ""
+
+    def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
+        """Take the next text.
+
+        Args:
+            text: of the answer.
+            last: whether nothing follows.
+
+        Returns:
+            Plain text, reasoning, and what came of calls, in order.
+        """
+        if self._channels is not None:
+            return self._channels.push(text, last=last)
+        found: list[str | Reasoning | CallDelta] = []
+        if self._before or self._inside or self._trims:
+            text = self._reason(self._held + text, found, last)
+        if self._reader is not None:
+            found += self._reader.push(text, last=last)
+        elif text:
+            found.append(text)
+        return found
+
+    def _reason(self, text: str, found: list[str | Reasoning | CallDelta], last: bool) -> str:
+        """Take reasoning from the beginning of a text, or hold it back; returns what is behind."""
+        assert self._marks is not None
+        opening, closing = self._marks.opening, self._marks.closing
+        self._held = ""
+        if self._before or (self._inside and not self._begun):  # some write the mark though the prompt ends with it
+            start = text.lstrip()
+            if opening.startswith(start) and start != opening and not last:
+                self._held = text
+                return ""
+            if start.startswith(opening):
+                text, self._inside = start.removeprefix(opening), True
+            self._before = False
+        if self._inside:
+            end = text.find(closing)
+            inside = text if end < 0 else text[:end]
+            kept = overlap(inside, closing) if end < 0 and not last else 0
+            inside = inside[: len(inside) - kept]
+            shown = inside.rstrip() if self._begun else inside.strip()
+            if end < 0:
+                self._held = text[len(inside.rstrip()) :]
+            if shown:
+                self._begun = True
+                found.append(Reasoning(shown))
+            if end < 0:
+                return ""
+            self._inside, self._trims = False, True
+            text = text[end + len(closing) :]
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return text

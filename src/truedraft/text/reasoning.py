@@ -1,0 +1,212 @@
+"""Answers of models that reason between marks: how long they may, and where a form of the answer begins.
+
+All of it is a function of the text so far: at a node of a token tree that of the answer and of the node's own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truedraft.core.params import ReasoningSpan
+from truedraft.core.shaping import Form, Path
+from truedraft.text.calls import overlap
+from truedraft.text.tokenizer import Tokenizer
+
+_TEXTS = 4096  # texts of tokens that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a text is.
+
+    Attributes:
+        part: "before" any mark, "inside" the reasoning, "behind" it, or "without" any.
+        held: text that may be the beginning of the next mark.
+        count: tokens of the reasoning.
+    """
+
+    part: Literal["before", "inside", "behind", "without"]
+    held: str = ""
+    count: int = 0
+
+
+class ReasonedForm:
+    """The form of an answer that may begin with reasoning; see `truedraft.core.shaping.Form`.
+
+    Inside the reasoning all tokens are allowed, until it is as long as it may be: then only those that write its
+    closing mark. Where the answer behind it has a form, no end of text comes inside, and no token goes on behind the
+    closing mark, for the form begins at the next one. An answer without reasoning has the form from its first token.
+
+    Worked example: with marks `<t>` and `</t>`, a budget of 2 and the choice `yes`, answers are `yes`, `<t></t>yes` and
+    `<t>a b</t>yes`; behind the path `<t>`, `a`, ` b` the mask allows the first token of `</t>` alone.
+
+    Args:
+        span: the marks, whether the prompt ends inside them, and the budget.
+        start: makes the form of what is behind the reasoning, over a list of tokens that grows; None where it has none.
+        tokenizer: of the model.
+        vocab_size: ids that its logits are of.
+        ends: ids that end an answer.
+        tokens: prompt and answer so far, which somebody else owns and grows.
+        prompt_tokens: how many of these, the first, are the prompt.
+    """
+
+    def __init__(
+        self,
+        span: ReasoningSpan,
+        start: Callable[[list[int]], Form] | None,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        ends: Sequence[int],
+        tokens: Sequence[int],
+        prompt_tokens: int,
+    ) -> None:
+        self._span = span
+        self._tokenizer = tokenizer
+        self._vocab = vocab_size
+        self._ends = frozenset(ends)
+        self._tokens = tokens
+        self._read = prompt_tokens
+        self._text = lru_cache(_TEXTS)(tokenizer.token_text)
+        self._closing = tokenizer.plain_ids(span.closing)
+        self._place = _Place("inside" if span.inside else "before")
+        self._behind: list[int] = []  # tokens of the answer behind its reasoning
+        self._without: list[int] = []  # all of them, while it has none
+        self._forms: dict[str, Form] = {}
+        if start is not None:
+            self._forms["behind"] = start(self._behind)
+            if not span.inside:
+                self._forms["without"] = start(self._without)
+        self._inside: dict[str, NDArray[np.bool_]] = {}  # masks there, by what is held
+
+    def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
+        self._go_on()
+        return np.stack([self._mask(path) for path in paths])
+
+    def allows(self, path: Path, token: int) -> bool:
+        self._go_on()
+        place, first = self._walk(path)
+        return self._allows(place, path[first:], token)
+
+    def legal(self, path: Path) -> int:
+        self._go_on()
+        place, first = self._place, 0
+        for number, token in enumerate(path):
+            if place.part in ("behind", "without"):
+                form = self._forms.get(place.part)
+                return first + (len(path) - first if form is None else form.legal(path[first:]))
+            if not self._allows(place, path[first:number], token):
+                return number
+            place, first = self._step(place, token, first, number)
+        return len(path)
+
+    def forced(self) -> Sequence[int]:
+        self._go_on()
+        if self._place.part == "inside":
+            return self._closing[self._late(self._place) :] if self._late(self._place) >= 0 else ()
+        form = self._forms.get(self._place.part)
+        return () if form is None else form.forced()
+
+    def recalls(self) -> bool:
+        self._go_on()
+        form = self._forms.get(self._place.part)
+        return form is not None and form.recalls()
+
+    def problem(self) -> str:
+        self._go_on()
+        form = self._forms.get(self._place.part)
+        return "" if form is None else form.problem()
+
+    def _go_on(self) -> None:
+        """Read what was committed since."""
+        for token in self._tokens[self._read :]:
+            self._read += 1
+            if self._place.part == "behind":
+                self._behind.append(token)
+            elif self._place.part != "inside":
+                self._without.append(token)
+            self._place = self._next(self._place, token)
+
+    def _walk(self, path: Path) -> tuple[_Place, int]:
+        """Where a path leads, and its first token that belongs to the form there."""
+        place, first = self._place, 0
+        for number, token in enumerate(path):
+            place, first = self._step(place, token, first, number)
+        return place, first
+
+    def _step(self, place: _Place, token: int, first: int, number: int) -> tuple[_Place, int]:
+        after = self._next(place, token)
+        return after, number + 1 if after.part == "behind" != place.part else first
+
+    def _next(self, place: _Place, token: int) -> _Place:
+        """Where a text is when a token follows."""
+        if place.part in ("behind", "without"):
+            return place
+        text = place.held + self._text(token)
+        count = place.count
+        if place.part == "before":
+            text = text.lstrip()
+            if not text.startswith(self._span.opening):
+                return _Place("before" if self._span.opening.startswith(text) else "without", text)
+            text, count = text.removeprefix(self._span.opening), -1
+        if self._span.closing in text:
+            return _Place("behind")
+        return _Place("inside", text[len(text) - overlap(text, self._span.closing) :], count + 1)
+
+    def _late(self, place: _Place) -> int:
+        """Of a reasoning at its limit how many tokens of the closing mark are there; less than 0 before that."""
+        return -1 if self._span.budget is None else place.count - self._span.budget
+
+    def _allows(self, place: _Place, path: Path, token: int) -> bool:
+        """Whether a token may follow at a place, behind those tokens of a path that belong to the form there."""
+        if place.part == "inside":
+            late = self._late(place)
+            if 0 <= late < len(self._closing):
+                return token == self._closing[late]
+            return not self._forms or not (token in self._ends or self._runs_over(place, self._text(token)))
+        form = self._forms.get("behind" if place.part == "behind" else "without")
+        if form is None or (place.part == "before" and self._opens(place, self._text(token))):
+            return True
+        return form.allows(path, token) and (place.part == "behind" or form.legal(path) == len(path))
+
+    def _mask(self, path: Path) -> NDArray[np.bool_]:
+        """Which tokens may follow behind a path."""
+        place, first = self._walk(path)
+        if place.part == "inside":
+            return self._mask_inside(place)
+        form = self._forms.get("behind" if place.part == "behind" else "without")
+        if form is None:
+            return np.ones(self._vocab, dtype=np.bool_)
+        mask = form.masks([path[first:]])[0]
+        if place.part == "before":
+            mask = mask & (form.legal(path) == len(path))
+            begin = self._tokenizer.texts_holding(self._span.opening[len(place.held)]).items()
+            mask[[token for token, text in begin if token < self._vocab and self._opens(place, text)]] = True
+        return mask
+
+    def _mask_inside(self, place: _Place) -> NDArray[np.bool_]:
+        late = self._late(place)
+        if 0 <= late < len(self._closing):
+            return np.arange(self._vocab) == self._closing[late]
+        if place.held not in self._inside:
+            mask = self._inside[place.held] = np.ones(self._vocab, dtype=np.bool_)
+            if self._forms:
+                over = self._tokenizer.texts_holding(self._span.closing[-1]).items()
+                mask[[token for token, text in over if token < self._vocab and self._runs_over(place, text)]] = False
+                mask[[token for token in self._ends if token < self._vocab]] = False
+        return self._inside[place.held]
+
+    def _runs_over(self, place: _Place, text: str) -> bool:
+        """Whether a token's text writes more behind the closing mark."""
+        whole = place.held + text
+        return self._span.closing in whole and not whole.endswith(self._span.closing)
+
+    def _opens(self, place: _Place, text: str) -> bool:
+        """Whether a token's text goes on with the opening mark."""
+        left = self._span.opening[len(place.held) :]
+        return bool(text) and (left.startswith(text) or text.startswith(left))

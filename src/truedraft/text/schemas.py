@@ -1,0 +1,253 @@
+"""JSON Schema in the words that llguidance knows, and where a schema says something that it cannot do.
+
+The library refuses a schema that holds a keyword it does not know. Much of that has no effect, or can be said by other
+keywords that mean exactly the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "propertyNames", "contains", "if", "then", "else")
+_ANNOTATIONS = {"title", "description", "$comment", "examples", "default", "deprecated"}
+_TYPES = ("null", "boolean", "object", "array", "number", "string")
+_MOST_PROBING_S = 0.5
+_DEEPEST = 8
+_SCHEMA = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//(?P<comment>[^\n]*)|(?P<json>%json\s*)')
+"""What a grammar in Lark's notation is read by: texts, expressions, comments, and what a schema follows."""
+
+_Place = tuple[str, ...]
+
+
+def simplified(schema: Any) -> Any:
+    """A schema that means the same, with nothing in it that llguidance refuses without need.
+
+    Unknown formats are annotations. `oneOf` whose branches exclude each other is `anyOf`; another is left as it is, for
+    an answer that matches two branches is wrong.
+    """
+    return _simplified(schema, schema)
+
+
+def _simplified(schema: Any, root: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    for place, part in _parts(schema):
+        new = _simplified(part, root)
+        if len(place) == 1:
+            found[place[0]] = new
+        else:
+            key, name = place
+            if found[key] is schema[key]:
+                found[key] = schema[key].copy()
+            found[key][int(name) if isinstance(found[key], list) else name] = new
+    kind = found.get("format")
+    if isinstance(kind, str) and not _knows_format(kind):
+        del found["format"]
+    if found.get("uniqueItems") is False or (_is_number(found.get("maxItems")) and found["maxItems"] <= 1):
+        found.pop("uniqueItems", None)
+    options = found.get("oneOf")
+    if isinstance(options, list) and "anyOf" not in found and _exclude_each_other(options, root):
+        found = {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
+    _name_properties(found)
+    return _without_not(found)
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
+    """The schemas right within a schema, and where they stand."""
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            yield from (((key, name), part) for name, part in value.items())
+        elif key in (*_LISTS, "items") and isinstance(value, list):
+            yield from (((key, str(number)), part) for number, part in enumerate(value))
+        elif key in _SINGLE:
+            yield (key,), value
+
+
+def _name_properties(found: dict[str, Any]) -> None:
+    """Say `propertyNames` by other keywords, where that can be done."""
+    names = found.get("propertyNames")
+    if names is True or (
+        isinstance(names, dict) and _says(names) <= {"type"} and names.get("type", "string") == "string"
+    ):
+        del found["propertyNames"]
+        return
+    if not isinstance(names, dict) or "properties" in found or "patternProperties" in found:
+        return
+    values, says = found.get("additionalProperties", True), _says(names) - {"type"}
+    if names.get("type", "string") != "string" or len(says) != 1:
+        return
+    if says == {"pattern"}:
+        found["patternProperties"] = {names["pattern"]: values}
+    elif says <= {"enum", "const"}:
+        allowed = names["enum"] if "enum" in says else [names["const"]]
+        if not isinstance(allowed, list):
+            return
+        found["properties"] = {name: values for name in allowed if isinstance(name, str)}
+    else:
+        return
+    found["additionalProperties"] = False
+    del found["propertyNames"]
+
+
+def _without_not(found: dict[str, Any]) -> Any:
+    """Say `not` by other keywords, where that can be done."""
+    denied = found.get("not")
+    if denied is True or denied == {}:
+        return False
+    if denied is False:
+        del found["not"]
+    if not isinstance(denied, dict) or _says(denied) != {"type"}:
+        return found
+    types, own = _types(denied), _types(found) or set(_TYPES)
+    if types is None or ("integer" in types and "number" not in types and "number" in own):
+        return found
+    left = [each for each in own if each not in types and not (each == "integer" and "number" in types)]
+    del found["not"]
+    return {**found, "type": sorted(left)} if left else False
+
+
+def _says(schema: dict[str, Any]) -> set[str]:
+    """The keywords that are no annotations."""
+    return {key for key in schema if key not in _ANNOTATIONS}
+
+
+def _types(schema: dict[str, Any]) -> set[str] | None:
+    given = schema.get("type")
+    types = [given] if isinstance(given, str) else given
+    return set(types) if isinstance(types, list) and all(isinstance(each, str) for each in types) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _exclude_each_other(options: list[Any], root: Any) -> bool:
+    return all(
+        _disjoint(one, other, root, _DEEPEST) for number, one in enumerate(options) for other in options[number + 1 :]
+    )
+
+
+def _disjoint(one: Any, other: Any, root: Any, depth: int) -> bool:
+    """Whether it is certain that nothing matches both."""
+    one, other = _resolved(one, root), _resolved(other, root)
+    if not depth or not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    kinds = _types(one), _types(other)
+    if kinds[0] and kinds[1] and not (_widened(kinds[0]) & _widened(kinds[1])):
+        return True
+    values = _values(one), _values(other)
+    if values[0] is not None and values[1] is not None:
+        return not values[0] & values[1]
+    if {"object"} not in kinds:
+        return False
+    required: set[str] = set()
+    for each in (one, other):
+        names = each.get("required", [])
+        required |= {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+    properties = [each["properties"] if isinstance(each.get("properties"), dict) else {} for each in (one, other)]
+    both = required & properties[0].keys() & properties[1].keys()
+    return any(_disjoint(properties[0][name], properties[1][name], root, depth - 1) for name in both)
+
+
+def _widened(types: set[str]) -> set[str]:
+    """Every integer is a number, too."""
+    return types - {"integer"} | ({"number"} if "integer" in types else set())
+
+
+def _values(schema: dict[str, Any]) -> set[str] | None:
+    """The only values that can match, as text; None where these are not told, or are lists or objects."""
+    given = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(given, list) or not all(each is None or isinstance(each, str | int | float) for each in given):
+        return None
+    return {json.dumps(int(each) if isinstance(each, float) and each.is_integer() else each) for each in given}
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """What a reference within the schema is to, where nothing stands beside it."""
+    for _ in range(_DEEPEST):
+        if not isinstance(schema, dict) or _says(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
+            return schema
+        start, _, pointer = schema["$ref"].partition("#/")
+        found = None if start else root
+        for part in pointer.split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, dict) else None
+        schema = found
+    return None
+
+
+@lru_cache(1024)
+def _knows_format(name: str) -> bool:
+    return not _problem({"type": "string", "format": name})
+
+
+def _problem(schema: Any) -> str:
+    """Why the library refuses a schema; "" where it does not."""
+    from llguidance import LLMatcher
+
+    found: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"))
+    first = next((line.strip() for line in found.splitlines() if line.strip()), "")
+    return first.partition("failed to compile JSON schema: ")[2] or first
+
+
+def problem_of(schema: Any) -> str:
+    """What is wrong with a schema that llguidance refuses, and where in it; "" where it takes the schema."""
+    problem = _problem(schema)
+    if not problem:
+        return ""
+    place, here, end = list[str](), schema, time.monotonic() + _MOST_PROBING_S
+    whole = {key: schema[key] for key in ("$defs", "definitions", "x-guidance", "$schema") if key in schema}
+    while isinstance(here, dict):
+        for names, part in _parts(here):
+            if isinstance(part, dict) and time.monotonic() < end and _problem(whole | part) == problem:
+                place, here = [*place, *names], part
+                break
+        else:
+            break
+    path = "".join("/" + name.replace("~", "~0").replace("/", "~1") for name in place)
+    return f"at #{path}: {_in_words(problem)}"
+
+
+def _in_words(problem: str) -> str:
+    if problem.startswith("oneOf constraints"):
+        return (
+            "an answer might match two branches of this oneOf, which it forbids; let the branches exclude each other, "
+            'as by a required property of other "const", or make it anyOf'
+        )
+    if problem.startswith("Unimplemented keys: "):
+        keys = problem.partition("[")[2].rstrip("]")
+        return f"{keys} cannot be held to by a mask over tokens; leave it out"
+    return problem
+
+
+def map_schemas(grammar: str, change: Callable[[Any, str], Any]) -> str:
+    """A grammar in Lark's notation with every schema in it changed.
+
+    Args:
+        grammar: as given.
+        change: is called with a schema and the comment before it, "" where there is none, and returns another.
+    """
+    found, place, comment = list[str](), 0, ""
+    kept = 0
+    while match := _SCHEMA.search(grammar, place):
+        place = match.end()
+        if match["comment"] is not None:
+            comment = match["comment"].strip()
+        if match["json"] is None:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, place)
+        except (ValueError, RecursionError):  # the library says what is wrong
+            continue
+        found += [grammar[kept:place], json.dumps(change(schema, comment))]
+        kept = place = end
+        comment = ""
+    return "".join([*found, grammar[kept:]])

@@ -1,0 +1,125 @@
+"""Chats of training data as texts: what the model's chat template makes of them, answers included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from truedraft.errors import DataError, PromptError
+from truedraft.text.histories import HistoryForm
+from truedraft.text.notations import notation_of
+from truedraft.text.tokenizer import Tokenizer
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+"""By the words of OpenAI's messages and of ShareGPT's."""
+FIELDS = ("messages", "conversations")
+
+
+class ChatTexts:
+    """Writes chats as a model does.
+
+    Args:
+        backend: the tokenizer from transformers whose template is used; None refuses all chats.
+    """
+
+    def __init__(self, backend: Any | None) -> None:
+        name = getattr(backend, "name_or_path", "") or "the model"
+        self._tokenizer = None if backend is None else Tokenizer(backend, name)
+
+    @cached_property
+    def _form(self) -> HistoryForm:
+        assert self._tokenizer is not None
+        return HistoryForm.of(self._tokenizer.conversation_text)
+
+    def text(self, record: Sequence[Any] | Mapping[str, Any], place: str) -> str:
+        """One chat.
+
+        Args:
+            record: its messages, or an object that has them as "messages" or "conversations", perhaps with "system" and
+                "tools".
+            place: where it stands, for errors.
+
+        Raises:
+            DataError: it is no chat, or there is no template, or that refuses it.
+        """
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise DataError(
+                f"{place}: a chat, and there is no chat template to write it by; give texts, or train for a model that "
+                "has one"
+            )
+        more: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
+        turns = next((more[name] for name in FIELDS if name in more), record)
+        if not isinstance(turns, list) or not turns:
+            raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(turns)}")
+        messages = [_message(turn, f"{place}, message {number}") for number, turn in enumerate(turns, start=1)]
+        if isinstance(more.get("system"), str) and more["system"] and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": more["system"]})
+        try:
+            tools = self._form.tools(_read(more.get("tools")) or ())
+            fitted = self._form.fitted(messages, notation_of(self._tokenizer.chat_template))
+            return self._tokenizer.conversation_text(fitted, tools or None)
+        except PromptError as error:
+            raise DataError(f"{place}: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f'{place}: its tools or "tool_calls" are not in OpenAI\'s form ({error!r})') from error
+
+
+def _message(turn: object, place: str) -> dict[str, Any]:
+    """A message in OpenAI's form, by the form of either."""
+    if not isinstance(turn, Mapping):
+        raise DataError(f'{place}: an object with "role" and "content", or "from" and "value", got {_shown(turn)}')
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise DataError(f"{place}: the role {_shown(role)} is unknown; known: {', '.join(ROLES)}")
+    content = _content(turn.get("content", turn.get("value")), place)
+    if content is None and not turn.get("tool_calls"):
+        raise DataError(f'{place}: there is no "content" or "value" that is a text; add it')
+    kept = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+    return {**kept, "role": ROLES[role], "content": content or ""}
+
+
+def _content(content: object, place: str) -> str | None:
+    """A text, or the texts of parts; None where it is neither.
+
+    Raises:
+        DataError: a part is no text.
+    """
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{place}: training reads text alone, and a part of the content is none; leave the chat out")
+    return "".join(map(str, texts))
+
+
+def _call(call: Any) -> Any:
+    """A call whose arguments are an object, where they were told as its JSON text."""
+    function = call["function"] if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": _read(function.get("arguments"))}}
+
+
+def _read(told: Any) -> Any:
+    """What a text of JSON says; all else, and what is no JSON, as it is."""
+    try:
+        return json.loads(told) if isinstance(told, str) else told
+    except ValueError:
+        return told
+
+
+def _shown(value: object) -> str:
+    """A value in a message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,46 @@
+"""Texts of custom tools, read from arguments that come in parts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from truedraft.server.items import TextReader, flat_name
+
+TEXTS = ("", "a", 'say "x"\n\\n', "caf\u00e9 \U0001f600!", "\u2028}", "*** Begin Patch\n+x\n*** End Patch")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("ascii_alone", [True, False])
+@pytest.mark.parametrize("most", [1, 2, 5, 100])
+def test_a_text_is_the_same_in_whatever_parts_its_arguments_come(text: str, ascii_alone: bool, most: int) -> None:
+    arguments = json.dumps({"input": text}, ensure_ascii=ascii_alone)
+    reader = TextReader()
+    parts = [reader.push(arguments[place : place + most]) for place in range(0, len(arguments), most)]
+    assert "".join(parts) == reader.text == text, "all of it is told before the end"
+    assert reader.finish(arguments) == "" and reader.text == text
+    for part in parts:
+        part.encode()  # no half of a character
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"patch": "x"}', "x"),
+        ('{"input": "x", "n": 1}', "x"),
+        ("no object", "no object"),
+        ('{"input": "cut off\\', "cut off"),
+        ('{"input": 5}', '{"input": 5}'),
+    ],
+)
+def test_what_a_model_wrote_amiss_is_told_as_it_is(arguments: str, text: str) -> None:
+    reader = TextReader()
+    told = reader.push(arguments)
+    assert told + reader.finish(arguments) == reader.text == text
+
+
+def test_names_in_a_namespace() -> None:
+    assert flat_name(None, "read") == "read"
+    assert flat_name("files", "read") == "files__read"
+    assert flat_name("mcp__files__", "read") == "mcp__files__read"

@@ -1,0 +1,158 @@
+"""Calls and reasoning through the server, in notations whose marks are special tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.conftest import serving
+from support.byte_tokenizers import ScriptModel, byte_tokenizer
+from truedraft import Engine
+from truedraft.drafters.prediction import with_own_drafts
+from truedraft.drafters.specs import from_spec
+from truedraft.text.notations import notation_of
+
+openai = pytest.importorskip("openai")
+
+TEMPLATES = Path(__file__).parent.parent / "text" / "templates"
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+TOOLS = [{"type": "function", "function": {"name": "note", "parameters": PARAMETERS}}]
+ASKED: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Go."}], "temperature": 0}
+
+
+@contextlib.contextmanager
+def client_of(template: str, writes: str) -> Iterator[Any]:
+    """A client of a model with this template, which writes this."""
+    file = TEMPLATES / f"{template}.jinja"
+    tokenizer = byte_tokenizer(notation_of(file.read_text()).marks + file.read_text())
+    model = ScriptModel(tokenizer, writes)
+    engine = Engine(model, with_own_drafts(from_spec("prompt-lookup", model)), controller="fixed")
+    with serving(engine, chat_template=file) as running:
+        yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def both_ways(client: Any, **asked: Any) -> tuple[str, str, list[Any], str]:
+    """Content, reasoning, calls and why it ended, which are the same streamed and whole."""
+    asked = ASKED | {"max_tokens": 300} | asked
+    whole = client.chat.completions.create(**asked).choices[0]
+    message = whole.message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    found = message.content or "", getattr(message, "reasoning_content", None) or "", calls, whole.finish_reason
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    content = "".join(each.delta.content or "" for each in chunks)
+    reasoning = "".join(getattr(each.delta, "reasoning_content", None) or "" for each in chunks)
+    told: dict[int, list[str]] = {}
+    for part in (part for each in chunks for part in each.delta.tool_calls or ()):
+        told.setdefault(part.index, [part.function.name, ""])[1] += part.function.arguments or ""
+    streamed = content, reasoning, [(name, arguments) for name, arguments in told.values()], chunks[-1].finish_reason
+    assert streamed == found
+    return found
+
+
+def test_marks_that_are_special_tokens_are_read() -> None:
+    with client_of("unsloth-mistral-Devstral-Small-2507", 'Well.[TOOL_CALLS]note[ARGS]{"text": "é"}') as client:
+        assert both_ways(client, tools=TOOLS) == ("Well.", "", [("note", '{"text": "é"}')], "tool_calls")
+        call = client.chat.completions.create(**ASKED, tools=TOOLS).choices[0].message.tool_calls[0]
+        assert len(call.id) == 9 and call.id.isalnum(), "as these templates insist on"
+        about = client.models.retrieve("tiny").speculation
+        assert client.models.retrieve("tiny").calls == "mistral-args" and about
+
+
+def test_the_librarys_answers_show_no_marks() -> None:
+    tokenizer = byte_tokenizer("[TOOL_CALLS][ARGS]")
+    engine = Engine(ScriptModel(tokenizer, "Well.[TOOL_CALLS]note[ARGS]{}"))
+    shown = {number: token for token, number in tokenizer.whole_tokens.items() if token == "[ARGS]"}
+    plain, request = engine.generate("Go."), engine.prepare("Go.", shown=shown)
+    engine.enqueue(request)
+    while not request.closed:
+        engine.step()
+    assert plain.text == "Well.note{}"
+    assert "".join(piece.text for piece in request.pieces) == "Well.note[ARGS]{}"
+
+
+def test_analysis_never_leaks_into_the_answer() -> None:
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    with client_of("openai-gpt-oss-120b", answer) as client:
+        assert both_ways(client) == ("Yes.", "Hm.", [], "stop")
+        assert both_ways(client, tools=TOOLS) == ("Yes.", "Hm.", [], "stop")
+        response = client.responses.create(model="tiny", input="Go.", max_output_tokens=300, temperature=0)
+        assert response.output_text == "Yes."
+        cut = client.chat.completions.create(**ASKED, max_tokens=14).choices[0]
+        assert (cut.message.content, cut.finish_reason) == ("", "length") and cut.message.reasoning_content == "Hm."
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": [1, 2]}}}},
+            "[1, 2]",
+        ),
+        ({"structured_outputs": {"choice": ["one"]}}, "one"),
+        ({"structured_outputs": {"regex": "a/b"}}, "a/b"),
+        ({"structured_outputs": {"grammar": 'start: item item\nitem: "x"'}}, "xx"),
+    ],
+)
+def test_a_form_of_the_answer_stands_in_its_channel(form: dict[str, Any], answer: str) -> None:
+    pytest.importorskip("llguidance")
+    with client_of("openai-gpt-oss-120b", "something else") as client:
+        assert both_ways(client, extra_body=form | {"reasoning_budget": 0}) == (answer, "", [], "stop")
+
+
+def test_a_call_to_a_channel_ends_the_turn() -> None:
+    call = '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "a"}<|call|>and more'
+    with client_of("openai-gpt-oss-120b", call) as client:
+        assert both_ways(client, tools=TOOLS) == ("", "", [("note", '{"text": "a"}')], "tool_calls")
+
+
+def test_an_answer_that_begins_inside_reasoning() -> None:
+    with client_of("Qwen3.5-4B", "Hm.\n</think>\n\nYes.") as client:
+        assert both_ways(client) == ("Yes.", "Hm.", [], "stop")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "moonshotai-Kimi-K2",
+        "mistralai-Mistral-Nemo-Instruct-2407",
+        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+        "openai-gpt-oss-120b",
+        "GLM-4.6",
+    ],
+)
+def test_a_call_is_forced_in_the_notation_of_the_template(template: str) -> None:
+    pytest.importorskip("llguidance")
+    properties = {"kind": {"enum": ["list", "dict"]}}
+    parameters = {"type": "object", "properties": properties, "required": ["kind"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "note", "parameters": parameters}}
+    named = {"type": "function", "function": {"name": "note"}}
+    with client_of(template, "something else") as client:
+        thinks = client.models.retrieve("tiny").reasoning is not None
+        asked = {"tools": [tool], "tool_choice": named, "extra_body": {"reasoning_budget": 0} if thinks else {}}
+        content, reasoning, calls, reason = both_ways(client, **asked)
+        assert (content, reasoning, reason) == ("", "", "tool_calls")
+        ((name, arguments),) = calls
+        assert name == "note" and json.loads(arguments)["kind"] in ("list", "dict")
+        spent = client.chat.completions.create(**ASKED, max_tokens=300, **asked).speculation
+        assert spent["num_accepted_tokens"] > 5, "what is forced is drafted"
+
+
+def test_histories_go_through_templates_that_join_arguments() -> None:
+    function = {"name": "note", "arguments": '{"text": "a"}'}
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    asked = ASKED | {
+        "messages": [*ASKED["messages"], turn, {"role": "tool", "tool_call_id": "c", "content": "done"}],
+        "extra_body": {"return_token_ids": True},
+    }
+    for template in ("minimal-deepseek-v3", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"):
+        with client_of(template, "Yes.") as client:
+            ids = client.chat.completions.create(**asked, max_tokens=50).prompt_token_ids
+        text = (TEMPLATES / f"{template}.jinja").read_text()
+        shown = byte_tokenizer(notation_of(text).marks + text).shown_text(ids)
+        assert '<｜tool▁sep｜>note\n```json\n{"text": "a"}\n```<｜tool▁call▁end｜>' in shown
+        assert "<｜Assistant｜><｜end▁of▁sentence｜>" not in shown, "no empty turn behind the calls"

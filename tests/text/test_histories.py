@@ -1,0 +1,73 @@
+"""Earlier calls go through each family's template, whatever it wants of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.byte_tokenizers import byte_tokenizer
+from truedraft.text.histories import HistoryForm
+from truedraft.text.notations import UNKNOWN, notation_of
+
+TEMPLATES = Path(__file__).parent / "templates"
+FORMS = {
+    "minimal-deepseek-v3": HistoryForm(text_arguments=True, null_content=True),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": HistoryForm(null_content=True),
+    "mistralai-Mistral-Nemo-Instruct-2407": HistoryForm(short_ids=True),
+    "Mistral-Small-3.2-24B-Instruct-2506": HistoryForm(short_ids=True),
+    "openai-gpt-oss-120b": HistoryForm(one_call=True, whole_tools=True),
+    "GigaChat3-10B-A1.8B": HistoryForm(one_call=True),
+    "minimal-llama-3.1": HistoryForm(one_call=True),
+    "Apertus-8B-Instruct": HistoryForm(whole_tools=True),
+    "ByteDance-Seed-OSS": HistoryForm(whole_tools=True),
+    "meetkai-functionary-medium-v3.1": HistoryForm(whole_tools=True),
+    "HuggingFaceTB-SmolLM3-3B": HistoryForm(calls_as_text=True),
+    "ibm-granite-granite-3.3-2B-Instruct": HistoryForm(calls_as_text=True),
+    "llama-cpp-rwkv-world": HistoryForm(calls_as_text=True, results_as_user=True),
+    "microsoft-Phi-3.5-mini-instruct": HistoryForm(calls_as_text=True, results_as_user=True),
+}
+REFUSED = {"Kimi-K2-Instruct"}  # it changes a list, which transformers allows no template
+
+
+TOOLS = [{"type": "function", "function": {"name": "probe"}}]
+
+
+def turns() -> list[dict[str, Any]]:
+    """Two calls of a turn, whose content is null, and their results."""
+    calls = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": {"word": word}}}
+        for number, (name, word) in enumerate([("probe", "Apfel"), ("other", "Birne")])
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": f"call_{number}", "name": name, "content": f"result {number}"}
+        for number, name in enumerate(("probe", "other"))
+    ]
+    asked = {"role": "user", "content": "Go."}
+    return [asked, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - REFUSED))
+def test_earlier_calls_stand_in_the_prompt(name: str) -> None:
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+
+    def render(messages: Any, tools: Any) -> str:
+        return byte_tokenizer("").chat_text(messages, tools=tools, template=template)
+
+    form = HistoryForm.of(render)
+    assert form == FORMS.get(name, HistoryForm())
+    text = render(form.fitted(turns(), notation_of(template)), form.tools(TOOLS))
+    behind = text[text.rindex("Go.") :] if "Apfel" in text[text.rindex("Go.") :] else text
+    for word in ("Apfel", "Birne", "result 0", "result 1"):
+        assert word in behind
+    assert "None" not in behind and "{'word'" not in behind and '\\"word' not in behind
+
+
+def test_results_follow_their_calls_where_a_message_has_one() -> None:
+    fitted = HistoryForm(one_call=True, short_ids=True, text_arguments=True).fitted(turns(), UNKNOWN)
+    assert [message["role"] for message in fitted] == ["user", "assistant", "tool", "assistant", "tool"]
+    ids = [message["tool_calls"][0]["id"] for message in fitted[1::2]]
+    assert ids == [message["tool_call_id"] for message in fitted[2::2]]
+    assert all(len(each) == 9 and each.isalnum() for each in ids) and len(set(ids)) == 2
+    assert fitted[1]["tool_calls"][0]["function"]["arguments"] == '{"word": "Apfel"}'

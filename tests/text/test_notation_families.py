@@ -1,0 +1,179 @@
+"""Calls and reasoning in the notation of each family, by its real chat template: recognised, read, forced."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.byte_tokenizers import byte_tokenizer
+from truedraft.text.calls import CallDelta
+from truedraft.text.forms import Forms
+from truedraft.text.notations import NOTATIONS, AnswerReader, Notation, Reasoning, notation_of
+from truedraft.text.tokenizer import Tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a template shows.
+
+    Attributes:
+        template: name of its file.
+        notation: that it has.
+        header: what it writes before an assistant's turn with calls.
+        end: what it writes behind that.
+        thinks: the mark before its reasoning.
+        several: whether it takes several calls in a turn.
+    """
+
+    template: str
+    notation: str
+    header: str
+    end: str
+    thinks: str | None = None
+    several: bool = True
+
+
+IM = "<|im_start|>assistant\n", "<|im_end|>\n"
+FAMILIES = [
+    Family("Qwen-Qwen2.5-7B-Instruct", "hermes", *IM),
+    Family("Qwen-Qwen3-0.6B", "hermes", *IM, "<think>"),
+    Family("Qwen-QwQ-32B", "hermes", *IM, "<think>"),
+    Family("Qwen3-Coder", "qwen3-coder", *IM),
+    Family("Qwen3.5-4B", "qwen3-coder", *IM, "<think>"),
+    Family("GLM-4.6", "glm-4.5", "<|assistant|>", "", "<think>"),
+    Family("GLM-4.7-Flash", "glm-4.7", "<|assistant|></think>", "", "<think>"),
+    Family("mistralai-Mistral-Nemo-Instruct-2407", "mistral", "", "</s>"),
+    Family("Mistral-Small-3.2-24B-Instruct-2506", "mistral-call-id", "", "</s>"),
+    Family("unsloth-mistral-Devstral-Small-2507", "mistral-args", "", "</s>"),
+    Family("mistralai-Ministral-3-14B-Reasoning-2512", "mistral-args", "", "</s>", "[THINK]"),
+    Family(
+        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek-v3", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>"
+    ),
+    Family(
+        "deepseek-ai-DeepSeek-V3.1",
+        "deepseek-v3.1",
+        "<｜Assistant｜><think></think>",
+        "<｜end▁of▁sentence｜>",
+        "<think>",
+    ),
+    Family("moonshotai-Kimi-K2", "kimi-k2", "<|im_assistant|>assistant<|im_middle|>", "<|im_end|>"),
+    Family("ByteDance-Seed-OSS", "seed-oss", "<seed:bos>assistant\n", "<seed:eos>", "<seed:think>"),
+    Family("openai-gpt-oss-120b", "gpt-oss", "<|start|>assistant", "<|call|>", "<|channel|>analysis<|message|>", False),
+    Family(
+        "minimal-llama-3.1", "llama", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", None, False
+    ),
+]
+
+PARAMETERS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "where": {"$ref": "#/$defs/Where"},
+            "unit": {"enum": ["C", "F"]},
+        },
+        "required": ["city", "days"],
+        "$defs": {"Where": {"type": "object", "properties": {"at": {"type": "array"}}}},
+    },
+    "note": {"type": "object", "properties": {"text": {"type": "string"}, "kept": {"type": "boolean"}}},
+}
+CALLS = [
+    ("weather", {"city": 'Zürich "old"\nand <new>', "days": 3, "where": {"at": [1.5, "x", None]}, "unit": "C"}),
+    ("note", {"text": "  7 ", "kept": True}),
+]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": parameters}}
+    for name, parameters in PARAMETERS.items()
+]
+
+
+def template_of(family: Family) -> str:
+    return (TEMPLATES / f"{family.template}.jinja").read_text()
+
+
+def known(family: Family) -> tuple[Notation, Tokenizer]:
+    template = template_of(family)
+    made = byte_tokenizer(notation_of(template).marks)
+    return notation_of(template, made.whole_tokens), made
+
+
+def rendered(family: Family, calls: list[tuple[str, Any]]) -> str:
+    """The assistant's turn, as the template writes it into a history."""
+    template, (_, made) = template_of(family), known(family)
+    records = [
+        {"id": f"abcdefgh{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    asked = [{"role": "user", "content": "Do it."}]
+    turn = {"role": "assistant", "content": "", "tool_calls": records}
+    how: dict[str, Any] = {"tools": TOOLS, "chat_template": template, "tokenize": False}
+    before = str(made.backend.apply_chat_template(asked, **how))
+    whole = str(made.backend.apply_chat_template([*asked, turn], **how))
+    place = whole.rindex("Do it.") + len("Do it.")
+    place = whole.index(family.header, place) + len(family.header) if family.header else len(before)
+    text = whole[place:]
+    return text.partition(family.end)[0] if family.end else text
+
+
+def read(family: Family, answer: str, size: int, **options: bool) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Text, reasoning and calls of an answer that comes in parts of so many characters."""
+    reader = AnswerReader(known(family)[0], PARAMETERS, **options)
+    parts = [answer[place : place + size] for place in range(0, len(answer), size)]
+    found = [part for piece in parts for part in reader.push(piece)] + reader.push("", last=True)
+    told: dict[int, str] = {}
+    for part in found:
+        if isinstance(part, CallDelta):
+            told[part.index] = told.get(part.index, "") + part.arguments
+    assert [told[index] for index in sorted(told)] == [call.arguments for call in reader.calls]
+    text = "".join(part for part in found if isinstance(part, str))
+    reasoning = "".join(part.text for part in found if isinstance(part, Reasoning))
+    return text, reasoning, [(call.name, json.loads(call.arguments)) for call in reader.calls]
+
+
+def accepts(made: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether a grammar allows a text to its end."""
+    llguidance = pytest.importorskip("llguidance")
+    from llguidance.hf import from_tokenizer
+
+    guide = from_tokenizer(made.backend, eos_token=made.eos_token_ids[0])
+    matcher = llguidance.LLMatcher(guide, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = list(made.plain_ids(text))
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def test_every_notation_has_its_template() -> None:
+    assert {family.notation for family in FAMILIES} == {notation.name for notation in NOTATIONS}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.template)
+def test_a_family(family: Family) -> None:
+    notation, made = known(family)
+    named = {"note": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}}
+    assert notation.name == family.notation
+    assert (notation.reasoning.opening if notation.reasoning is not None else None) == family.thinks
+    calls_of_all = CALLS
+    if family.notation == "seed-oss":  # its template writes objects in Python's notation, which no grammar asks for
+        calls_of_all = [(name, {key: each for key, each in given.items() if key != "where"}) for name, given in CALLS]
+    for calls in [calls_of_all] if family.several else [calls_of_all[:1], calls_of_all[1:]]:
+        answer = rendered(family, calls)
+        for size in (1, 3, len(answer)):
+            text, reasoning, found = read(family, answer, size)
+            assert (text.strip(), reasoning, found) == ("", "", calls), answer
+        forced = answer.rpartition("</think>")[2].lstrip()
+        if family.notation == "gpt-oss":
+            forced = " " + forced
+        grammar = notation.grammar(PARAMETERS, parallel=True).value
+        assert accepts(made, grammar, forced.rstrip()), (grammar, forced)
+        assert not accepts(made, grammar, forced.replace(calls[0][0], "other", 1))
+        assert not accepts(made, grammar, forced + "more")
+    drafted = Forms(made, made.vocab_size, made.eos_token_ids).start(notation.grammar(named, parallel=False), [0], 1)
+    beginning = made.shown_text(drafted.forced())
+    assert "note" in beginning or family.notation == "gpt-oss", "whose models write the head of a call in two ways"
