@@ -453,7 +453,11 @@ def test_what_is_learned_of_sampling_options_is_bounded(monkeypatch: pytest.Monk
     monkeypatch.setattr("truedraft.control.goodput._MOST_KINDS", 8)
     simulation = simulated(steady(0.8), requests=1)
     for number in range(40):
-        simulation.requests = [SimulatedRequest(number, SamplingParams(temperature=0.01 * (number + 1)))]
-        simulation.run(STEP_S * 20)
-    assert len(simulation.controller._pool) <= 8  # type: ignore[attr-defined]
+        for params in (SamplingParams(), SamplingParams(temperature=0.01 * (number + 1))):
+            simulation.requests = [SimulatedRequest(2 * number + (not params.greedy), params)]
+            simulation.run(STEP_S * 20)
+    pools = simulation.controller._pool  # type: ignore[attr-defined]
+    assert len(pools) == 8
+    (usual,) = [gains for (shaping, _), gains in pools.items() if shaping == ((0.0, 0, 1.0, 0.0), False, False)]
+    assert usual._step > 700, "what is used goes on learning, however many others come"
     assert simulation.requests[0].decisions

@@ -13,10 +13,11 @@ import torch
 
 from support.tiny_models import noisy, packed
 from truedraft.core.params import SamplingParams
-from truedraft.costs import CostStore, Effort, Measured, drafter_cost, target_cost
+from truedraft.costs import CostStore, Effort, Measured, StepCosts, drafter_cost, target_cost
 from truedraft.costs import store as store_module
 from truedraft.costs.store import CostKey, model_identity, versions
 from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.errors import DrafterError
 from truedraft.machine import could_not_be_kept
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, TargetCost
@@ -161,6 +162,25 @@ def test_drafters_are_kept_by_their_options_and_distributions(store: CostStore) 
     again = drafter_cost(DraftModel(draft, 2), target, effort=ONCE, store=store)
     assert again.kept
     assert again.value == found[0].value
+
+
+def test_a_drafter_whose_cost_is_kept_drafts_once_before_it_is_asked_for(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it makes when it first drafts, as weights of 4 bits in a second, would be made in somebody's answer."""
+    target = packed("llama")
+    StepCosts(target, store=store).drafting(PromptLookup(), SamplingParams())
+    costs, drafter, asked = StepCosts(target, store=store), PromptLookup(), []
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *given: asked.append(given) or propose(*given))
+    costs.drafting(drafter, SamplingParams())
+    assert costs.measuring_s == 0.0 and 0 < len(asked) <= 2 and not drafter.holding
+    del asked[:]
+    costs.drafting(drafter, SamplingParams())
+    assert not asked
+    monkeypatch.setattr(drafter, "propose", lambda *given: 1 / 0)
+    with pytest.raises(DrafterError, match="failed while its cost was measured"):
+        StepCosts(target, store=store).drafting(drafter, SamplingParams())
 
 
 def test_the_key_of_a_model_survives_loading_it_again() -> None:

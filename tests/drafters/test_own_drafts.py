@@ -60,8 +60,11 @@ def test_it_drafts_within_its_budget_and_only_where_something_is_predicted() -> 
     assert len(none.tree) == 0
     drafter.end(request)
     assert not drafter.holding
-    with pytest.raises(OptionError, match="num_speculative_tokens must be 1 or more, got 0"):
-        PredictionDrafter(0)
+    for number in (0, 5000):
+        with pytest.raises(
+            OptionError, match=f"num_speculative_tokens must be 1 or more and at most 1024, got {number}"
+        ):
+            PredictionDrafter(number)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -245,3 +245,21 @@ def test_requests_that_wait_are_let_in_in_their_order() -> None:
     run(engine, small)
     assert large[0].closed and not large[1].closed
     run(engine, large[1])
+
+
+@pytest.mark.parametrize("tokens", [256, 257, 258])
+def test_a_request_that_resumes_is_read_until_it_goes_on(tokens: int) -> None:
+    """Also where its last part is one token: parts have 256."""
+    prompt, params = [1, 2, 3] * 80, SamplingParams(max_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
+    expected = Engine(markov()).generate(prompt, params)
+    engine = Engine(markov(), prefix_cache_bytes=0)
+    request = engine.submit(prompt, params)
+    while len(request.tokens) < tokens:
+        engine.step()
+    engine._preempt(request)
+    while not request.closed:
+        engine.step()
+    counters = request.counters
+    assert request.tokens[len(prompt) :] == expected.token_ids
+    assert (counters.prefill_tokens, counters.target_calls, counters.emitted_tokens) == (2, 38, 38)
+    assert counters.prefill_calls == (2 if tokens == 256 else 3)

@@ -125,6 +125,14 @@ def test_speedup_of_requests_together() -> None:
     assert speedup.low is None and speedup.describe().count("too few steps for an interval") == 1
 
 
+def test_what_is_kept_of_the_curve_is_bounded() -> None:
+    decisions = Decisions(curve)
+    for number in range(10_000):
+        decisions(record(step(PLAIN, context=64 * number), total_s=1.0))
+    assert decisions._curve_s.cache_info().currsize <= 4096
+    assert sum(each.curve_s for each in decisions.stretches) == pytest.approx(10_000)
+
+
 def test_no_speedup_without_drafts_steps_or_costs() -> None:
     assert Decisions.of([record(step(None), total_s=1.0)] * 40, curve).speedup() is None
     assert Decisions(curve).speedup() is None

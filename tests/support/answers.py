@@ -16,12 +16,13 @@ from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.request import Request
 
 
-def assert_consistent(answer: Answer, pieces: Sequence[Piece]) -> None:
+def assert_consistent(answer: Answer, pieces: Sequence[Piece], resumed: int = 0) -> None:
     """An answer, its counts and the pieces it was streamed as say the same.
 
     Args:
         answer: of any finish reason.
         pieces: all pieces of it, in order.
+        resumed: how often its request gave its room back and was read again.
     """
     stats, origins = answer.stats, answer.origins
     assert list(chain.from_iterable(piece.token_ids for piece in pieces)) == answer.token_ids
@@ -30,9 +31,9 @@ def assert_consistent(answer: Answer, pieces: Sequence[Piece]) -> None:
     assert [piece.answer for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].answer is answer
     assert len(origins) == len(answer.token_ids) == stats.prefill_tokens + stats.emitted_tokens
-    assert stats.prefill_tokens == (1 if origins else 0)  # the first token of all comes from the prefill
+    assert bool(origins) <= stats.prefill_tokens <= (1 + resumed if origins else 0)  # the first token comes from one
     accepted, rejected = accepted_in_steps(origins[1:])
-    assert len(accepted) <= stats.target_calls
+    assert len(accepted) <= stats.target_calls + max(stats.prefill_tokens - 1, 0)
     if answer.error is None:  # each call gave a token at least, if only one that ended the answer
         assert stats.target_calls <= stats.emitted_tokens + stats.stop_tokens
     assert stats.accepted_tokens == sum(accepted) == origins.count(Origin.ACCEPTED) <= stats.draft_tokens
@@ -85,7 +86,7 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
     def checking_finish(request: Request) -> Answer:
         before = len(request.pieces)
         answer = finish(request)
-        assert_consistent(answer, [*pieces.pop(request.id, []), *request.pieces[before:]])
+        assert_consistent(answer, [*pieces.pop(request.id, []), *request.pieces[before:]], request.preemptions)
         assert warned or answer.warnings == ()
         assert not request._stop_ids & set(answer.token_ids)
         if request._tokenizer is not None:

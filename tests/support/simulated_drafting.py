@@ -6,6 +6,8 @@ decision, or against plain decoding, is known.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +48,7 @@ class FakeClock:
 
 @dataclass
 class SimulatedDrafter:
-    """A drafter of chains.
+    """A drafter of chains, or of trees.
 
     Attributes:
         acceptance: true chances.
@@ -55,6 +57,9 @@ class SimulatedDrafter:
         hint: what it knows before it drafts, by request and seconds; None is nothing.
         known: gains that were measured before.
         levels: draws how many levels a chain of a length takes, each `token_s`; None: as many as it is long.
+        tree: of each node of a tree, in the order in which budgets take them, its parent (-1 is the root) and the true
+            chance that it is accepted; then `acceptance` says nothing. Those of siblings add up to no more than their
+            parent's. Empty: chains.
     """
 
     acceptance: Acceptance
@@ -63,6 +68,30 @@ class SimulatedDrafter:
     hint: Callable[[int, float], Hint] | None = None
     known: Sequence[float] = ()
     levels: Callable[[int], int] | None = None
+    tree: Sequence[tuple[int, float]] = ()
+
+    def gains(self, seconds: float, request: int) -> list[float]:
+        """True chances that its first, second, ... node is accepted."""
+        if self.tree:
+            return [chance for _, chance in self.tree]
+        chances = (self.acceptance(seconds, request, position) for position in range(self.limits.depth))
+        return list(itertools.accumulate(chances, operator.mul))
+
+    def accepted(self, nodes: int, seconds: float, request: int, chance: random.Random) -> tuple[int, ...]:
+        """Draw the path that is accepted of so many nodes."""
+        path: list[int] = []
+        if not self.tree:
+            while len(path) < nodes and chance.random() < self.acceptance(seconds, request, len(path)):
+                path.append(len(path))
+            return tuple(path)
+        node, below = -1, chance.random()
+        for place, (parent, share) in enumerate(self.tree[:nodes]):
+            if parent == node and below < share:
+                path.append(place)
+                node, below = place, chance.random() * share
+            elif parent == node:
+                below -= share
+        return tuple(path)
 
     def acceptance_curve(self, params: SamplingParams) -> Any:
         return type("Curve", (), {"marginal_gains": self.known}) if self.known else None
@@ -239,19 +268,20 @@ class Simulation:
         """Draw what becomes of what was decided, as the engine cuts it."""
         request.decisions.append(decision)
         decision = decision.cut(max(request.remaining - 1, 0))
-        nodes = 0 if decision.is_zero else min(decision.budget.depth, decision.budget.nodes)
-        if nodes:
-            drafter = self.drafters[decision.drafter]
-            assert nodes <= drafter.limits.depth, "more was asked for than the drafter's limits allow"
-            if drafter.hint is not None and not drafter.hint(request.id, now).finds:
-                nodes = 0
-        accepted = 0
-        while accepted < nodes and self._chance.random() < drafter.acceptance(now, request.id, accepted):
-            accepted += 1
-        rejected = accepted < nodes
-        share = DraftShare(decision.drafter, nodes, nodes, tuple(range(accepted)), accepted + rejected)
+        nodes = depth = 0
+        path: tuple[int, ...] = ()
+        drafter = self.drafters[decision.drafter]
+        if not decision.is_zero and (drafter.hint is None or drafter.hint(request.id, now).finds):
+            limits, budget = drafter.limits, decision.budget
+            depth = min(budget.depth, budget.nodes)
+            nodes = budget.nodes if drafter.tree else depth
+            assert nodes <= limits.nodes and depth <= limits.depth, "more than the drafter's limits allow"
+            path = drafter.accepted(nodes, now, request.id, self._chance)
+        accepted = len(path)
+        rejected = accepted < depth
+        share = DraftShare(decision.drafter, nodes, depth, path, accepted + rejected)
         step = RequestStep(
-            request.id, view.context, 1 + nodes, False, nodes, nodes, nodes, accepted, accepted + 1, rejected,
+            request.id, view.context, 1 + nodes, False, nodes, depth, nodes, accepted, accepted + 1, rejected,
             decision=decision, shares=(share,) if nodes else (), greedy=request.params.greedy,
         )  # fmt: skip
         request.emitted += step.emitted
@@ -280,12 +310,11 @@ class Simulation:
         count, slow = len(self.requests), self.machine.slow(now)
         rates = {("", 0): count / (self.machine.step_s(count) * slow)}
         for name, drafter in self.drafters.items():
-            gains = [1.0] * count
+            gains = [drafter.gains(now, request.id) for request in self.requests]
             tokens = float(count)
-            for length in range(1, drafter.limits.depth + 1):
-                for number, request in enumerate(self.requests):
-                    gains[number] *= drafter.acceptance(now, request.id, length - 1)
-                tokens += sum(gains)
-                seconds = self.machine.step_s(count * (1 + length)) + self.machine.drafting_s(drafter, count, length)
-                rates[name, length] = tokens / (seconds * slow)
+            for nodes in range(1, drafter.limits.nodes + 1):
+                tokens += sum(each[nodes - 1] for each in gains)
+                levels = min(nodes, drafter.limits.depth)
+                seconds = self.machine.step_s(count * (1 + nodes)) + self.machine.drafting_s(drafter, count, levels)
+                rates[name, nodes] = tokens / (seconds * slow)
         return rates

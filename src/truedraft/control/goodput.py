@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 from truedraft.control.allocation import STOPS, Allocation, Allocator, Candidate, Share
 from truedraft.control.base import Controller, StepTimes
@@ -22,7 +22,7 @@ from truedraft.core.stats import RequestStep, StepRecord
 
 _PRIOR_WEIGHT, _POOL_MEMORY = 4.0, 200.0  # verdicts
 _OWN_MEMORY = 12.0  # verdicts
-_MOST_KINDS = 4096  # of guesses, over drafters and sampling options, of which it is known how good they are
+_MOST_KINDS = 512  # of guesses, over drafters and sampling options, of which it is known how good they are
 _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _LOOK_SHARE = 0.003  # of time that deciding may take before decisions are kept for several steps
 _LONGEST_HOLD = 96
@@ -38,6 +38,8 @@ _PROBED_AT_MOST = 4  # requests that are looked at before one is probed with
 _DEAR_LEVEL_S = 5e-4  # of a token drafted, from which it pays to look how likely tokens are: a tenth of it, measured
 _SLOW = 0.1  # share by which one step moves what steps are known to take
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Kind: TypeAlias = tuple[str, int]
 """What a request's estimates are kept apart by: drafter and kind of hint; the pool's by sampling options too."""
 
@@ -342,8 +344,7 @@ class Goodput(Controller):
         key = own.shaping, drafter
         if key not in self._odds:
             self._odds[key] = Odds()
-            _forget_oldest(self._odds)
-        return self._odds[key]
+        return _used(self._odds, key)
 
     def _pooled(self, view: RequestView, own: _Own, kind: Kind, limits: Budget) -> Gains:
         key = own.shaping, kind
@@ -356,8 +357,7 @@ class Goodput(Controller):
                 self._pool[key] = ChainGains(rates, _PRIOR_WEIGHT, _POOL_MEMORY)
             else:
                 self._pool[key] = TreeGains(known or _tree_of(limits, kind[1]), _PRIOR_WEIGHT, _POOL_MEMORY)
-            _forget_oldest(self._pool)
-        return self._pool[key]
+        return _used(self._pool, key)
 
     def _settled(
         self, allocator: Allocator, best: Allocation, known: Sequence[Sequence[Candidate]], owns: Sequence[_Own]
@@ -496,7 +496,8 @@ class Goodput(Controller):
                 budget = step.decision.budget if step.decision is not None else NO_DRAFT
                 stopped = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
                 stopped = stopped and budget.floor > 0.0
-                pool = self._pool.get((own.shaping, kind))
+                key = own.shaping, kind
+                pool = _used(self._pool, key) if key in self._pool else None
                 if pool is not None:
                     pool.judge(own.gains[kind], share)
                 own.gains[kind].learn(share, self._step, stopped)
@@ -513,10 +514,13 @@ class Goodput(Controller):
         return self._times
 
 
-def _forget_oldest(found: dict[Any, Any]) -> None:
-    """What was learned of sampling options is bounded: clients may ask with ever new ones."""
+def _used(found: dict[Key, Value], key: Key) -> Value:
+    """One of what was learned of sampling options; of too many, as clients may ask with ever new ones, those go that
+    were not used for longest."""
+    found[key] = value = found.pop(key)
     while len(found) > _MOST_KINDS:
         del found[next(iter(found))]
+    return value
 
 
 def _kind_of(hint: Hint) -> int:

@@ -188,6 +188,16 @@ class Decision:
         return replace(self, budget=self.budget.cut(depth), merged=tuple(each.cut(depth) for each in self.merged))
 
 
+def check_nodes(option: str, value: int) -> None:
+    """Refuse a number of drafted tokens below 1, or more than `MOST_NODES`, which no step drafts.
+
+    Raises:
+        OptionError: names the option and its value.
+    """
+    if not 1 <= value <= MOST_NODES:
+        raise OptionError(f"{option} must be 1 or more and at most {MOST_NODES}, got {value}")
+
+
 def nodes_of(branching: Sequence[int]) -> int:
     """Nodes of the tree in which each node at depth 0, 1, ... has so many children: 3 + 6 + 6 for (3, 2, 1).
 

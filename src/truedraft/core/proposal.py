@@ -94,7 +94,7 @@ class Proposal:
         return cls(TokenTree.chain(tokens), _chain_draws(len(tokens), kind), probs)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> frozenset[DrawKind]:
     """The kinds of draws that occur; shapes recur at every step, so a check once passed costs a look-up.
 
@@ -128,7 +128,7 @@ def deterministic_draws(shape: TreeShape) -> tuple[tuple[Draw, ...], ...]:
     return tuple(tuple(map(_candidate, nodes)) for nodes in shape.children)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _candidate(child: int) -> Draw:
     return Draw(child, -1, DrawKind.DETERMINISTIC)
 

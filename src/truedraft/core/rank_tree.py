@@ -29,7 +29,7 @@ from truedraft.errors import OptionError
 
 RankPath = tuple[int, ...]
 Numbers: TypeAlias = NDArray[Any]
-_SHAPES = 4096
+_SHAPES = 1024
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import StepRecord
-from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target
+from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target, rehearse
 from truedraft.costs.store import CostKey, CostStore, drafter_key, target_key
 from truedraft.drafters.base import Drafter
 from truedraft.models.base import LanguageModel
@@ -188,7 +188,7 @@ class StepCosts:
         return self._forwards
 
     def drafting(self, drafter: Drafter, params: SamplingParams) -> DraftCost:
-        """Seconds of a drafter's proposals for requests with such options.
+        """Seconds of a drafter's proposals for requests with such options; it has drafted once when this returns.
 
         Raises:
             CompositionError: the drafter does not fit the target.
@@ -206,6 +206,8 @@ class StepCosts:
                 progress=self._progress,
                 refresh=self._refresh,
             )
+            if found.kept:
+                rehearse(drafter, self.target, params)
             self._drafting[key] = self._noted(found)
         return self._drafting[key]
 

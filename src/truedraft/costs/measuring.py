@@ -6,7 +6,8 @@ Many sizes are measured in turn until the time is up, so that a slow moment of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeAlias, TypeVar
@@ -247,7 +248,6 @@ def measure_drafter(
     if drafter.limits.is_zero:
         return DraftCost(())
     found: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
-    rehearsal = _Rehearsal(drafter, target, params or SamplingParams(), clock)
 
     def measure(depth: int, number: int) -> None:
         proposal, seconds = rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
@@ -255,9 +255,32 @@ def measure_drafter(
             depth = proposal.tree.shape.depth if drafter.levels is None else drafter.levels
             found.setdefault(depth, []).append((len(proposal.tree), seconds))
 
-    try:
+    with _rehearsing(drafter, target, params, clock) as rehearsal:
         depths = _depths(min(drafter.limits.depth, rehearsal.most_depth))
         in_rounds(depths, measure, effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock)
+    return DraftCost(_points(found))
+
+
+@torch.inference_mode()
+def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> None:
+    """Let a drafter draft once, so that what it makes the first time, as weights, is not made in somebody's answer.
+
+    Raises:
+        DrafterError: the drafter failed.
+    """
+    if not drafter.limits.is_zero:
+        with _rehearsing(drafter, target, params, time.perf_counter) as rehearsal:
+            rehearsal.step(1, 0.0)
+
+
+@contextmanager
+def _rehearsing(
+    drafter: Drafter, target: LanguageModel, params: SamplingParams | None, clock: Callable[[], float]
+) -> Iterator[_Rehearsal]:
+    """A rehearsal, closed in the end; what fails in it is told of the drafter."""
+    rehearsal = _Rehearsal(drafter, target, params or SamplingParams(), clock)
+    try:
+        yield rehearsal
     except TruedraftError:
         raise
     except Exception as error:
@@ -266,7 +289,6 @@ def measure_drafter(
         ) from error
     finally:
         rehearsal.close()
-    return DraftCost(_points(found))
 
 
 def _depths(limit: int) -> list[int]:

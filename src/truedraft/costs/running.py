@@ -9,6 +9,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from statistics import median
 
 from truedraft.core.budget import RequestView
@@ -29,6 +30,7 @@ _READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with
 _LEARN = 0.2
 _UNLIKE = 8  # of steps behind one of another kind so many are passed over, where no others come
 _PAUSE_S, _ALL_OF = 0.02, 3  # between steps that are looked at, behind the first ones: of faster ones some will do
+_MOST_SHAPES = 4096  # of forwards, of which it is kept what they take
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -131,7 +133,8 @@ class RunningTimes:
         self._alike = 0  # steps of that kind before it
         self._unlike = dict.fromkeys(self._steps, 0)  # steps of each kind, behind others, since one was looked at
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
-        self._forwards: dict[tuple[int, int, int], float] = {}  # seconds by rows, requests and context
+        # Seconds by rows, requests and context: time brings ever other ones.
+        self._forwards = lru_cache(_MOST_SHAPES)(lambda rows, count, each: costs.forwards()(rows, [each] * count))
         self._forward_ratios: list[float] = []  # of forwards, measured over V
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
@@ -145,11 +148,7 @@ class RunningTimes:
         """V by the curve, for contexts to the nearest 64 tokens of their mean."""
         requests = len(contexts)
         context = round(sum(contexts) / requests / 64) * 64
-        key = rows, requests, context
-        found = self._forwards.get(key)
-        if found is None:
-            found = self._forwards[key] = self._costs.forwards()(rows, [context] * requests)
-        return found
+        return self._forwards(rows, requests, context)
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._proposals_s(drafter, requests, depth, greedy) * self._drafting[drafter].factor(requests)
@@ -192,8 +191,8 @@ class RunningTimes:
             self._proposals_s(drafter, 1, 1, greedy)
 
     def observe(self, record: StepRecord) -> None:
-        asked = self._forwards or self._proposals or self._read_s  # who never asked needs no answers
-        if record.prefill or not asked:
+        asked = self._forwards.cache_info().currsize or self._proposals or self._read_s
+        if record.prefill or not asked:  # who never asked needs no answers
             self._kind = None
             return
         rows, requests = record.rows, record.requests

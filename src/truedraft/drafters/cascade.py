@@ -12,7 +12,7 @@ from torch import Tensor
 
 from truedraft.cache import Prefixes, RequestCache
 from truedraft.core import transfers
-from truedraft.core.budget import MOST_NODES, Budget, Hint
+from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import batch_probs, sound_rows, usable_rows
@@ -21,7 +21,7 @@ from truedraft.core.shaping import Shaping
 from truedraft.core.tree import TokenTree, TreeShape, shape_of
 from truedraft.core.verdict import Verdict
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView, check_ids, check_proposal
-from truedraft.errors import CompositionError, DrafterError, OptionError
+from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 
@@ -146,10 +146,7 @@ class Cascade(Drafter):
     levels = 0
 
     def __init__(self, drafter: Drafter, middle: Drafter, num_speculative_tokens: int = 8) -> None:
-        if not 1 <= num_speculative_tokens <= MOST_NODES:
-            raise OptionError(
-                f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
-            )
+        check_nodes("num_speculative_tokens", num_speculative_tokens)
         if not middle.can_verify or middle.model is None:
             raise CompositionError(
                 f"{middle.name!r} has no model that could verify; the last member of a cascade is a draft model or "

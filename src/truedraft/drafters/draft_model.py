@@ -10,7 +10,7 @@ from torch import Tensor
 
 from truedraft.cache import FEW, Prefixes, RequestCache
 from truedraft.core import transfers
-from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
+from truedraft.core.budget import Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
@@ -55,12 +55,8 @@ class DraftModel(Drafter):
         min_probability: float = 0.0,
         chains: int = 1,
     ) -> None:
-        if not 1 <= num_speculative_tokens <= MOST_NODES:
-            raise OptionError(
-                f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
-            )
-        if not 1 <= chains <= MOST_NODES:
-            raise OptionError(f"chains must be 1 or more and at most {MOST_NODES}, got {chains}")
+        check_nodes("num_speculative_tokens", num_speculative_tokens)
+        check_nodes("chains", chains)
         if branching is not None and chains > 1:
             raise OptionError("a draft model takes branching or chains, not both; branching=3-1-1 is 3 chains of 3")
         single = (chains, *(1,) * (num_speculative_tokens - 1))

@@ -10,13 +10,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import ClassVar
 
-from truedraft.core.budget import Budget, Hint
+from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.drafters.portfolio import Portfolio
-from truedraft.errors import OptionError
 
 _NOTHING = Hint(finds=False)
 _FOLLOWED = (1, 4, 16)
@@ -35,15 +34,14 @@ class _RequestDrafter(Drafter):
         num_speculative_tokens: most tokens of a chain.
 
     Raises:
-        OptionError: fewer than 1.
+        OptionError: fewer than 1, or more than a step drafts.
     """
 
     told_late = True
     hints_change = True
 
     def __init__(self, num_speculative_tokens: int = 32) -> None:
-        if num_speculative_tokens < 1:
-            raise OptionError(f"num_speculative_tokens must be 1 or more, got {num_speculative_tokens}")
+        check_nodes("num_speculative_tokens", num_speculative_tokens)
         self.limits = Budget(depth=num_speculative_tokens, width=1, nodes=num_speculative_tokens)
 
     @property

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from truedraft.core.budget import Budget, Hint
+from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
@@ -39,8 +39,7 @@ class PromptLookup(Drafter):
     hints_change = True
 
     def __init__(self, num_speculative_tokens: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        if num_speculative_tokens < 1:
-            raise OptionError(f"num_speculative_tokens must be 1 or more, got {num_speculative_tokens}")
+        check_nodes("num_speculative_tokens", num_speculative_tokens)
         if not 1 <= min_ngram <= max_ngram:
             raise OptionError(f"1 <= min_ngram <= max_ngram must hold, got {min_ngram} and {max_ngram}")
         self.limits = Budget(depth=num_speculative_tokens, width=1, nodes=num_speculative_tokens)

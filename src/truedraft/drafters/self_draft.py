@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.core.budget import MOST_NODES, Budget
+from truedraft.core.budget import Budget, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
-from truedraft.errors import CompositionError, OptionError
+from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
 
 _READ_TOKENS = 512
@@ -45,10 +45,7 @@ class SelfDraft(Drafter):
     can_verify = True
 
     def __init__(self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4) -> None:
-        if not 1 <= num_speculative_tokens <= MOST_NODES:
-            raise OptionError(
-                f"num_speculative_tokens must be 1 or more and at most {MOST_NODES}, got {num_speculative_tokens}"
-            )
+        check_nodes("num_speculative_tokens", num_speculative_tokens)
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
         if model.cache_pool is None or model.cache_pool is not target.cache_pool:
             raise CompositionError(

@@ -45,7 +45,7 @@ class StepItem:
         self.fed = fed
         self.noise: KeyedNoise = request.noise()
         self.context = request.cache.length
-        self.prefill = request.emitted == 0 or fed > 1
+        self.prefill = not request.decodes
         self.judged = self.context + fed == len(request.tokens)
         self.drafted = NOTHING_DRAFTED
         self.proposal = NOTHING_DRAFTED.proposal

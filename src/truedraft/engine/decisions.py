@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ ForwardSeconds: TypeAlias = Callable[[int, Sequence[int]], float]
 """V: seconds of a target forward over so many rows, for requests with so many cached tokens each."""
 
 _MOST = 512  # stretches
+_MOST_SHAPES = 4096  # of steps, of which it is kept what the curve says
 _SHOWN = 128  # of them in a record
 _ENOUGH_PLAIN = 16  # plain steps that tell what such a step takes
 _LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # from which an interval says anything, and that are drawn from
@@ -202,7 +204,10 @@ class Decisions:
         self.stretches: list[Stretch] = []
         self._forward_s = forward_s
         self._request = request
-        self._curve_s: dict[tuple[int, int, int], float] = {}  # V by rows, requests and context
+        # V by rows, requests and context: time brings ever other ones.
+        self._curve_s = lru_cache(_MOST_SHAPES)(
+            lambda rows, count, each: 1.0 if forward_s is None else forward_s(rows, [each] * count)
+        )
         self._in_each = 1  # steps of a stretch
 
     @classmethod
@@ -260,14 +265,9 @@ class Decisions:
 
     def _curve(self, rows: int, contexts: Sequence[int]) -> float:
         """V, for contexts to the nearest 64 tokens of their mean; 1 without a curve."""
-        if self._forward_s is None:
-            return 1.0
         requests = len(contexts)
         context = round(sum(contexts) / requests / 64) * 64
-        key = rows, requests, context
-        if key not in self._curve_s:
-            self._curve_s[key] = self._forward_s(rows, [context] * requests)
-        return self._curve_s[key]
+        return self._curve_s(rows, requests, context)
 
     def _keep_bounded(self) -> None:
         while len(self.stretches) > _MOST:

@@ -79,7 +79,7 @@ class Request:
         self.sample = sample
         tokenizer = target.tokenizer
         self.tokens = list(prompt)  # prompt and answer so far
-        self.prompt_tokens = len(prompt)
+        self.prompt_tokens = self._read_to = len(prompt)  # and so many are read, more once it gave its room back
         self._stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(target.eos_token_ids)
         )
@@ -161,8 +161,8 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether all but the last of its tokens are computed, and the first of its answer is there."""
-        return self.emitted > 0 and self.uncomputed <= 1
+        """Whether its prompt is computed, and what it had written before it gave its room back."""
+        return self.computed >= self._read_to and self.uncomputed <= 1
 
     @property
     def cache(self) -> RequestCache | None:
@@ -181,6 +181,7 @@ class Request:
     def put_back(self) -> None:
         """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
         self.cache, self.leader, self.last_step = None, None, None
+        self._read_to = len(self.tokens)
         self.no_room = set(self.excluded)
         self.told.clear()
         self.preemptions += 1

@@ -26,6 +26,7 @@ from truedraft.cache import WIDEST_GAP, key_span
 from truedraft.core.tree import TreeShape
 
 Position = TypeVar("Position", int, Tensor)
+_LONGEST_KEPT = 512  # of chains whose masks are kept
 
 
 class AttentionPattern(ABC):
@@ -198,7 +199,7 @@ class Paths:
         return self.tails.shape[0]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
     """The paths of a tree of which nodes from `written` on are new."""
     new = range(written, len(shape))
@@ -233,7 +234,7 @@ def layout_of(
     span = key_span(slots)
     reaches = pattern.reaches(length + shape.depth)
     if shape.is_chain and reaches:
-        return ChainLayout(Blocked(length, _later_nodes(shape, written, device)[:, : span - length]))
+        return ChainLayout(Blocked(length, _later_nodes(len(shape), device)[written : len(shape), : span - length]))
     # Slots are not positions in a tree, so everything goes by position; along a path both are the same again.
     query = length - 1 + torch.tensor(shape.depths[written:], device=device)
     first = length if reaches else 0
@@ -246,11 +247,21 @@ def layout_of(
     return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))
 
 
-@lru_cache(maxsize=4096)
-def _later_nodes(chain: TreeShape, written: int, device: torch.device) -> Tensor:
-    """Which slots from its first node on each new node of a chain may not see: bool `[new, slots of any span]`."""
-    row = torch.arange(written, len(chain), device=device)
-    return torch.arange(len(chain) + WIDEST_GAP, device=device)[None, :] > row[:, None]
+def _later_nodes(length: int, device: torch.device) -> Tensor:
+    """Which slots from its first node on each node of a chain may not see: bool `[nodes, slots of any span]`.
+
+    Chains of many lengths share one, which may have more nodes; those of the longest are made each time.
+    """
+    if length > _LONGEST_KEPT:
+        return _new_later_nodes(length, device)
+    return _kept_later_nodes(1 << (length - 1).bit_length(), device)
+
+
+def _new_later_nodes(length: int, device: torch.device) -> Tensor:
+    return torch.ones(length, length + WIDEST_GAP, dtype=torch.bool, device=device).triu_(1)
+
+
+_kept_later_nodes = lru_cache(maxsize=32)(_new_later_nodes)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class LenientArgmax(ThresholdAcceptance):
         return p_x >= self.lenience * threshold
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _inner_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tree rows of a tree that have children, in order, and the tree row above each node."""
     inner = [row for row, nodes in enumerate(shape.children) if nodes]

@@ -99,7 +99,7 @@ class _Layout:
     joint: tuple[int, ...] = ()
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> _Layout:
     if draws is deterministic_draws(shape):
         return _children_layout(shape)

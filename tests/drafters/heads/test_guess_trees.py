@@ -75,6 +75,9 @@ def test_calibration_between_temperatures() -> None:
     between = calibration(SamplingParams(temperature=0.5))
     assert between == Survival.of([[1, -1, -0.5, 1.5, -0.5]])
     assert calibration(SamplingParams(temperature=0.5)) is between, "made once"
+    for number in range(5000):  # a client chooses it
+        assert calibration(SamplingParams(temperature=number / 5000)) is not None
+    assert len(calibration._between) <= 101, "one for each hundredth"
     assert calibration(SEEDED) is None and Calibration()(GREEDY) is None
     raw_at_one = Calibration.of({"greedy": cold})
     assert raw_at_one(SamplingParams(temperature=0.5)) == Survival.of([[1, -1, -0.5, 1, 0]])

@@ -32,8 +32,9 @@ def kind_of(params: SamplingParams) -> str:
 class Calibration:
     """Survival by the kind of requests: "greedy" at temperature 0, "sampled" and "coupled" at temperature 1.
 
-    Between these temperatures the odds are taken in between, above 1 they are those of 1. Seeded requests know the
-    target's noise, so their guesses survive otherwise. For kinds that are missing the heads' own probabilities serve.
+    Between these temperatures, to the nearest hundredth, the odds are taken in between, above 1 they are those of 1.
+    Seeded requests know the target's noise, so their guesses survive otherwise. For kinds that are missing the heads'
+    own probabilities serve.
 
     Args:
         kinds: what was fitted, as many depths each.
@@ -57,7 +58,7 @@ class Calibration:
         """What serves for a request; None where paths are chosen by the heads' own probabilities."""
         if params.greedy:
             return self._kinds.get(GREEDY)
-        key = COUPLED if params.seeded else SAMPLED, min(params.temperature, 1.0)
+        key = COUPLED if params.seeded else SAMPLED, round(min(params.temperature, 1.0), 2)
         if key not in self._between:
             cold, hot = self._kinds.get(GREEDY), self._kinds.get(key[0])
             if key[1] < 1.0 and (cold or hot):

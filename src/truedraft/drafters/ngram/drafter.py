@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.core.budget import MOST_NODES, Budget, Hint, nodes_of
+from truedraft.core.budget import Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, likeliest_tree
@@ -70,8 +70,8 @@ class NgramDrafter(Drafter):
         sampled: bool = False,
     ) -> None:
         for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):
-            if value is not None and not 1 <= value <= MOST_NODES:
-                raise OptionError(f"{option} must be 1 or more and at most {MOST_NODES}, got {value}")
+            if value is not None:
+                check_nodes(option, value)
         if order is not None and not 1 <= order <= table.order:
             raise OptionError(f"order must be 1 or more and at most {table.order}, that of the table, got {order}")
         if branching is not None and not sampled:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from truedraft.cache import Prefixes, RequestCache
-from truedraft.core.budget import MOST_NODES, Budget, Hint
+from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
@@ -55,8 +55,7 @@ class ParallelDraft(Drafter):
     def __init__(self, draft: DraftModel, worker: AheadWorker, outcomes: int) -> None:
         if draft.limits.width > 1:
             raise OptionError("async drafts one chain, and branching or chains make trees; leave one of them out")
-        if not 1 <= outcomes <= MOST_NODES:
-            raise OptionError(f"outcomes must be 1 or more and at most {MOST_NODES}, got {outcomes}")
+        check_nodes("outcomes", outcomes)
         self.limits: Budget = draft.limits
         self.model: LanguageModel = draft.model
         self.caches: Mapping[int, RequestCache] = draft.caches

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from truedraft.core.budget import Budget, Hint
+from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, likeliest_tree
@@ -15,7 +15,6 @@ from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.drafters.prompt_lookup import NgramIndex, copied
 from truedraft.drafters.suffix.index import END, NO_MATCHES, WINDOW, Matches
 from truedraft.drafters.suffix.store import SuffixStore
-from truedraft.errors import OptionError
 
 _NOTHING = Hint(finds=False)
 _LENGTHS = (4, 8, 16, 32)
@@ -53,8 +52,7 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, store: SuffixStore | None = None, num_speculative_tokens: int = 12, nodes: int = 24) -> None:
         for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):
-            if value < 1:
-                raise OptionError(f"{option} must be 1 or more, got {value}")
+            check_nodes(option, value)
         self.store = SuffixStore(1 << 20) if store is None else store  # an empty one is False
         depth = min(num_speculative_tokens, nodes)
         self.limits = Budget(depth=depth, width=nodes, nodes=nodes)

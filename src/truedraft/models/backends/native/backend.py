@@ -351,7 +351,7 @@ def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
     return None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
     """The uncommitted slots that each new node sees: `[new + 1]` starts into a list of slots, both int32.
 
