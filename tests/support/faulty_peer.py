@@ -58,12 +58,18 @@ class FaultyPeer(Peer):
     def _answered(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
         """Replies to questions of equal temperature and filters."""
         engine = self._engine(questions[0].params)
-        prompts = [list(question.prompt) for question in questions]
         try:
-            answers = engine.generate(prompts, [self._asked(question.params) for question in questions])
+            requests = [engine.prepare(list(each.prompt), self._asked(each.params)) for each in questions]
         except TruedraftError as error:
             return [PeerError(str(error)) for _ in questions]
-        return [self._reply(*each) for each in zip(questions, answers, strict=True)]
+        for question, request in zip(questions, requests, strict=True):
+            if question.params.seed is not None:
+                request.noise_seed = question.params.seed
+            engine.enqueue(request)
+        while not all(request.closed for request in requests):
+            engine.step()
+        answers = [request.pieces[-1].answer for request in requests]
+        return [self._reply(*each) for each in zip(questions, answers, strict=True) if each[1] is not None]
 
     def _engine(self, params: SamplingParams) -> Engine:
         if params.probs_key not in self._engines:
@@ -71,8 +77,11 @@ class FaultyPeer(Peer):
         return self._engines[params.probs_key]
 
     def _asked(self, params: SamplingParams) -> SamplingParams:
-        """What the engine works with; stop texts are looked for here where that is what is wrong."""
-        asked = self.planted.asked(params)
+        """What the engine works with; stop texts are looked for here where that is what is wrong.
+
+        Seeds only key the noise, as in other engines: what a seed promises here is not kept by the parts that fail.
+        """
+        asked = replace(self.planted.asked(params), seed=None)
         return asked if self.planted.ends == "right" else replace(asked, stop=())
 
     def _reply(self, question: Question, answer: Answer) -> Reply | PeerError:

@@ -64,6 +64,20 @@ def test_earlier_calls_stand_in_the_prompt(name: str) -> None:
     assert "None" not in behind and "{'word'" not in behind and '\\"word' not in behind
 
 
+def test_pictures_stay_where_calls_or_results_become_text() -> None:
+    """Contents of parts are not written out as Python writes lists."""
+    asked, calling, *results = turns()
+    picture, text = {"type": "image"}, {"type": "text", "text": "Look."}
+    told = [asked, calling | {"content": [text, picture]}, *(each | {"content": [picture]} for each in results)]
+    fitted = HistoryForm(calls_as_text=True, results_as_user=True).fitted(told, UNKNOWN)
+    assert [message["role"] for message in fitted] == ["user", "assistant", "user"]
+    assert fitted[1]["content"][:2] == [text, picture]
+    assert "Apfel" in fitted[1]["content"][-1]["text"]
+    parts = [part.get("text", picture) for part in fitted[2]["content"]]
+    opening, closing = "<tool_response>\n", "\n</tool_response>"
+    assert parts == [opening, picture, closing, "\n", opening, picture, closing]
+
+
 def test_results_follow_their_calls_where_a_message_has_one() -> None:
     fitted = HistoryForm(one_call=True, short_ids=True, text_arguments=True).fitted(turns(), UNKNOWN)
     assert [message["role"] for message in fitted] == ["user", "assistant", "tool", "assistant", "tool"]

@@ -266,8 +266,10 @@ def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) ->
     """Let a drafter draft once, so that what it makes the first time, as weights, is not made in somebody's answer.
 
     Raises:
+        CompositionError: the drafter does not fit the target.
         DrafterError: the drafter failed.
     """
+    drafter.check(target)
     if not drafter.limits.is_zero:
         with _rehearsing(drafter, target, params, time.perf_counter) as rehearsal:
             rehearsal.step(1, 0.0)

@@ -419,11 +419,12 @@ def eos_ids(generation: Any, config: Any, tokenizer: Tokenizer | None) -> tuple[
         return known, None
     turn = tokenizer.turn_end()
     ids = tuple(dict.fromkeys((*known, *tokenizer.eos_token_ids, *([] if turn is None else [turn]))))
-    more = ", ".join(repr(tokenizer.token_text(token)) for token in ids if token not in known)
+    more = [token for token in ids if token not in known]
     if not known or not more:
         return ids, None
+    named = ", ".join(repr(tokenizer.token_text(token)) for token in more)
     return ids, (
-        f"answers end at {more} too: its tokenizer or chat template ends them so, though its generation configuration "
+        f"answers end at {named} too: its tokenizer or chat template ends them so, though its generation configuration "
         "does not"
     )
 

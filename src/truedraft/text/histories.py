@@ -157,17 +157,28 @@ def _with_calls_as_text(message: dict[str, Any], notation: Notation) -> dict[str
     if not calls:
         return message
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join(filter(None, [message["content"], notation.written(calls)]))}
+    written = notation.written(calls)
+    return {**rest, "content": _beside(message["content"], "\n", written) if message["content"] else written}
 
 
 def _as_users(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """Messages whose results of tools are the user's, those of a turn in one."""
     for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:
-            results = "\n".join(f"<tool_response>\n{each['content']}\n</tool_response>" for each in group)
-            yield {"role": "user", "content": results}
+            pieces = [("<tool_response>\n", each["content"], "\n</tool_response>") for each in group]
+            lines = itertools.chain(pieces[0], *(("\n", *each) for each in pieces[1:]))
+            yield {"role": "user", "content": _beside(*lines)}
         else:
             yield from group
+
+
+def _beside(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Contents one behind the other: a text, or parts where one of them has parts, as those of a picture."""
+    texts = [each for each in contents if isinstance(each, str)]
+    if len(texts) == len(contents):
+        return "".join(texts)
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
+    return list(itertools.chain.from_iterable(parts))
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
