@@ -108,8 +108,9 @@ async def ask(port: int, request: Request) -> Answered:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         body = request.body()
-        head = ("POST /v1/completions HTTP/1.1", "Host: x", "Connection: close", "Content-Type: application/json")
-        writer.write("\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body)
+        head = ("Host: 127.0.0.1", "Connection: close", "Content-Type: application/json")
+        lines = ("POST /v1/completions HTTP/1.1", *head, f"Content-Length: {len(body)}", "", "")
+        writer.write("\r\n".join(lines).encode() + body)
         status = await reader.readline()
         first, tokens, last = None, 0, began
         seen: list[bytes] = []

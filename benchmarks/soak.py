@@ -134,7 +134,7 @@ async def ask(port: int, case: Case, tally: Tally) -> None:
         data = json.dumps(case.body).encode()
         head = (
             "POST /v1/completions HTTP/1.1",
-            "Host: soak",
+            "Host: 127.0.0.1",
             "Connection: close",
             "Content-Type: application/json",
             f"Content-Length: {len(data)}",
