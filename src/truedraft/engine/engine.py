@@ -63,7 +63,8 @@ class Engine:
         coupled_rule: how greedy and seeded requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
         entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
-            which they are submitted or prepared; None draws it from the operating system.
+            which they are submitted or prepared; None draws it from the operating system. Engines that share a drafter
+            which learns from answers need different ones, or it has seen what their noise draws.
 
     One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
 
@@ -355,7 +356,7 @@ class Engine:
         return request
 
     def _fresh_seed(self) -> int:
-        """What keys the noise of a request without a seed; no other one has it."""
+        """What keys the noise of a request without a seed; no other one of this engine has it."""
         return secrets.randbits(64) if self.entropy is None else mix(mix(GOLDEN, self.entropy), next(self._unseeded))
 
     def enqueue(self, request: Request) -> None:
