@@ -269,7 +269,6 @@ class CallsReader:
             found.append(CallDelta(index, call, False, new))
         if body.rest is None and not last:
             return False
-        call.id = body.id or call.id
         self._calls.append(call)
         self._call = None
         self._held, self._left, self._step = body.rest or "", self._closing, self._read_closing
@@ -304,13 +303,13 @@ class RecordText:
     """A call that is an object in JSON, with its name and its arguments in it.
 
     Worked example: of `{"name": "f", "arguments": {"x": [1, "}` the name is f and the value of "arguments" is
-    `{"x": [1, "}` so far.
+    `{"x": [1, "}` so far. Arguments that are a text with an object in it are that object, when the text has ended.
 
     Args:
-        wanted: key of the arguments; "" where the whole object is the arguments.
+        wanted: keys of the arguments, of which the first in the object counts; none where that is the arguments.
     """
 
-    def __init__(self, wanted: str) -> None:
+    def __init__(self, wanted: Sequence[str]) -> None:
         self.text = ""
         self.fails = False
         self.name: str | None = None
@@ -318,6 +317,7 @@ class RecordText:
         self.value = ""
         self.begun = False  # whether its brace came
         self._wanted = wanted
+        self._whole = False  # whether the arguments ended
         self._end: int | None = None
         self._place = 0
         self._depth = 0
@@ -338,8 +338,9 @@ class RecordText:
             self._place += 1
         if not self._wanted:
             self.value = self.text[: self._end].strip()
-        elif self._end is None and self._key == self._wanted:
-            self.value = self.text[self._value_from :].strip()
+        elif self._key in self._wanted and not self._whole:
+            value = self.text[self._value_from :].strip()
+            self.value = "" if value.startswith('"') else value
 
     def _take(self, character: str) -> None:
         if self._quoted:
@@ -376,8 +377,10 @@ class RecordText:
             self.name = _string(value)
         elif self._key == "id":
             self.id = _string(value)
-        elif self._key == self._wanted:
-            self.value = value
+        elif self._key in self._wanted and not self._whole:
+            text = (_string(value) or "").strip()
+            self.value = text if text.startswith("{") and text.endswith("}") else value
+            self._whole = True
         self._key = None
 
 

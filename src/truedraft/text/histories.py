@@ -138,8 +138,12 @@ class HistoryForm:
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
-        if self.text_arguments and not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        arguments = function["arguments"] or {}
+        if not isinstance(arguments, dict):  # as of an answer that was cut; many templates take nothing else
+            arguments = arguments if self.text_arguments else {"arguments": arguments}
+        elif self.text_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function["arguments"] = arguments
         identity = {"id": _short(call.get("id") or "")} if self.short_ids else {}
         return {**call, **identity, "function": function}
 
@@ -153,9 +157,9 @@ def _short(identity: str) -> str:
 
 def _with_calls_as_text(message: dict[str, Any], notation: Notation) -> dict[str, Any]:
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [(each["name"], each["arguments"]) for each in functions if isinstance(each["arguments"], dict)]
-    if not calls:
+    if not functions:
         return message
+    calls = [(each["name"], each["arguments"]) for each in functions]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     written = notation.written(calls)
     return {**rest, "content": _beside(message["content"], "\n", written) if message["content"] else written}

@@ -93,7 +93,7 @@ class Record:
     arguments: str = "arguments"
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        return RecordText(self.arguments)
+        return RecordText(("arguments", "parameters"))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         top, arguments, layout = _parts_of(schema)
@@ -122,7 +122,7 @@ class Named:
     """A name, and behind it an object of the arguments."""
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        return NamedText(notation, lambda name: RecordText(""))
+        return NamedText(notation, lambda name: RecordText(()))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         top, arguments, layout = _parts_of(schema)
@@ -507,7 +507,7 @@ class AnswerReader:
         self, notation: Notation, tools: Schemas | None = None, *, parallel: bool = True, reasoning_open: bool = False
     ) -> None:
         self.calls: list[Call] = []
-        self._channels = ChannelReader(tools or {}, self.calls) if notation.channels else None
+        self._channels = ChannelReader(tools or {}, parallel, self.calls) if notation.channels else None
         self._reader = CallsReader(notation, tools, parallel, self.calls) if tools else None
         self._marks = notation.reasoning
         self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin
