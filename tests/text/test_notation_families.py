@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from support.byte_tokenizers import byte_tokenizer
-from truedraft.text.calls import CallDelta
+from truedraft.text.calls import CallDelta, words_of
 from truedraft.text.forms import Forms
-from truedraft.text.notations import NOTATIONS, AnswerReader, Notation, Reasoning, notation_of
+from truedraft.text.notations import NOTATIONS, AnswerReader, Notation, Parameters, Reasoning, notation_of
 from truedraft.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -177,3 +178,22 @@ def test_a_family(family: Family) -> None:
     drafted = Forms(made, made.vocab_size, made.eos_token_ids).start(notation.grammar(named, parallel=False), [0], 1)
     beginning = made.shown_text(drafted.forced())
     assert "note" in beginning or family.notation == "gpt-oss", "whose models write the head of a call in two ways"
+
+
+APART = [family for family in FAMILIES if isinstance(known(family)[0].body, Parameters)]
+
+
+@pytest.mark.parametrize("family", APART, ids=lambda family: family.template)
+def test_a_missing_mark_costs_no_argument(family: Family) -> None:
+    notation, body = known(family)[0], known(family)[0].body
+    assert isinstance(body, Parameters)
+    answer = rendered(family, CALLS[1:] * 2)
+    for mark in (body.closing.rstrip(), *words_of(notation.closing)[:-1]):
+        for place in re.finditer(re.escape(mark), answer):
+            slip = answer[: place.start()] + answer[place.end() :] + "Done."
+            for size in (1, 3, len(slip)):
+                text, _, calls = read(family, slip, size)
+                assert (text.strip(), calls) == ("Done.", CALLS[1:] * 2), slip
+    said = f"Within a line {body.opening}x and {' '.join(words_of(notation.closing))} are text."
+    if "\n" in body.closing:
+        assert read(family, rendered(family, [("note", {"text": said})]), 1)[2] == [("note", {"text": said})]

@@ -276,16 +276,14 @@ class CallsReader:
 
     def _read_closing(self, found: list[str | CallDelta], last: bool) -> bool:
         """Leave out the marks behind a call, as far as they are there; returns whether more can be read."""
-        while self._left:
+        while self._left:  # the first ones may be missing
             place = behind(self._held, self._left[:1])
             if place is None:
                 if not last:
                     return False
                 self._held = ""
                 break
-            if place < 0:
-                break
-            self._held, self._left = self._held[place:], self._left[1:]
+            self._held, self._left = self._held[max(place, 0) :], self._left[1:]
         self._step = self._read_between if self._begin or not self._opening else self._read_text
         return bool(self._held)
 

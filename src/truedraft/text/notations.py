@@ -152,8 +152,8 @@ class Parameters:
     closing: str
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        marks, end = (self.opening, self.middle, self.closing), words_of(notation.closing)[0]
-        return NamedText(notation, lambda name: ParametersText(marks, end, tools.get(name)))
+        marks, closing = (self.opening, self.middle, self.closing), words_of(notation.closing)
+        return NamedText(notation, lambda name: ParametersText(marks, closing, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         top, arguments, layout = _parts_of(schema)
