@@ -120,7 +120,8 @@ class FlatTool(FunctionFields):
     @property
     def function(self) -> FunctionFields:
         """As chats have it."""
-        return FunctionFields.model_validate(self.model_dump(include=set(FunctionFields.model_fields)))
+        about, schema = self.description, self.parameters
+        return FunctionFields(name=self.name, description=about, parameters=schema, strict=self.strict)
 
 
 class CustomFormat(Told):

@@ -28,7 +28,8 @@ from truedraft.text.calls import (
 )
 from truedraft.text.channels import ChannelReader
 from truedraft.text.forms import JSON_LAYOUT
-from truedraft.text.parameters import ParametersText, options_of, path_of, types_of, values_of
+from truedraft.text.parameters import ParametersText
+from truedraft.text.properties import OF_THE_DOCUMENT, options_of, referred_in, types_of, values_of
 
 __all__ = [
     "NOTATIONS",
@@ -44,9 +45,6 @@ __all__ = [
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
-_DEFINITIONS = ("$defs", "definitions")
-_OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
-"""What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,36 +211,14 @@ def _about(name: str, key: str | None = None) -> str:
 
 def _json_rule(rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
     """A value in JSON, with what it refers to."""
-    value = {**_referred_in(schema, root), **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
+    value = {**referred_in(schema, root), **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
     return f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
-
-
-def _referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schema says of the whole document, of definitions those alone that a part of it refers to."""
-    top = {key: root[key] for key in _OF_THE_DOCUMENT if key in root}
-    found = {key: value for key, value in top.items() if key not in _DEFINITIONS}
-    waiting: list[Any] = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, list):
-            waiting += one
-        elif isinstance(one, Mapping):
-            waiting += one.values()
-            if isinstance(ref := one.get("$ref"), str):
-                if (path := path_of(ref)) is None:  # by an id or an anchor, wherever that stands
-                    return top
-                key, name, *_ = *path, "", ""
-                known = top[key] if key in _DEFINITIONS and isinstance(top.get(key), Mapping) else {}
-                if name in known and name not in found.setdefault(key, {}):
-                    found[key][name] = known[name]
-                    waiting.append(known[name])
-    return found
 
 
 def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Of a schema what it says of the whole document, the rest, and the layout."""
     rest = dict(schema)
-    top, given = {key: rest.pop(key) for key in _OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
+    top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
     return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 

@@ -7,9 +7,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from truedraft.text.calls import behind, overlap
+from truedraft.text.properties import property_of, type_of, types_of
 
 _LONGEST_LITERAL = 1 << 14
 """Characters of a value in Python's notation that is read; longer ones are text."""
@@ -105,86 +105,11 @@ class ParametersText:
         return len(held[:place].removesuffix("\n"))
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a JSON schema leaves its values; empty where it does not say."""
-    each = [_own_types(option) for option in options_of(schema, root)]
-    return frozenset().union(*each) if all(each) else frozenset()
-
-
-def options_of(schema: Any, root: Mapping[str, Any]) -> list[Any]:
-    """The schemas of which a value matches one: what references lead to, and each of `anyOf` and `oneOf`."""
-    waiting, seen, found = [schema], set[str](), list[Any]()
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Mapping) and isinstance(ref := one.get("$ref"), str):
-            if ref not in seen:
-                seen.add(ref)
-                waiting.append(_referred(ref, root))
-            continue
-        options = _choices(one) if isinstance(one, Mapping) and values_of(one) is None else None
-        if options is None:
-            found.append(one)
-        else:
-            own = {"type": one["type"]} if "type" in one else {}
-            waiting += [{**own, **option} if isinstance(option, Mapping) else option for option in reversed(options)]
-    return found
-
-
-def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that a schema allows; None where it does not list them."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else None
-
-
-def path_of(ref: str) -> list[str] | None:
-    """The names along which a reference leads into its own document; None where it is of another kind."""
-    start, mark, pointer = ref.partition("#")
-    if start or not mark or not (pointer + "/").startswith("/"):
-        return None
-    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:]]
-
-
-def property_of(schema: Mapping[str, Any], key: str) -> Any:
-    """The schema of one argument; None where there is none."""
-    known = schema.get("properties")
-    return known.get(key) if isinstance(known, Mapping) else None
-
-
-def _referred(ref: str, root: Mapping[str, Any]) -> Any:
-    """What a reference leads to; None where there is nothing."""
-    path = path_of(ref)
-    found: Any = None if path is None else root
-    for name in path or ():
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
-def _choices(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Of which schemas a value matches one; None where there is no choice."""
-    given = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
-    every = schema.get("allOf")  # of one, which some write around a reference
-    return next(iter(given), every if isinstance(every, list) and len(every) == 1 else None)
-
-
-def _own_types(schema: Any) -> frozenset[str]:
-    """The types that a schema names, or that the values have which it lists."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    if (named := schema.get("type")) is not None:
-        return frozenset([named] if isinstance(named, str) else map(str, named) if isinstance(named, list) else ())
-    return frozenset(map(_type_of, values_of(schema) or ()))
-
-
-def _type_of(value: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
-
-
 def _json_of(text: str, types: frozenset[str]) -> str:
     """A value that stands as JSON, or as some templates write it, in Python's notation; else it is a string."""
     stripped, may_be_text = text.strip(), not types or "string" in types
     try:
-        kind, shown = _type_of(json.loads(stripped, parse_constant=_no_constant)), stripped
+        kind, shown = type_of(json.loads(stripped, parse_constant=_no_constant)), stripped
     except (ValueError, RecursionError):
         if may_be_text:
             return json.dumps(text, ensure_ascii=False)
