@@ -227,9 +227,11 @@ def test_forced_arguments_are_values_that_the_schema_lists(
         assert accepts(made, grammar, notation.written([("f", {"a": value})])) == (value in allowed), grammar
 
 
-def test_references_in_a_circle_are_followed_once() -> None:
-    circle = {"$defs": {"A": {"anyOf": [*[{"$ref": "#/$defs/A"}] * 1000, {"type": "string"}, {"type": "null"}]}}}
+def test_references_are_followed_once_and_not_without_end() -> None:
+    circle = {"$defs": {"A": {"anyOf": [*[{"$ref": "#/$defs/A"}] * 500, {"type": "string"}, {"type": "null"}]}}}
     assert types_of({"$ref": "#/$defs/A"}, circle) == {"string", "null"}
+    assert types_of({"anyOf": [{"type": "string"}] * 500}, {}) == {"string"}
+    assert types_of({"anyOf": [{"type": "string"}] * 100_000}, {}) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ _DEFINITIONS = ("$defs", "definitions")
 OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
 """What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
 
+_MOST_OPTIONS = 1000
+"""Schemas that are looked at to know what one argument may be, of which each of many may name all."""
+
 
 def property_of(schema: Mapping[str, Any], key: str) -> Any:
     """The schema of one argument; None where there is none."""
@@ -24,9 +27,14 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def options_of(schema: Any, root: Mapping[str, Any]) -> list[Any]:
-    """The schemas of which a value matches one: what references lead to, and each of `anyOf` and `oneOf`."""
+    """The schemas of which a value matches one: what references lead to, and each of `anyOf` and `oneOf`.
+
+    One of None, which says nothing, where there are too many.
+    """
     waiting, seen, found = [schema], set[str](), list[Any]()
-    while waiting:
+    for _ in range(_MOST_OPTIONS):
+        if not waiting:
+            return found
         one = waiting.pop()
         if isinstance(one, Mapping) and isinstance(ref := one.get("$ref"), str):
             if ref not in seen:
@@ -37,9 +45,9 @@ def options_of(schema: Any, root: Mapping[str, Any]) -> list[Any]:
         if options is None:
             found.append(one)
         else:
-            own = {"type": one["type"]} if "type" in one else {}
-            waiting += [{**own, **option} if isinstance(option, Mapping) else option for option in reversed(options)]
-    return found
+            own, some = ({"type": one["type"]} if "type" in one else {}), options[:_MOST_OPTIONS]
+            waiting += [{**own, **each} if isinstance(each, Mapping) else each for each in reversed(some)]
+    return [None]
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
