@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from truedraft.errors import OptionError
 from truedraft.text.calls import CallDelta
-from truedraft.text.notations import AnswerReader, Notation, Reasoning, notation_of
+from truedraft.text.notations import AnswerReader, Notation, Parameters, Reasoning, notation_of
 
 TAGS = notation_of("")
 MISTRAL = notation_of("[TOOL_CALLS]")
@@ -166,3 +170,24 @@ def test_reasoning_is_told_apart(answer: str, opened: bool, reasoning: str, text
         assert "".join(part.text for part in found if isinstance(part, Reasoning)) == reasoning
         assert "".join(part for part in found if isinstance(part, str)) == text
         assert len(reader.calls) == calls
+
+
+def test_no_more_of_a_form_is_made_than_may_be() -> None:
+    notation = notation_of("<tool_call> <function= <parameter=")
+    assert isinstance(notation.body, Parameters)
+    made = list[str]()
+    schema = {
+        "properties": {f"p{number}": {"type": "integer"} for number in range(1000)},
+        "$defs": {"x": {"title": "t" * 9000}},
+    }
+    rules = notation.body.rules
+
+    class Counted:
+        def rules(self, *given: Any) -> Iterator[str]:
+            for line in rules(*given):
+                made.append(line)
+                yield line
+
+    with pytest.raises(OptionError, match=r"^tools make a form of more than 65536 characters"):
+        replace(notation, body=Counted()).grammar({"f": schema}, parallel=False)
+    assert sum(map(len, made)) < 100_000

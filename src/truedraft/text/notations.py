@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from truedraft.core.params import Structured
+from truedraft.errors import OptionError
 from truedraft.text.calls import (
     Call,
     CallDelta,
@@ -27,7 +28,7 @@ from truedraft.text.calls import (
     words_of,
 )
 from truedraft.text.channels import ChannelReader
-from truedraft.text.forms import JSON_LAYOUT
+from truedraft.text.forms import JSON_LAYOUT, MOST_CHARACTERS
 from truedraft.text.parameters import ParametersText
 from truedraft.text.properties import OF_THE_DOCUMENT, options_of, referred_in, types_of, values_of
 
@@ -304,12 +305,19 @@ class Notation:
         return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
 
     def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
-        """Calls of these functions, at least one, in Lark's notation."""
-        rules = [
-            line
-            for number, (name, schema) in enumerate(tools.items())
-            for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}")
-        ]
+        """Calls of these functions, at least one, in Lark's notation.
+
+        Raises:
+            OptionError: it would be longer than a form may be.
+        """
+        rules, size = list[str](), 0
+        for number, (name, schema) in enumerate(tools.items()):
+            for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}"):
+                rules.append(line)
+                size += len(line)
+                if size > MOST_CHARACTERS:  # before the rest is made, which may hold what is common many times
+                    message = f"make a form of more than {MOST_CHARACTERS} characters; give fewer, or simpler schemas"
+                    raise OptionError(message, field="tools")
         more = f" ({self.literal(self.separator)} any_call)*" if parallel and not self.channels else ""
         start = f"start: {'' if self.bare else self.literal(self.begin)} any_call{more} {self.literal(self.end)}"
         any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
