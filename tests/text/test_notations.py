@@ -163,6 +163,6 @@ def test_no_more_of_a_form_is_made_than_may_be() -> None:
                 made.append(line)
                 yield line
 
-    with pytest.raises(OptionError, match="^tools make a form of more than 65536 characters"):
+    with pytest.raises(OptionError, match=r"^tools make a form of more than 65536 characters"):
         replace(notation, body=Counted()).grammar({"f": schema}, parallel=False)
     assert sum(map(len, made)) < 100_000
