@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from truedraft.server.items import TextReader, flat_name
+from truedraft.server.items import Callable, TextReader, Toolbox, flat_name
 from truedraft.server.messages import _object
-from truedraft.server.tools import arguments_for_template
+from truedraft.server.tools import FunctionFields, arguments_for_template
 
 TEXTS = ("", "a", 'say "x"\n\\n', "caf\u00e9 \U0001f600!", "\u2028}", "*** Begin Patch\n+x\n*** End Patch")
 
@@ -57,3 +57,13 @@ def test_arguments_that_are_no_object_to_send(text: str) -> None:
 
 def test_arguments_with_half_a_character() -> None:
     assert _object('{"x\\udfff": "\\ud83d\\ude00 \\ud800"}') == {"x?": "\U0001f600 ?"}
+
+
+def test_a_choice_means_the_plain_function_before_one_of_its_name_in_a_namespace() -> None:
+    read = FunctionFields(name="read")
+    toolbox = Toolbox(
+        {"files__read": Callable(read, "read", "files", False), "read": Callable(read, "read", None, False)}
+    )
+    assert [toolbox._named(name) for name in ("read", "files__read", "x")] == [["read"], ["files__read"], []]
+    del toolbox.callables["read"]
+    assert toolbox._named("read") == ["files__read"]

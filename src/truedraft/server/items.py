@@ -352,8 +352,10 @@ class Toolbox:
         return list(tools.values()), choice
 
     def _named(self, name: str) -> list[str]:
-        """What the tools of a name are called in a prompt."""
-        return [flat for flat, each in self.callables.items() if name in (flat, each.name)]
+        """What the tools of a name are called in a prompt: the one that is called so, or those of namespaces."""
+        if name in self.callables:
+            return [name]
+        return [flat for flat, each in self.callables.items() if name == each.name]
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
