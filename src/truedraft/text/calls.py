@@ -445,11 +445,17 @@ class NamedText:
         self._arguments.push((mark if self._keeps else "") + behind_mark)
 
 
-def _string(text: str) -> str | None:
+def parsed(text: str) -> Any:
+    """The value of a text in JSON, fit to be sent in JSON; None where there is none. Half a character becomes "?"."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        shown = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        return json.loads(shown.encode(errors="replace"))
+    except (ValueError, RecursionError):
         return None
+
+
+def _string(text: str) -> str | None:
+    value = parsed(text)
     return value if isinstance(value, str) else None
 
 
