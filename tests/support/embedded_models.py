@@ -21,15 +21,15 @@ def embedded(name: str = "target", **options: Any) -> HuggingFaceModel:
     return load_model(f"embedded:{name}", **options)
 
 
+def shared_model(name: str | Path, **options: Any) -> HuggingFaceModel:
+    """`load_model`, but one that ships, as it is, is the shared one; other processes can be told to call it, too."""
+    given = {option: value for option, value in options.items() if value not in (None, {}, "auto")}
+    if str(name).startswith("embedded:") and given.keys() <= {"dtype"}:
+        return embedded(str(name).removeprefix("embedded:"), **given)
+    return load_model(name, **options)
+
+
 def share_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on whoever loads one that ships, as it is, gets the shared one."""
-    own = load_model
-
-    def shared(name: str | Path, **options: Any) -> HuggingFaceModel:
-        given = {option: value for option, value in options.items() if value not in (None, {}, "auto")}
-        if str(name).startswith("embedded:") and given.keys() <= {"dtype"}:
-            return embedded(str(name).removeprefix("embedded:"), **given)
-        return own(name, **options)
-
     for module in _LOADERS:
-        monkeypatch.setattr(f"{module}.load_model", shared)
+        monkeypatch.setattr(f"{module}.load_model", shared_model)
