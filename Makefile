@@ -25,12 +25,14 @@ demo: $(STAMP)
 	@echo "The model that ships has 16 M parameters and is soon read; padded with zeros to 110 M it says the same at a larger model's cost."
 	$(BIN)/$(DEMO)
 
-# One worker for each core; every test computes on one thread.
+# One worker for each core, which takes over what another has left; every test computes on one thread.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
+# What takes minutes, and all that the products of options have beyond their pairs.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 # The playground in a browser; Debian's Chromium is installed where it is missing, which only root can do.
 test-browser: $(STAMP)

@@ -20,14 +20,6 @@ torch.set_num_threads(1)
 keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 
-_LONG_FILES = ("test_docs.py", "test_distribution_of_the_pipeline.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes come first: a worker that began one late would finish it alone."""
-    items.sort(key=lambda item: item.path.name not in _LONG_FILES)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_had_to_be_asked_again(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No engine of a test may get over a failure of its parts, unless the test is marked `plants_failures`.

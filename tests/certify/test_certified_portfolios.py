@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from certify.planted_faults import StaleDraft, markov
+from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.checks import Context, Deadline, Finding, Part, Stack, Status
@@ -124,7 +125,8 @@ def test_a_fault_is_found_wherever_it_is(fault: str) -> None:
     assert any(smallest(broken, batches) < FALSE_ALARM for batches in (20, 100, 300))
 
 
-def test_controls_are_shown_at_members_alone() -> None:
+def test_controls_are_shown_at_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, step_s=0.01)
     context = Context(stack(), TEXTS, SAMPLED, 4, seconds=4.0)
     sampled = Statistics().run(context)
     found = SampledControls().run(Context(stack(), TEXTS, SAMPLED, 4, seconds=4.0, earlier=tuple(sampled)))

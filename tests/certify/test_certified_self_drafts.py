@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from support.backends import native_backend
 from support.tiny_models import PROMPTS, VOCAB, build
+from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import Stack, certify
 from truedraft.certify.certificate import checks_of
@@ -37,8 +38,11 @@ def target() -> HuggingFaceModel:
     ],
     ids=["greedy", "sampled", "seeded"],
 )
-def test_a_certificate_finds_no_fault(target: HuggingFaceModel, word: str, params: SamplingParams) -> None:
-    """A sampled one may lack evidence in so little time; greedy and seeded answers are all compared."""
+def test_a_certificate_finds_no_fault(
+    target: HuggingFaceModel, word: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampled one may lack evidence in so few steps; greedy and seeded answers are all compared."""
+    VirtualTime(monkeypatch, step_s=0.002 if params.greedy else 0.01)
     stack = Stack(target, from_spec(f"{word},num_speculative_tokens=3", target), SpeculativeSampling())
     certificate = certify(stack, [list(prompt) for prompt in PROMPTS], params, batch=2, seconds=1.0)
     assert not certificate.failures, [finding.summary for finding in certificate.failures]

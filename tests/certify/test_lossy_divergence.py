@@ -7,6 +7,7 @@ import random
 import pytest
 
 from certify.planted_faults import markov
+from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.checks import Context, Stack, Status
 from truedraft.certify.lossy import Interval, LossyDivergence
@@ -14,6 +15,11 @@ from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.verification.specs import rule_from_spec
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]
+
+
+@pytest.fixture(autouse=True)
+def _hundred_steps_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, step_s=0.01)
 
 
 def test_interval_by_hand() -> None:

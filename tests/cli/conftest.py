@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.tiny import Result, save_tiny_llama
-from truedraft.bench import costs
+from support.quick_costs import measure_quickly
 from truedraft.cli.main import main
-from truedraft.costs import Effort
 from truedraft.drafters import registry
 
 
@@ -49,12 +47,7 @@ def text(tmp_path: Path) -> str:
 @pytest.fixture
 def quick_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Cost curves of one round and a small read, kept in a folder of the test's own, which it gives."""
-    effort = Effort(0.0, 1, 1)
-    monkeypatch.setattr(costs, "target_cost", functools.partial(costs.target_cost, effort=effort))
-    monkeypatch.setattr(costs, "drafter_cost", functools.partial(costs.drafter_cost, effort=effort))
-    monkeypatch.setattr(costs, "read_bandwidth", functools.partial(costs.read_bandwidth, size_bytes=1 << 20))
-    monkeypatch.setattr(costs, "ratio_of_steps", lambda engine, forwards: 1.0)  # whatever else runs on this machine
-    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
+    measure_quickly(monkeypatch, tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -13,7 +13,6 @@ from cli.tiny import Result
 from truedraft.cli.explain import marks_of, timeline, verdict
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import RequestStep, StepRecord
-from truedraft.costs import Effort, kept
 from truedraft.engine.decisions import Decisions
 
 Run = Callable[..., Result]
@@ -21,11 +20,7 @@ WORDS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos", "--explain"
 FIXED = ("--drafter", "prompt-lookup,min_ngram=1", "--controller", "fixed")
 
 
-@pytest.fixture(autouse=True)
-def short_rounds(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = Effort(0.0, 1, 1)
-    monkeypatch.setattr(kept, "_SHORT_TARGET", once)
-    monkeypatch.setattr(kept, "_SHORT_DRAFTER", once)
+pytestmark = pytest.mark.usefixtures("quick_curves")
 
 
 def decided(drafter: str, nodes: int, accepted: int, reason: str = "pays") -> StepRecord:

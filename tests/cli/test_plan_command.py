@@ -13,7 +13,6 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.control import Goodput
-from truedraft.costs import Effort, kept
 from truedraft.planning.candidates import LONGEST
 
 Run = Callable[..., Result]
@@ -25,8 +24,6 @@ def quick(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs of one round, kept in a folder of the test's own, which are believed."""
     from truedraft import planning
 
-    monkeypatch.setattr(kept, "_SHORT_TARGET", Effort(0.0, 1, 1))
-    monkeypatch.setattr(kept, "_SHORT_DRAFTER", Effort(0.0, 1, 1))
     monkeypatch.setattr(planning, "ratio_of_steps", lambda engine, forwards: 1.0)
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from cli.tiny import Result
 from truedraft.core.rank_tree import RankTree
-from truedraft.costs import Effort, kept
 from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
 from truedraft.models.loading import load_model
 
@@ -20,11 +19,7 @@ WORDS = ("--json", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "
 TREE = RankTree(((0,), (1,), (0, 0), (2,)), (0.9, 0.05, 0.04, 0.01))
 
 
-@pytest.fixture(autouse=True)
-def short_rounds(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = Effort(0.0, 1, 1)
-    monkeypatch.setattr(kept, "_SHORT_TARGET", once)
-    monkeypatch.setattr(kept, "_SHORT_DRAFTER", once)
+pytestmark = pytest.mark.usefixtures("quick_curves")
 
 
 @pytest.fixture

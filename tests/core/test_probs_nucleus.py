@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.pairwise import named, pairwise
 from truedraft.core import probs as N
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import finite_rows, probs_from_logits
@@ -34,9 +35,10 @@ def logits(rows: int, vocab: int, scale: float, seed: int, *, rounded: bool = Fa
     return values.bfloat16().float() if rounded else values
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 5, 33, 1000, 2049, 8192])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "rounded"),
+    pairwise([1, 2, 5, 33, 1000, 2049, 8192], [torch.float32, torch.float64], named(distinct=False, ties=True)),
+)
 def test_the_same_bits_as_the_sorted_distribution(vocab: int, dtype: torch.dtype, rounded: bool) -> None:
     """Distributions from flat to nearly one-hot, nuclei from one token to all, with the ties that bfloat16 logits
     bring."""

@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.embedded_models import embedded
 from support.fixed_noise import answers_of
 from support.noise_cells import CellNoise, every_result
 from support.tiny_models import PROMPTS as TEXTS
 from support.tiny_models import packed
+from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
 from truedraft.certify.certificate import Check, Context, Stack, Status
 from truedraft.certify.draft_state import DraftState
@@ -179,7 +181,8 @@ def test_greedy_and_seeded_answers_are_those_of_plain_decoding(make: Callable[[]
 
 
 @EVERY
-def test_answers_and_caches_are_certified(make: Callable[[], Cascade]) -> None:
+def test_answers_and_caches_are_certified(make: Callable[[], Cascade], monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, step_s=0.001)
     stack = Stack(TARGET, make(), SpeculativeSampling())
     greedy = SamplingParams(max_tokens=24)
     seeded = SamplingParams(max_tokens=24, temperature=1.0, seed=2)
@@ -420,13 +423,11 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def test_words() -> None:
-    from truedraft import load_model
-
-    embedded = load_model("embedded:target")
-    cascade = from_spec("cascade(prompt-lookup;draft),num_speculative_tokens=5", embedded)
+    target = embedded()
+    cascade = from_spec("cascade(prompt-lookup;draft),num_speculative_tokens=5", target)
     assert isinstance(cascade, Cascade)
     assert (cascade.limits.depth, cascade.drafter.name, cascade.middle.name) == (5, "prompt-lookup", "draft")
-    deep = from_spec("cascade(suffix;draft;draft,num_speculative_tokens=3)", embedded)
+    deep = from_spec("cascade(suffix;draft;draft,num_speculative_tokens=3)", target)
     assert isinstance(deep, Cascade)
     assert isinstance(deep.drafter, Cascade)
     for words, told in {
@@ -442,7 +443,7 @@ def test_words() -> None:
         "cascade(prompt-lookup;draft),num_speculative_tokens=0": "must be 1 or more",
     }.items():
         with pytest.raises(TruedraftError, match=told.replace("(", r"\(")):
-            from_spec(words, embedded)
+            from_spec(words, target)
 
 
 class TooMany(ScriptedDrafter):

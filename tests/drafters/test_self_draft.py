@@ -9,9 +9,10 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from support.backends import native_backend
+from support.fake_times import EvenGoodput
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
-from truedraft.control import Goodput, InTurn
+from truedraft.control import InTurn
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
@@ -228,7 +229,7 @@ def test_a_copy_that_could_not_be_made_is_not_tried_again(
     drafter = from_spec("auto", target)
     if why == "memory went":
         monkeypatch.setattr(huggingface, "free_memory", lambda device: tries.append(1) or 10)
-    engine = Engine(target, drafter, controller=InTurn() if controller == "in turn" else Goodput())
+    engine = Engine(target, drafter, controller=InTurn() if controller == "in turn" else EvenGoodput())
     params = SamplingParams(max_tokens=30)
     plain = Engine(target).generate(list(PROMPTS[0]), params)
     first = engine.generate(list(PROMPTS[0]), params)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.embedded_models import embedded
 from truedraft import load_model
 from truedraft.drafters import from_spec, registry, specs
 from truedraft.drafters.registry import TrainedDrafter, find_drafters
@@ -60,7 +61,7 @@ def test_other_weights_of_the_same_sizes_have_none_of_them(tmp_path: Path) -> No
 
 
 def test_the_shipped_drafters_name_the_target_that_ships() -> None:
-    target = load_model("embedded:target", device="cpu")
+    target = embedded(device="cpu")
     found = [TrainedDrafter.read(folder) for folder in sorted(embedded_drafters().iterdir())]
     kinds = {each.kind: each for each in found if each is not None}
     assert set(kinds) == {"draft", "medusa", "redrafter"}

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from support.embedded_models import embedded
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters import Medusa, from_spec
@@ -21,7 +22,7 @@ PROMPTS = [json.loads(line)["text"] for line in heldout_prompts_file().read_text
 
 
 def test_they_are_found_by_name_and_small() -> None:
-    target = load_model("embedded:target", device="cpu")
+    target = embedded(device="cpu")
     drafter = from_spec("medusa", target)
     assert isinstance(drafter, Medusa) and not drafter.nodes_chosen
     assert from_spec("medusa:embedded:medusa,nodes=8", target).limits.nodes == 8
@@ -43,7 +44,7 @@ def test_they_fit_the_target_in_every_guise(options: dict[str, object]) -> None:
 
 
 def test_they_are_refused_for_the_draft() -> None:
-    draft = load_model("embedded:draft", device="cpu")
+    draft = embedded("draft", device="cpu")
     with pytest.raises(CompositionError, match=r"heads for embedded:target read 384 .* embedded:draft has 128"):
         from_spec("medusa", draft)
 
@@ -51,7 +52,7 @@ def test_they_are_refused_for_the_draft() -> None:
 @pytest.mark.parametrize(("temperature", "nodes", "least"), [(0.0, 32, 1.9), (0.0, 8, 1.7), (1.0, 32, 1.4)])
 def test_acceptance_on_shipped_prompts(temperature: float, nodes: int, least: float) -> None:
     """Far below what all 32 prompts gave (the card), for eight prompts scatter; a broken path gives hardly over 1."""
-    target = load_model("embedded:target", device="cpu")
+    target = embedded(device="cpu")
     engine = Engine(target, from_spec(f"medusa,nodes={nodes}", target), controller="fixed", entropy=0)
     params = SamplingParams(max_tokens=64, temperature=temperature, ignore_eos=True)
     answers = engine.generate(PROMPTS, params)

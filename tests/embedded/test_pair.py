@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from truedraft import Engine, SamplingParams, load_model
+from support.embedded_models import embedded
+from truedraft import Engine, SamplingParams
 from truedraft.core.probs import overlap
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import from_spec
@@ -29,7 +30,7 @@ def test_names() -> None:
 
 def test_sizes_and_cards() -> None:
     for name, low, high in (("target", 15e6, 17e6), ("draft", 1e6, 2e6)):
-        model = load_model(f"embedded:{name}", dtype="float32", device="cpu")
+        model = embedded(name, dtype="float32", device="cpu")
         assert low <= model.parameters <= high
         assert model.context_length == 2048
         card = (embedded_folder(name) / "README.md").read_text()
@@ -46,7 +47,7 @@ def probs_along(model: LanguageModel, ids: list[int]) -> torch.Tensor:
 
 def test_the_draft_agrees_with_the_target_on_held_out_text() -> None:
     """alpha = E[sum min(p, q)] of at least 0.6, on the shipped held-out prompts (the cards hold the whole split)."""
-    target, draft = (load_model(f"embedded:{name}", dtype="float32", device="cpu") for name in ("target", "draft"))
+    target, draft = (embedded(name, dtype="float32", device="cpu") for name in ("target", "draft"))
     assert target.tokenizer is not None
     overlaps = []
     for line in heldout_prompts_file().read_text().splitlines():
@@ -56,7 +57,7 @@ def test_the_draft_agrees_with_the_target_on_held_out_text() -> None:
 
 
 def test_auto_has_this_draft_and_speculation_shortens_the_work() -> None:
-    target = load_model("embedded:target", device="cpu")
+    target = embedded(device="cpu")
     engine = Engine(target, "auto", controller="fixed")
     stats = engine.generate("def quicksort(items):", SamplingParams(max_tokens=64)).stats
     assert next(iter(engine.drafter.members)) == "draft"
@@ -65,7 +66,7 @@ def test_auto_has_this_draft_and_speculation_shortens_the_work() -> None:
 
 @pytest.mark.parametrize("spec", ["none", "prompt-lookup", "draft", "draft,branching=3-2-1"])
 def test_a_stop_text_ends_the_answer_wherever_it_falls(spec: str) -> None:
-    target = load_model("embedded:target", device="cpu")
+    target = embedded(device="cpu")
     assert target.tokenizer is not None
     whole = Engine(target).generate("import os\nimport sys\n", SamplingParams(max_tokens=80)).text
     assert whole is not None

@@ -12,7 +12,8 @@ import json
 import pytest
 import torch
 
-from truedraft import Engine, SamplingParams, load_model
+from support.embedded_models import embedded
+from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.embedded import embedded_folder, heldout_prompts_file
 from truedraft.errors import ModelNotFoundError
@@ -46,12 +47,12 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def target() -> HuggingFaceModel:
-    return load_model("embedded:target", dtype="bfloat16", device="cpu")
+    return embedded(dtype="bfloat16", device="cpu")
 
 
 @pytest.fixture(scope="module")
 def draft() -> HuggingFaceModel:
-    return load_model("embedded:draft", dtype="bfloat16", device="cpu")
+    return embedded("draft", dtype="bfloat16", device="cpu")
 
 
 @needs_bfloat16

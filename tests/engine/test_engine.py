@@ -68,11 +68,12 @@ def test_greedy_is_the_argmax_chain_with_every_drafter(target: MarkovModel, draf
     assert (answer.finish_reason, answer.text, len(answer.origins)) == ("length", None, 30)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
-def test_max_tokens_ends_inside_an_accepted_block(target: MarkovModel, drafter: Drafter | None, count: int) -> None:
-    answer = Engine(target, drafter, controller="fixed").generate([3, 1], SamplingParams(max_tokens=count))
-    assert answer.token_ids == greedy_reference(target, [3, 1], count)
-    assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == count
+def test_max_tokens_ends_inside_an_accepted_block(target: MarkovModel, drafter: Drafter | None) -> None:
+    engine = Engine(target, drafter, controller="fixed")
+    for count in (1, 2, 3, 5, 7):
+        answer = engine.generate([3, 1], SamplingParams(max_tokens=count))
+        assert answer.token_ids == greedy_reference(target, [3, 1], count)
+        assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == count
 
 
 def test_the_context_limit_ends_the_answer(drafter: Drafter | None, target: MarkovModel) -> None:

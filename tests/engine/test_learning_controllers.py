@@ -15,17 +15,15 @@ import numpy as np
 import pytest
 
 from support.chi_square import p_value
-from support.fake_times import FakeTimes
+from support.fake_times import EvenGoodput
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
 from truedraft.control import (
     Budget,
     Controller,
     Decision,
-    Goodput,
     RequestView,
     StepRecord,
-    StepTimes,
     Thompson,
 )
 from truedraft.core.budget import NO_DRAFT
@@ -91,13 +89,6 @@ def counts_of(
     return counts[0], counts[1], drafted
 
 
-class LearningGoodput(Goodput):
-    """Goodput at even costs, so that what it decides hangs on verdicts alone."""
-
-    def begin(self, times: StepTimes) -> None:
-        super().begin(FakeTimes([1.0 + 0.002 * rows for rows in range(2_000)], {}, token_s=0.05))
-
-
 class Mixing(Controller):
     """A first draft is left out where the first draft of the request that it is paired with was accepted."""
 
@@ -121,8 +112,8 @@ class Mixing(Controller):
 
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
-    "goodput": LearningGoodput,
-    "thompson": lambda: LearningGoodput(Thompson(), probing=0.3),
+    "goodput": EvenGoodput,
+    "thompson": lambda: EvenGoodput(Thompson(), probing=0.3),
     "random": lambda: RandomDecisions(3),
 }
 

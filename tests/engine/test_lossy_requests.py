@@ -11,6 +11,7 @@ import torch
 
 from support.fixed_noise import answers_of
 from support.letters import Letters
+from support.pairwise import pairwise
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.core.verdict import Divergence
@@ -64,7 +65,11 @@ def tokens_judged(answer: Answer) -> int:
 # ------------------------------------------------------------------------------- the statistics
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("drafter", "rule", "options"),
+    pairwise(DRAFTERS, [pytest.param(rule, id=rule.spec) for rule in RULES], OPTIONS),
+    indirect=["drafter", "rule"],
+)
 def test_every_emitted_token_is_measured_once(
     target: MarkovModel, drafter: Drafter | None, rule: Rule, options: str
 ) -> None:

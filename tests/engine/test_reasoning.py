@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.option_table import PROMPT, VOCAB, columns, drafters, refusal, world
 from support.chi_square import p_value
-from truedraft import Engine, SamplingParams, load_model
+from support.embedded_models import embedded
+from truedraft import Engine, SamplingParams
 from truedraft.core.params import ReasoningSpan, Structured
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.shaping import Path
@@ -173,7 +174,7 @@ CHOICE = Structured("choice", ["yes", "no"])
 @pytest.fixture(scope="module")
 def target() -> LanguageModel:
     pytest.importorskip("llguidance")
-    return load_model("embedded:target")
+    return embedded()
 
 
 def form_of(target: LanguageModel, span: ReasoningSpan, tokens: list[int], form: Structured | None) -> ReasonedForm:

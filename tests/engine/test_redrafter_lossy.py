@@ -10,6 +10,7 @@ import torch
 
 from support.candidate_schemes import candidates_scheme
 from support.head_models import MarkovWithEmbedding, fitted_redrafter, random_redrafter
+from support.pairwise import named, pairwise
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters import Redrafter
@@ -69,9 +70,7 @@ def answers_of(spec: str, sampled: bool, params: SamplingParams) -> tuple[list[l
     return [answer.token_ids for answer in answers], sum((answer.stats for answer in answers), Counters())
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sampled", [False, True], ids=["beams", "drawn"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("options", "sampled", "spec"), pairwise(OPTIONS, named(beams=False, drawn=True), SPECS))
 def test_answers_are_marked_lossy_with_their_divergence(spec: str, sampled: bool, options: str) -> None:
     assert not rule_from_spec(spec).lossless
     tokens, stats = answers_of(spec, sampled, OPTIONS[options])

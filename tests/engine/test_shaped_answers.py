@@ -13,6 +13,7 @@ from torch import Tensor
 
 from core.test_shaping import by_definition
 from support.chi_square import p_value
+from support.pairwise import pairwise_among
 from truedraft import Engine, SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.shaping import Shaping
@@ -72,8 +73,11 @@ def greedy_by_definition(target: MarkovModel, params: SamplingParams) -> list[in
     return answer
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+EACH = [pytest.param(options, id=name) for name, options in OPTIONS.items()]
+GREEDY, SEEDED = pairwise_among(2, EACH, DRAFTERS)
+
+
+@pytest.mark.parametrize(("options", "drafter"), GREEDY)
 def test_greedy_answers_are_those_of_the_definition(target: MarkovModel, drafter: str, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=24, **options)
     answer = engine(target, drafter).generate(PROMPT, params)
@@ -84,8 +88,7 @@ def test_greedy_answers_are_those_of_the_definition(target: MarkovModel, drafter
         assert answer.stats.accepted_tokens == answer.stats.draft_tokens
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("options", "drafter"), SEEDED)
 def test_seeded_answers_are_those_of_plain_decoding(target: MarkovModel, drafter: str, options: dict[str, Any]) -> None:
     each = [SamplingParams(max_tokens=24, temperature=1.1, seed=n, **options) for n in range(4)]
     plain = Engine(target).generate([PROMPT] * 4, each)

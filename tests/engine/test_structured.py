@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from truedraft import Engine, SamplingParams, load_model
+from support.embedded_models import embedded
+from truedraft import Engine, SamplingParams
 from truedraft.core.params import Structured
 from truedraft.core.shaping import Shaping
 from truedraft.drafters import PromptLookup
@@ -47,7 +48,7 @@ PROMPT = "class Stack:\n    def push(self, item):\n"
 
 @pytest.fixture(scope="module")
 def target() -> LanguageModel:
-    return load_model("embedded:target")
+    return embedded()
 
 
 def assert_has_form(name: str, text: str) -> None:
@@ -252,7 +253,7 @@ def test_forced_text_is_drafted_and_judged_like_any_other(target: LanguageModel)
     }
     params = SamplingParams(max_tokens=100, structured=schema)  # type: ignore[arg-type]
     plain = Engine(target).generate(PROMPT, params)
-    engine = Engine(target, with_own_drafts(from_spec("prompt-lookup", target)))
+    engine = Engine(target, with_own_drafts(from_spec("prompt-lookup", target)), controller="in-turn")
     answers = [engine.generate(PROMPT, params) for _ in range(4)]
     assert all(answer.token_ids == plain.token_ids for answer in answers)
     counts = [answer.stats.by_drafter["forced"] for answer in answers]

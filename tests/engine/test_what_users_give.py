@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.embedded_models import embedded
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.errors import OptionError, PromptError, UnknownOptionError
@@ -20,7 +21,7 @@ FEW = SamplingParams(max_tokens=3)
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """Put together from words alone."""
-    return Engine("embedded:target", drafter="prompt-lookup,max_ngram=3", rule="block", controller="fixed")
+    return Engine(embedded(), drafter="prompt-lookup,max_ngram=3", rule="block", controller="fixed")
 
 
 @pytest.fixture

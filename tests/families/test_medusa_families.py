@@ -11,6 +11,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from support.answers import count_moves
 from support.backends import graph_backend
 from support.head_models import fitted_heads, random_heads
+from support.pairwise import pairwise
 from support.tiny_models import FAMILIES, PROMPTS, VOCAB, build, llama, packed, reference, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.rank_tree import RankTree
@@ -110,9 +111,10 @@ def test_padded_and_fast_targets_take_the_same_heads(padded: bool, backend: Back
     assert sum(answer.stats.accepted_tokens for answer in answers) > (0 if tied else COUNT)
 
 
-@pytest.mark.parametrize("tree", [*TREES, "whole"])
-@pytest.mark.parametrize("backend", [StockBackend, fastest_backend, graph_backend])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    ("tree", "backend", "family"),
+    pairwise([*TREES, "whole"], [StockBackend, fastest_backend, graph_backend], ["llama", "mistral", "gpt2"]),
+)
 def test_a_node_has_the_logits_of_its_path_alone(family: str, backend: BackendMaker, tree: str) -> None:
     """Below a context, with a window in one family, for nodes of known trees; neighbours have tokens of their own."""
     if backend is graph_backend and family == "gpt2":

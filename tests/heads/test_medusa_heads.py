@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from support.head_models import hidden_of
+from support.pairwise import pairwise
 from support.tiny_models import FAMILIES, stock
 from truedraft.errors import OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads
@@ -14,9 +15,10 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
 
 
-@pytest.mark.parametrize(("layers", "reads_token"), [(1, False), (3, True)])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("layers", "reads_token", "tied", "family"),
+    pairwise([pytest.param(1, False), pytest.param(3, True)], [True, False], FAMILIES),
+)
 def test_before_training_every_head_says_what_the_lm_head_says(
     family: str, tied: bool, layers: int, reads_token: bool
 ) -> None:

@@ -10,6 +10,7 @@ from transformers import Gemma2Config, LlamaConfig
 
 from support.backends import fused_backend, graph_backend, native_backend
 from support.head_models import MarkovWithHead, hidden_of, random_heads
+from support.pairwise import pairwise
 from support.tiny_models import build
 from truedraft.core.top_k import stable_topk
 from truedraft.heads.medusa import MedusaRunner
@@ -49,9 +50,10 @@ def small(body: BackendMaker, dtype: torch.dtype = torch.float32) -> HuggingFace
     return HuggingFaceModel(build(LlamaConfig(**SIZES), seed=1, dtype=dtype), None, "small", body)
 
 
-@pytest.mark.parametrize(("tied", "reads_token"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    ("tied", "reads_token", "layers", "body"),
+    pairwise([pytest.param(True, False), pytest.param(False, True), pytest.param(True, True)], [1, 2, 3], BODIES),
+)
 def test_it_ranks_what_the_modules_rank(body: BackendMaker, layers: int, tied: bool, reads_token: bool) -> None:
     model = small(body)
     heads = random_heads(model, heads=4, layers=layers, tied=tied, reads_token=reads_token, spread=0.2)

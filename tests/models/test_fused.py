@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from support.backends import fused_backend, llama_of, native_backend
+from support.pairwise import pairwise, pairwise_among
 from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, stock, stock_greedy, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import TreeShape, chain_shape
@@ -137,6 +138,7 @@ def is_for_decoder_c(config: PretrainedConfig) -> bool:
 
 LOOPS: dict[str, BackendMaker] = {"fused": fused_backend, "native": native}
 in_both_loops = pytest.mark.parametrize("loop", LOOPS)
+FLOAT32, BFLOAT16, PROMPT = pairwise_among(3, CONFIGS, LOOPS)
 
 
 def looped(config: PretrainedConfig, dtype: torch.dtype = torch.float32, loop: str = "fused") -> HuggingFaceModel:
@@ -191,8 +193,7 @@ def apart(left: Tensor, right: Tensor, spread: float) -> tuple[float, float]:
     return float(difference.abs().max()), float(difference.square().mean().sqrt())
 
 
-@in_both_loops
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "loop"), FLOAT32)
 def test_float32_equals_the_models_own_modules(name: str, loop: str) -> None:
     """Up to rounding. Each product sums about 100 terms and is off by some 1e-7 of its size.
 
@@ -208,8 +209,7 @@ def test_float32_equals_the_models_own_modules(name: str, loop: str) -> None:
 
 
 @needs_bfloat16
-@in_both_loops
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "loop"), BFLOAT16)
 def test_bfloat16_is_as_near_to_the_exact_answer_as_the_models_own_modules(name: str, loop: str) -> None:
     """The exact answer is that of the same bfloat16 weights in float64.
 
@@ -228,8 +228,7 @@ def test_bfloat16_is_as_near_to_the_exact_answer_as_the_models_own_modules(name:
         assert apart(ours, true, spread)[1] <= 1.3 * apart(theirs, true, spread)[1]
 
 
-@in_both_loops
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "loop"), PROMPT)
 def test_a_prompt_equals_transformers_own_forward(name: str, loop: str) -> None:
     """Without any of our code on the other side."""
     text = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(6))
@@ -266,9 +265,7 @@ def test_a_small_fault_in_the_loop_is_noticed(part: str, dtype: torch.dtype, mon
     assert typical > 0.1
 
 
-@in_both_loops
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [4], [0, 3], []])
+@pytest.mark.parametrize(("rows", "dtype", "loop"), pairwise([[0, 1, 2, 3, 4], [4], [0, 3], []], DTYPES, LOOPS))
 def test_only_the_asked_rows_come_back(rows: list[int], dtype: torch.dtype, loop: str) -> None:
     """Also where the forward is padded to more rows, and where none is asked for."""
     model = looped(CONFIGS["grouped heads"](), dtype, loop)

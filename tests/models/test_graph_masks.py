@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.pairwise import pairwise
 from support.trees import ancestor_mask
 from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
 from truedraft.core.tree import TreeShape, chain_shape
@@ -91,9 +92,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize("number", range(len(PATTERNS)))
-@pytest.mark.parametrize("lone", [False, True])
+@pytest.mark.parametrize(("name", "number", "lone"), pairwise(REQUESTS, range(len(PATTERNS)), [False, True]))
 def test_tokens_see_their_own_path(name: str, number: int, lone: bool) -> None:
     requests = REQUESTS[name]
     batch = batch_of(requests, lone=lone)

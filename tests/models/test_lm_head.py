@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from support.backends import fused_backend, graph_backend, native_backend
+from support.embedded_models import embedded
 from support.tiny_models import CONTEXT, FAMILIES, VOCAB, build, stock
 from truedraft import load_model
 from truedraft.core.top_k import stable_topk
@@ -224,7 +225,7 @@ def test_a_model_without_a_head_says_so() -> None:
 
 
 def test_the_embedded_target_padded_and_not() -> None:
-    own, padded = load_model("embedded:target"), load_model("embedded:target", pad_to="110M")
+    own, padded = embedded(), load_model("embedded:target", pad_to="110M")
     assert own.head_width == padded.head_width == 384
     vectors = run(own).hidden
     assert (own.likeliest(vectors, 4).ids == padded.likeliest(vectors, 4).ids).float().mean() > 0.9

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from support.backends import llama_of, native_backend
+from support.embedded_models import embedded
 from support.tiny_models import build, stock_greedy
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
@@ -223,7 +224,7 @@ def test_a_node_has_the_bits_of_its_path_alone(name: str) -> None:
 @needs_library
 @pytest.mark.parametrize("token", [-1, 8192, 2**40])
 def test_an_unknown_token_is_refused_and_the_next_forward_runs(token: int) -> None:
-    model = load_model("embedded:draft", dtype="float32")
+    model = embedded("draft", dtype="float32")
     assert isinstance(model._backend, NativeBackend)
     cache = model.new_cache()
     with pytest.raises(ModelError, match="outside 0 to 8191"):

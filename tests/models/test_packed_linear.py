@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from support.pairwise import pairwise
 from support.tiny_models import FAMILIES, GROUPED, SMALL, WINDOW, build, stock, stock_logits
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
@@ -53,9 +54,10 @@ def close(dtype: torch.dtype) -> float:
 # --- the layer ---
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("shape", [(48,), (1, 48), (2, 48), (8, 48), (40, 48), (2, 3, 48), (0, 48), (1, 0, 48)])
+@pytest.mark.parametrize(
+    ("dtype", "with_bias", "shape"),
+    pairwise(DTYPES, [False, True], [(48,), (1, 48), (2, 48), (8, 48), (40, 48), (2, 3, 48), (0, 48), (1, 0, 48)]),
+)
 def test_the_product_is_that_of_a_linear_layer(shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype) -> None:
     weight, bias = drawn(96, 48, dtype=dtype), drawn(96, seed=1, dtype=dtype) if with_bias else None
     x = drawn(*shape, seed=2, dtype=dtype)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
 from support.backends import native_backend
+from support.pairwise import pairwise
 from support.tiny_models import build
 from truedraft.core.tree import chain_shape
 from truedraft.errors import OptionError, UnsupportedModelError
@@ -37,7 +38,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-SHAPES = [(1, 16), (101, 48), (64, 32), (130, 80), (17, 288), (65, 1040)]
+SHAPES = [pytest.param(*shape) for shape in ((1, 16), (101, 48), (64, 32), (130, 80), (17, 288), (65, 1040))]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -89,9 +90,7 @@ def quantized_head(weight: Tensor, bits: int, bias: Tensor | None = None) -> tup
     return head, decoded(weights._kept[-1], outputs, inputs, bits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize(("dtype", "bits", "outputs", "inputs"), pairwise(DTYPES, [8, 4], SHAPES))
 def test_codes_stand_for_weights_within_half_a_step(outputs: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
     weight = weight_of(outputs, inputs, dtype)
     _, coded = quantized_head(weight, bits)
@@ -108,9 +107,7 @@ def test_codes_stand_for_weights_within_half_a_step(outputs: int, inputs: int, b
         assert bool((error.square().sum(-1) <= (plain - exact).square().sum(-1) * 1.0001 + 1e-12).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize(("dtype", "bits", "outputs", "inputs"), pairwise(DTYPES, [8, 4], SHAPES))
 def test_products_equal_a_reference(outputs: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
     """Inputs are quantised by the same groups; sums of products of codes are whole numbers, so they are exact."""
     head, coded = quantized_head(weight_of(outputs, inputs, dtype), bits)
@@ -234,9 +231,7 @@ def layer_of(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("made", ["plain", "packed", "turned"])
+@pytest.mark.parametrize(("dtype", "bits", "made"), pairwise(DTYPES, [8, 4], ["plain", "packed", "turned"]))
 def test_one_layer_alone_gives_what_the_products_give(made: str, bits: int, dtype: torch.dtype) -> None:
     """A layer of a model that runs by its own modules: plain, packed, or with its weight the other way round."""
     library_for(dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from support.pairwise import pairwise_among
 from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy
 from truedraft import Engine, SamplingParams
 from truedraft.cache.carried import MOST_EDGES, CarriedStates, StateRow
@@ -75,6 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SPREADS = {"recurrent_gemma": 0.25, "rwkv": 0.25, "zaya": 1.0}
 """Of weights that transformers would draw so that answers repeat themselves."""
 DTYPES = [torch.float32, torch.bfloat16]
+PACKED, VERDICTS = pairwise_among(2, FAMILIES, DTYPES)
 
 
 def config(family: str) -> PretrainedConfig:
@@ -128,8 +130,7 @@ def assert_same_states(one: Any, other: Any) -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), PACKED)
 def test_the_packed_forward_is_the_models_own(family: str, dtype: torch.dtype) -> None:
     model = stock(family, dtype)
     check = check_against_stock(model, family)
@@ -150,8 +151,7 @@ def test_greedy_answers_are_those_of_transformers(family: str) -> None:
 CHAIN, TREE = chain_shape(6), TreeShape((-1, 0, 0, 2, 1, 3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), VERDICTS)
 def test_states_after_every_verdict_are_those_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
     """Bit for bit in bfloat16; in float32 rows of a product hang on their number, in their last bits."""
     model = packed(family, dtype)

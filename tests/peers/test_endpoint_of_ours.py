@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("fastapi")
 
 from server.conftest import Running, serving
-from truedraft import Engine, SamplingParams, load_model
+from support.embedded_models import embedded
+from truedraft import Engine, SamplingParams
 from truedraft.drafters.specs import from_spec
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Endpoint, PeerFacts, Question, Recorded, Reply
@@ -20,7 +21,7 @@ PROMPTS = ("class Stack:\n    def push(self, item):", "import os\n", "def add(a,
 
 @pytest.fixture(scope="module")
 def target() -> LanguageModel:
-    return load_model("embedded:target")
+    return embedded()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ pytest.importorskip("uvicorn")
 
 import uvicorn
 
-from truedraft import Engine, load_model
+from support.embedded_models import embedded
+from truedraft import Engine
 from truedraft.drafters import Drafter
 from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec
@@ -68,7 +69,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def target() -> LanguageModel:
-    return load_model("embedded:target")
+    return embedded()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from truedraft.control import RequestView, StepRecord, StepTimes
+from truedraft.control import Goodput, RequestView, StepRecord, StepTimes
 
 
 class FakeTimes(StepTimes):
@@ -36,3 +36,10 @@ class FakeTimes(StepTimes):
 
     def measure(self, greedy: bool) -> None:
         pass
+
+
+class EvenGoodput(Goodput):
+    """Goodput at even costs, so that what it decides hangs on verdicts alone."""
+
+    def begin(self, times: StepTimes) -> None:
+        super().begin(FakeTimes([1.0 + 0.002 * rows for rows in range(2_000)], {}, token_s=0.05))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from support.embedded_models import embedded
 from support.faulty_parts import (
     cuts_unlikely_draws,
     draws_by_gumbel,
@@ -30,7 +31,7 @@ from support.faulty_parts import (
     recovers_by_the_same_noise,
     replaced_probs,
 )
-from truedraft import SamplingParams, load_model
+from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.checks import Stack
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
@@ -65,7 +66,7 @@ class Models:
 @functools.cache
 def embedded_models(dtype: str = "float32") -> Models:
     """The embedded pair."""
-    return Models(load_model("embedded:target", dtype=dtype), load_model("embedded:draft", dtype=dtype))
+    return Models(embedded(dtype=dtype), embedded("draft", dtype=dtype))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.embedded_models import embedded
 from truedraft.errors import OptionError
 from truedraft.text.calls import CallDelta
 from truedraft.text.notations import AnswerReader, Notation, Parameters, Reasoning, notation_of
@@ -140,7 +141,7 @@ def test_a_grammar_holds_what_schemas_say_of_the_whole_document() -> None:
         "$defs": {"Kind": {"enum": ["list", "dict"]}},
     }
     form = TAGS.grammar({"f": parameters}, parallel=False)
-    answer = Engine("embedded:target").generate("x", SamplingParams(max_tokens=60, structured=form))
+    answer = Engine(embedded()).generate("x", SamplingParams(max_tokens=60, structured=form))
     ((name, arguments),) = read(TAGS, [answer.text or ""])[1]
     assert answer.finish_reason == "stop" and name == "f" and json.loads(arguments)["kind"] in ("list", "dict")
     assert (answer.text or "").count("\n") == 2, "one line between the tags"

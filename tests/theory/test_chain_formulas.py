@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from statistics import fmean, stdev
@@ -38,10 +39,9 @@ def test_the_published_table(alpha: float, gamma: int, operations: float, factor
     assert operations_factor(alpha, gamma, 0.0) == pytest.approx(operations, abs=0.006)
 
 
-@pytest.mark.parametrize("alpha", RATES)
-@pytest.mark.parametrize("gamma", [0, 1, 4, 9])
-def test_the_sum_is_the_published_quotient(alpha: float, gamma: int) -> None:
-    assert expected_tokens(alpha, gamma) == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-12)
+def test_the_sum_is_the_published_quotient() -> None:
+    for alpha, gamma in itertools.product(RATES, (0, 1, 4, 9)):
+        assert expected_tokens(alpha, gamma) == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-12)
 
 
 @pytest.mark.parametrize("rates", [[0.6] * 4, [0.9, 0.5, 0.8]])
@@ -72,25 +72,23 @@ def test_limits() -> None:
     assert expected_tokens_by_position([0.5, 0.0, 1.0]) == 1.5
 
 
-@pytest.mark.parametrize("alpha", RATES)
-@pytest.mark.parametrize("c", COSTS)
-def test_it_pays_exactly_where_the_best_gamma_gains(alpha: float, c: float) -> None:
-    best = best_gamma(alpha, c)
-    assert (best > 0) == pays(alpha, c)
-    if best:
-        assert speedup(alpha, best, c) >= least_speedup(alpha, c) - 1e-12
-        assert least_speedup(alpha, c) == pytest.approx(speedup(alpha, 1, c))
-        assert least_speedup(alpha, c) > 1.0
-    else:
-        assert least_speedup(alpha, c) == 1.0
-        assert all(speedup(alpha, gamma, c) <= 1.0 for gamma in range(1, 30))
+def test_it_pays_exactly_where_the_best_gamma_gains() -> None:
+    for alpha, c in itertools.product(RATES, COSTS):
+        best = best_gamma(alpha, c)
+        assert (best > 0) == pays(alpha, c)
+        if best:
+            assert speedup(alpha, best, c) >= least_speedup(alpha, c) - 1e-12
+            assert least_speedup(alpha, c) == pytest.approx(speedup(alpha, 1, c))
+            assert least_speedup(alpha, c) > 1.0
+        else:
+            assert least_speedup(alpha, c) == 1.0
+            assert all(speedup(alpha, gamma, c) <= 1.0 for gamma in range(1, 30))
 
 
-@pytest.mark.parametrize("alpha", RATES)
-@pytest.mark.parametrize("c", COSTS)
-def test_no_gamma_within_the_limit_beats_the_best(alpha: float, c: float) -> None:
-    best = speedup(alpha, best_gamma(alpha, c, limit=12), c)
-    assert all(speedup(alpha, gamma, c) <= best for gamma in range(13))
+def test_no_gamma_within_the_limit_beats_the_best() -> None:
+    for alpha, c in itertools.product(RATES, COSTS):
+        best = speedup(alpha, best_gamma(alpha, c, limit=12), c)
+        assert all(speedup(alpha, gamma, c) <= best for gamma in range(13))
 
 
 def test_free_drafts_are_as_long_as_allowed() -> None:

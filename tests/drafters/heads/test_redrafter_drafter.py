@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from support.head_models import SHARPENED, MarkovWithEmbedding, MarkovWithHead, random_redrafter
+from support.pairwise import named, pairwise
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise
@@ -107,9 +108,14 @@ def test_the_likeliest_nodes_are_kept(target: MarkovWithEmbedding, head: Redraft
     assert trees[1].shape.parents == trees[0].shape.parents[:5]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SEEDED], ids=["greedy", "sampled", "seeded"])
-@pytest.mark.parametrize("budget", [Budget(2, 6, 4), Budget(3, 1), Budget(1, 2), Budget(9, 9, 99), Budget(3, 2, 5)])
-@pytest.mark.parametrize("sampled", [False, True], ids=["beams", "drawn"])
+@pytest.mark.parametrize(
+    ("params", "budget", "sampled"),
+    pairwise(
+        named(greedy=GREEDY, sampled=SAMPLED, seeded=SEEDED),
+        [Budget(2, 6, 4), Budget(3, 1), Budget(1, 2), Budget(9, 9, 99), Budget(3, 2, 5)],
+        named(beams=False, drawn=True),
+    ),
+)
 def test_budgets_are_kept(
     target: MarkovWithEmbedding, head: RedrafterHead, params: SamplingParams, budget: Budget, sampled: bool
 ) -> None:

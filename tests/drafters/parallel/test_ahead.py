@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from support.backends import native_backend
+from support.pairwise import pairwise
 from support.parallel_drafting import VOCAB, SameProcess, beside, markov, off_by_one
 from support.tiny_models import CONTEXT, PROMPTS, build, noisy, packed
 from support.tiny_models import VOCAB as TINY_VOCAB
@@ -91,9 +92,7 @@ DRAFTS: dict[str, Callable[[MarkovModel], MarkovModel]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("outcomes", [1, 4, 12])
+@pytest.mark.parametrize(("way", "draft", "outcomes"), pairwise(WAYS, DRAFTS, [1, 4, 12]))
 def test_proposals_answers_and_counts_are_those_of_the_draft_alone(way: str, draft: str, outcomes: int) -> None:
     """Ragged batches, every kind of draws; distributions bit for bit."""
     target = markov(1)

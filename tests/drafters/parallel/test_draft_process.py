@@ -23,6 +23,7 @@ from support.parallel_drafting import (
     tiny_llama,
 )
 from support.tiny_models import PROMPTS, noisy
+from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
 from truedraft.certify import Stack, certify
 from truedraft.drafters import DraftModel, ParallelDraft
@@ -114,7 +115,8 @@ def test_tokens_do_not_hang_on_how_fast_it_is(drafter: ParallelDraft, params: Sa
     process.close()
 
 
-def test_a_certificate(drafter: ParallelDraft) -> None:
+def test_a_certificate(drafter: ParallelDraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, step_s=0.01)
     stack = Stack(markov(1), drafter, SpeculativeSampling())
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=24, temperature=temperature)

@@ -1,0 +1,69 @@
+"""Cross products of which `make test` runs every pair of values once, and `make test-slow` all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+
+def named(**values: Any) -> list[ParameterSet]:
+    """Values of one parameter with their names in ids."""
+    return [pytest.param(value, id=name) for name, value in values.items()]
+
+
+def pairwise(*factors: Iterable[Any]) -> list[ParameterSet]:
+    """All combinations for `parametrize`, marked slow but for a few in which each two values meet.
+
+    Args:
+        factors: the values of each parameter, plain or as `pytest.param(value, id=...)`.
+    """
+    return pairwise_among(1, *factors)[0]
+
+
+def pairwise_among(tests: int, *factors: Iterable[Any]) -> list[list[ParameterSet]]:
+    """The same for several tests that have the same parameters; which test it is counts as one of them."""
+    values = [[_as_param(value) for value in factor] for factor in factors]
+    cells = list(itertools.product(range(tests), *(range(len(factor)) for factor in values)))
+    kept = set(covering(cells))
+    found: list[list[ParameterSet]] = [[] for _ in range(tests)]
+    for test, *cell in cells:
+        chosen = [factor[at] for factor, at in zip(values, cell, strict=True)]
+        marks = [mark for each in chosen for mark in each.marks]
+        if (test, *cell) not in kept:
+            marks.append(pytest.mark.slow)
+        given = [value for each in chosen for value in each.values]
+        words = "-".join(_word(each, at) for each, at in zip(chosen, cell, strict=True))
+        found[test].append(pytest.param(*given, marks=marks, id=words))
+    return found
+
+
+def covering(cells: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Cells in which all pairs of values meet that meet anywhere: each time the one with the most new pairs."""
+    left = {pair for cell in cells for pair in _pairs(cell)}
+    kept = []
+    while left:
+        best = max(cells, key=lambda cell: sum(pair in left for pair in _pairs(cell)))
+        kept.append(best)
+        left.difference_update(_pairs(best))
+    return kept
+
+
+def _pairs(cell: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+    """Of any two parameters which values they have."""
+    return list(itertools.combinations(enumerate(cell), 2))
+
+
+def _as_param(value: Any) -> ParameterSet:
+    return value if isinstance(value, ParameterSet) else pytest.param(value)
+
+
+def _word(param: ParameterSet, at: int) -> str:
+    """Its part of an id, the same in every process: what has no short name is numbered."""
+    if param.id is not None:
+        return str(param.id)
+    words = [str(getattr(value, "__name__", value)) for value in param.values]
+    return ",".join(word if len(word) < 24 and "<" not in word else str(at) for word in words)
