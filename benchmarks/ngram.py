@@ -44,8 +44,6 @@ NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
 WAYS = {
     "likeliest tree": "",
     "likeliest chain of one": ",nodes=1",
-    "drawn tree 3-1": ",sampled=true",
-    "drawn chain of four": ",sampled=true,branching=1-1-1-1",
 }
 TEMPERATURES = (0.0, 0.8)
 BATCH = 16

@@ -1,4 +1,4 @@
-"""Drafts made of the target itself: what fewer bits or layers cost and bring: `python benchmarks/self_draft.py`.
+"""Drafts made of the target itself: what fewer bits cost and bring: `python benchmarks/self_draft.py`.
 
     python benchmarks/self_draft.py [--pad-to 500M] [--prompts 6] [--rounds 30] [--out FILE]
 
@@ -6,7 +6,7 @@
 `sizes`: the same for small models. `other`: the same for a model of random weights that runs by its own modules.
 `acceptance`: of the target at its own size, four drafted tokens at every step, held-out code. `speedup`: over plain
 decoding at the cost of a larger model, by the default controller, decoding and prompt together; both answer each prompt
-in turns. Early exits run the share of a larger model's layers that they are of the target's own.
+in turns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from truedraft.models.loading import fastest_backend
 
 OUT = Path(__file__).parent / "results" / "self_draft.json"
 BITS = (8, 4)
-WORDS = ("self:int8", "self:int4", "early-exit:2", "early-exit:3", "early-exit:4", "early-exit:5")
+WORDS = ("self:int8", "self:int4")
 TEMPERATURES = (0.0, 0.8)
 
 

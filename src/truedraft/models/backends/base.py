@@ -139,19 +139,6 @@ class Backend(ABC):
         """
         raise UnsupportedModelError("its forward has no products with such weights")
 
-    def with_layers(self, numbers: Sequence[int]) -> Backend:
-        """The same with some of its layers alone, over the caches of this one; see `LanguageModel.first_layers`.
-
-        Only one of the two may run at a time. The layer at place i reads and writes what this one's layer i does.
-
-        Args:
-            numbers: of the layers, rising from 0.
-
-        Raises:
-            UnsupportedModelError: layers cannot be left out here.
-        """
-        raise UnsupportedModelError("its forward runs all layers")
-
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:
         """What the LM head alone makes of vectors, without what the model does to its logits afterwards.

@@ -66,13 +66,6 @@ class FusedBackend(Backend):
         twin.fast_paths = (*self.fast_paths[1:], f"weights of {bits} bits")
         return twin
 
-    def with_layers(self, numbers: Sequence[int]) -> FusedBackend:
-        twin = copy.copy(self)
-        twin._layers = [self._layers[number] for number in numbers]
-        twin._scorings = [self._scorings[number] for number in numbers]
-        twin.shown_layers = len(numbers)
-        return twin
-
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         return self.run_watched(plan, (), {})
 
