@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 
+from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 from truedraft import SamplingParams, load_model
 from truedraft.certify.engines import CERTAIN, certify_engine, engine_verdict
 from truedraft.cli.prompts import HELDOUT, read_prompts

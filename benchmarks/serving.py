@@ -28,11 +28,11 @@ from typing import Any
 
 import httpx2
 import psutil
-from exported import exported
-from serving_load import Load, Outcome, Request, ask, closed_loop, open_loop
 
-from truedraft.peers.launches import SERVED_NAME, Drafting, vllm_launch
-from truedraft.peers.servers import PORT, Launch, Server
+from exported import exported
+from launches import SERVED_NAME, Drafting, vllm_launch
+from servers import PORT, Launch, Server
+from serving_load import Load, Outcome, Request, ask, closed_loop, open_loop
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).with_name("results") / "serving.jsonl"
