@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
+from common import heldout_texts
 from deciding_cells import Cell
 from deciding_load import Neighbour, Stream, watch
-from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, heldout_texts, prompt_sets
+from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, prompt_sets
 from deciding_sweep import NONE, best, coarse, finer
 from truedraft import Engine, load_model
 from truedraft.bench.turns import Answered, Contest, Stop, estimate, one_round, ratios
 from truedraft.control import Controller, FixedBudget
 from truedraft.costs.bandwidth import read_bandwidth
-from truedraft.embedded import heldout_prompts_file
 from truedraft.engine import StepRecord
 from truedraft.errors import ModelError, TruedraftError
 from truedraft.models.base import LanguageModel
@@ -109,9 +109,8 @@ class Lab:
         if not self._sets:
             target = self.target(cell.size)
             assert target.tokenizer is not None
-            texts = heldout_texts(heldout_prompts_file().read_text(encoding="utf-8").splitlines())
             prose = PROSE.read_text(encoding="utf-8")
-            self._sets = prompt_sets(texts, prose, target.tokenizer.encode, target.vocab_size)
+            self._sets = prompt_sets(heldout_texts(), prose, target.tokenizer.encode, target.vocab_size)
         asked = self._sets[cell.set]
         if cell.temperature is None:
             return asked

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
-from exported import exported
+from common import exported
 from launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
 from servers import Launch, serving
 from truedraft.errors import PeerError
