@@ -19,11 +19,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # for the engines
 
+from common import RESULTS, Lines  # noqa: E402
 from support.faulty_engines import FAULTS, SOUND, Planted, beginnings, embedded_models  # noqa: E402
 from support.faulty_peer import FaultyPeer  # noqa: E402
 from truedraft.certify.engines import EngineReport, certify_engine  # noqa: E402
 
-OUT = ROOT / "benchmarks" / "results" / "engine_power.jsonl"
+OUT = RESULTS / "engine_power.jsonl"
 _NO_TIME_LIMIT_S = 7200.0
 
 
@@ -70,18 +71,16 @@ def main() -> int:
     parser.add_argument("--unnamed", action="store_true", help="only without the draft model named")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
-    done = {(line["engine"], line["seed"], line["knows_draft"], line["most_tokens"]) for line in lines}
+    kept = Lines(asked.out)
+    done = {(line["engine"], line["seed"], line["knows_draft"], line["most_tokens"]) for line in kept.records}
     engines = [planted for planted in (*FAULTS, *SOUND) if planted.name in asked.only]
     for knows_draft, seed, planted in itertools.product((True, False)[asked.unnamed :], asked.seeds, engines):
         if (planted.name, seed, knows_draft, asked.tokens) in done:
             continue
         report = certified(planted, seed, asked.tokens, knows_draft=knows_draft)
         own = {"engine": planted.name, "sound": planted in SOUND, "seed": seed, "knows_draft": knows_draft}
-        line = json.dumps(own | {"most_tokens": asked.tokens, "took_s": round(report.seconds, 1)} | line_of(report))
-        print(line, flush=True)
-        with asked.out.open("a") as file:
-            file.write(line + "\n")
+        kept.add(own | {"most_tokens": asked.tokens, "took_s": round(report.seconds, 1)} | line_of(report))
+        print(json.dumps(kept.records[-1]), flush=True)
     return 0
 
 

@@ -29,7 +29,7 @@ except ModelNotFoundError:
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     yield importlib.import_module("certify_peers")
-    for name in ("certify_peers", "peers_engines", "exported"):
+    for name in ("certify_peers", "peers_engines"):
         sys.modules.pop(name, None)
 
 

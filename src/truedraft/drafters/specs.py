@@ -31,7 +31,7 @@ _AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
 # Of a target that may draft for itself in `auto`: with 3 MB a forward of 4 bits takes three quarters of its own, and as
-# long as what surrounds it; with 31 MB half of it (benchmarks/self_draft.py).
+# long as what surrounds it; with 31 MB half of it (benchmarks/results/self_draft.json).
 _LEAST_OWN_BYTES = 16 << 20
 _OUTCOMES = 4
 
