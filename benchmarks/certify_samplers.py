@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from truedraft import __version__
-from truedraft.certify.samplers import Sampler, as_dict, certify_sampler, load_sampler
+from truedraft.certify import Part
+from truedraft.certify.samplers import Sampler, certify_sampler, load_sampler
 from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import Suspect, suspects
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
@@ -53,8 +54,13 @@ def measured(name: str, minutes: float, seed: int) -> dict[str, Any]:
     """What came of one sampler."""
     own = name == "vllm_put_right"
     sampler = Sampler.of(vllm_put_right, name) if own else load_sampler(f"truedraft.peers.samplers:{name}")
-    record = as_dict(certify_sampler(sampler, seconds=60.0 * minutes, seed=seed))
-    del record["seconds"]
+    report = certify_sampler(sampler, seconds=60.0 * minutes, seed=seed)
+    record = report.as_dict()
+    del record["seconds"], record["findings"]
+    whole, *found = report.findings
+    worlds = [{"name": each.name, **each.facts} for each in found if each.part is Part.WORLDS]
+    record |= {"status": whole.status.value, **whole.facts, "worlds": worlds}
+    record["places"] = [{**each.facts} for each in found if each.part is Part.PLACES]
     return {"kind": "sampler", "sampler": name, "versions": _versions(SAMPLERS[name])} | record
 
 

@@ -24,7 +24,6 @@ from certify.test_exact_breaks import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
 from truedraft.certify import (
-    certificate,
     controls,
     draft_state,
     e_process,
@@ -32,6 +31,7 @@ from truedraft.certify import (
     exact,
     faults,
     invariance,
+    report,
     rounding,
     statistics,
 )
@@ -269,7 +269,7 @@ def wrong_code_is_seen() -> bool:
 
 def not_issued(status: Status) -> bool:
     findings = [Finding(Part.EXACT, "a check", status, "")]
-    return not certificate.Certificate(findings, True, WARM, 1, 1.0).issued
+    return not report.Report("", findings, "").issued
 
 
 # ---------------------------------------------------------------------------------------------- broken certificates
@@ -467,15 +467,15 @@ MUTANTS = {
         wrong_code_is_seen,
     ),
     "a failure is no matter": Mutant(
-        certificate,
-        "return self.lossless and not self.failures and not self.undecided",
-        "return self.lossless and not self.undecided",
+        report,
+        "return not self.lossy and not self.failures and not self.undecided",
+        "return not self.lossy and not self.undecided",
         lambda: not_issued(Status.FAILS),
     ),
     "an open check is no matter": Mutant(
-        certificate,
-        "return self.lossless and not self.failures and not self.undecided",
-        "return self.lossless and not self.failures",
+        report,
+        "return not self.lossy and not self.failures and not self.undecided",
+        "return not self.lossy and not self.failures",
         lambda: not_issued(Status.NOT_ENOUGH),
     ),
 }

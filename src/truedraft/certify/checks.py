@@ -43,6 +43,9 @@ class Part(Enum):
     LOGPROBS = "log-probabilities"
     BEHAVIOUR = "stops, lengths and seeds"
     AGAINST = "against another engine"
+    # Of samplers that are called on worlds whose exact answer is known.
+    WORLDS = "worlds with a known answer"
+    PLACES = "places of tokens"
 
 
 class Status(Enum):

@@ -30,7 +30,8 @@ from truedraft.certify.engines.asked import (
     refuse_unusable,
 )
 from truedraft.certify.engines.evidence import ALARM, CERTAIN
-from truedraft.certify.engines.report import EngineReport, evidence_words
+from truedraft.certify.engines.report import engine_report, facts_of
+from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.peers import Peer, Reply
 
@@ -49,7 +50,7 @@ def compare_engines(
     tokens: int = TOKENS,
     sends_seeds: bool = True,
     tell: Tell = lambda part, done: None,
-) -> EngineReport:
+) -> Report:
     """Check that two engines answer alike, without anybody's weights: the same prompts, asked of both.
 
     Sampled answers by a two-sample test over repeated beginnings, greedy ones by comparison.
@@ -67,11 +68,7 @@ def compare_engines(
     if not params.greedy:
         findings.insert(0, _alike_sampled(both, prompts, params, deadline, tokens, tell))
     tell(Part.AGAINST, 1.0)
-    spent = sum(each.tokens for each in both)
-    dropped = both[0].dropped + both[1].dropped
-    more = {"against": {"name": other.facts.name, "version": other.facts.version, **other.facts.more}}
-    unsure = dict(+(both[0].unsure + both[1].unsure))
-    return EngineReport(findings, peer.facts, params, together, spent, now() - began, dict(dropped), unsure, more)
+    return engine_report(findings, both, params, now() - began, against=facts_of(other.facts))
 
 
 def _alike_sampled(

@@ -27,7 +27,8 @@ from truedraft.certify.engines.asked import (
 )
 from truedraft.certify.engines.evidence import ALARM, CERTAIN, Evidence
 from truedraft.certify.engines.law import Judge, Law, filtered, with_one_end
-from truedraft.certify.engines.report import EngineReport, evidence_words
+from truedraft.certify.engines.report import engine_report
+from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
 from truedraft.models.base import LanguageModel
@@ -53,7 +54,7 @@ def certify_engine(
     tokens: int = TOKENS,
     sends_seeds: bool = True,
     tell: Tell = lambda part, done: None,
-) -> EngineReport:
+) -> Report:
     """Check that an engine answers as a model alone would: its tokens under the model's own forward, and its promises.
 
     Args:
@@ -97,8 +98,7 @@ def certify_engine(
     findings += _promises(asked, prompts, params, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
-    lost = {"dropped": dict(asked.dropped), "unsure": dict(+asked.unsure)}
-    return EngineReport(findings, peer.facts, params, together, asked.tokens, now() - began, **lost, more=more)
+    return engine_report(findings, [asked], params, now() - began, **more)
 
 
 def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
