@@ -26,6 +26,7 @@ from torch import Tensor
 
 from truedraft import __version__
 from truedraft.certify import Part
+from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.samplers import Sampler, certify_sampler, load_sampler
 from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import Suspect, suspects
@@ -60,7 +61,7 @@ def measured(name: str, minutes: float, seed: int) -> dict[str, Any]:
     whole, *found = report.findings
     worlds = [{"name": each.name, **each.facts} for each in found if each.part is Part.WORLDS]
     record |= {"status": whole.status.value, **whole.facts, "worlds": worlds}
-    record["places"] = [{**each.facts} for each in found if each.part is Part.PLACES]
+    record["places"] = [{"name": each.name, **each.facts} for each in found if each.part is Part.PLACES]
     return {"kind": "sampler", "sampler": name, "versions": _versions(SAMPLERS[name])} | record
 
 
@@ -115,17 +116,15 @@ def power(worlds: list[SamplerWorld], known: list[Suspect], number: int) -> dict
 def _rows_to(
     worlds: list[SamplerWorld], known: list[Suspect], joints: list[Tensor], seeds: random.Random
 ) -> tuple[int, int]:
-    evidence, batch, reached = Evidence(worlds, known), 2.0, [0, 0]
+    evidence, batch = Evidence(worlds, known), 2.0
     generator = torch.Generator().manual_seed(seeds.getrandbits(63))
-    while not all(reached) and evidence.rows < _MOST * len(worlds):
+    reached = evidence.process.reached
+    while CERTAIN not in reached and evidence.rows < _MOST * len(worlds):
         for world, joint in enumerate(joints):
             evidence.add(world, [drawn(joint.expand(int(batch), -1), generator) for _ in range(2)])
-        log10_e = evidence.log_e() / torch.log(torch.tensor(10.0)).item()
-        for place, power_of_ten in enumerate((3.0, 6.0)):
-            if not reached[place] and log10_e >= power_of_ten:
-                reached[place] = evidence.rows
+        evidence.process.see(evidence.log_parts(), evidence.rows)
         batch *= 1.25
-    return reached[0] or evidence.rows, reached[1] or evidence.rows
+    return reached.get(ALARM, evidence.rows), reached.get(CERTAIN, evidence.rows)
 
 
 def _records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

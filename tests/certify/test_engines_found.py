@@ -35,8 +35,8 @@ AT_ONCE = (
     Found("greedy above 0", "greedy above temperature 0"),
     Found("top-p keeps one too many", "top-p off by one token"),
     Found("top-p drops the crossing one", "top-p off by one token"),
-    Found("q judged at temperature 1", "draft judged at another temperature"),
-    Found("n-gram candidates always accepted", "drafts accepted without judging"),
+    Found("q judged at temperature 1", "judged at another temperature"),
+    Found("n-gram candidates always accepted", "keeps every drafted token"),
 )
 
 

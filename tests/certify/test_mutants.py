@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,8 @@ def only(findings: Sequence[Finding], name: str) -> Finding:
 
 def greedy_control(plant: Callable[[Stack], Stack], tokens: int = 32) -> Finding:
     """What the comparison of greedy answers says of one planted fault, in one round."""
-    control = controls.ComparedControl("planted", plant, lambda stack: faults.next_id(stack.target.vocab_size), "")
+    fault = faults.Fault("planted", plant=plant)
+    control = controls.ComparedControl(fault, lambda stack: faults.next_id(stack.target.vocab_size), "")
     return run(controls.ComparedControls([control], rounds=1, tokens=tokens), healthy())[0]
 
 
@@ -108,7 +109,7 @@ def a_greedy_fault_in_few_tokens_is_too_small() -> bool:
 
 def a_plant_that_does_nothing_is_not_found() -> bool:
     """Though the tests of sampled answers take it for a large fault."""
-    harmless = controls.SampledControl("nothing is wrong", lambda stack: stack, faults.emitted_always)
+    harmless = replace(faults.KEEPS_ALL, name="nothing is wrong", plant=lambda stack: stack)
     said = {"tests": 1, "tokens": 300, "smallest_detectable_tv": 0.03, "rounding_allowed_tv": 0.0, "false_alarm": 1e-3}
     earlier = [Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", said)]
     check = controls.SampledControls([harmless])

@@ -115,12 +115,12 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
 def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run, tmp_path: Path) -> None:
     words = ("--model", "embedded:target", "--no-float32", "--dtype", "float32", "--batch", "8", "--seed-per-request")
     with serve(FaultyPeer(named("greedy above 0"))) as url:
-        done = run("certify", "engine", "--endpoint", url, *words, "--temperature", "0.7", "--tokens", "300", "--json")
+        done = run("certify", "engine", url, *words, "--temperature", "0.7", "--tokens", "300", "--json")
         assert done.status == 1, done.err
         assert done.record["faults"] == ["greedy above temperature 0"]
         assert done.record["engine"]["prompts"] == "ids"
     with serve(FaultyPeer(named("plain"))) as url:
-        done = run("certify", "engine", "--endpoint", url, *words, "--tokens", "40", "--json")
+        done = run("certify", "engine", url, *words, "--tokens", "40", "--json")
         assert done.status == 3, done.out
         assert done.record["failures"] == []
         assert "NO CERTIFICATE: not enough evidence" in done.out
@@ -279,7 +279,7 @@ def test_two_servers_are_compared_without_weights(run: Run, tmp_path: Path, monk
     words = ("--model", "embedded:target", "--batch", "8", "--seed-per-request", "--tokens", "120", "--json")
     kept = tmp_path / "kept.jsonl"
     with serve(FaultyPeer(named("plain"), of_servers)) as url:
-        other = run("certify", "compare", "--endpoint", url, "--against", url, *words, "--transcript", str(kept))
+        other = run("certify", "compare", url, url, *words, "--transcript", str(kept))
     assert other.status == 0, other.out
     assert other.record["against"]["name"] == other.record["engine"]["name"]
     assert kept.exists() and (tmp_path / "kept-against.jsonl").exists()
@@ -290,25 +290,22 @@ def test_a_busy_server_is_waited_for_no_longer_than_the_run_takes(run: Run, targ
         server.handlers["/v1/models"] = models("vllm", "m")
         server.handlers["/v1/completions"] = lambda _: Made(b"", 429, {"Retry-After": "30"})
         words = ("--model", target, "--prompts", prompts, "--minutes", "0.05", "--json")
-        done = run("certify", "engine", "--endpoint", server.url, *words)
+        done = run("certify", "engine", server.url, *words)
     assert done.status == 3
     assert "would be waited for 30 s, of at most 3 s" in done.record["error"]
 
 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
-    "down": (("--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
-    "no address": (("--endpoint", "nonsense"), "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
-    "two things": (("--endpoint", "http://127.0.0.1:9", "--process", "a:b"), "two things to certify"),
-    "nothing": ((), "--endpoint names what is certified, or --process MODULE:FUNCTION does; give one"),
-    "against somebody": (
-        ("--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9"),
-        "unknown option '--against'",
-    ),
-    "a drafter of nobody": (("--endpoint", "http://127.0.0.1:9", "--drafter", "none"), "unknown option '--drafter'"),
+    "down": (("http://127.0.0.1:9",), "127.0.0.1:9"),
+    "no address": (("nonsense",), "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
+    "two things": (("http://127.0.0.1:9", "--process", "a:b"), "two things to certify"),
+    "nothing": ((), "URL names what is certified, or --process MODULE:FUNCTION does; give one"),
+    "against somebody": (("http://127.0.0.1:9", "http://127.0.0.1:9"), "unexpected extra argument"),
+    "a drafter of nobody": (("http://127.0.0.1:9", "--drafter", "none"), "unknown option '--drafter'"),
     "a length of nobody": (("--process", "os:getcwd", "--max-tokens", "9"), "unknown option '--max-tokens'"),
     "a server of a function": (("--process", "os:getcwd", "--timeout", "9"), "--timeout says nothing of a function"),
     "a seed that is sent to nobody": (
-        ("--endpoint", "http://127.0.0.1:9", "--seed", "3"),
+        ("http://127.0.0.1:9", "--seed", "3"),
         "--seed is for --seed-per-request alone; give that, too",
     ),
     "no temperature": (
@@ -321,8 +318,8 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "--process 'os:getcwd' has no argument seed; name it in the function's signature, or leave the option out\n",
     ),
     "no such function": (("--process", "os:nothing"), "nothing"),
-    "no key": (("--endpoint", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
-    "no time": (("--endpoint", "http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
+    "no key": (("http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
+    "no time": (("http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
     "a folder": (("--process", "os:getcwd", "--junit", "/tmp"), "--junit is a folder, '/tmp'; name a file"),
     "no home": (("--process", "os:getcwd", "--transcript", "~nobody-at-all/x"), "the home folder of nobody"),
     "no folder": (("--process", "os:getcwd", "--junit", "nowhere/x.xml"), "nowhere"),
@@ -345,7 +342,7 @@ def test_bad_input_is_one_sentence(
 
 @pytest.mark.parametrize("words", [("--draft-model", "m"), ("--allowance", "1"), ("--no-float32",), ("--dtype", "x")])
 def test_where_no_model_judges_nothing_is_said_of_one(run: Run, words: tuple[str, ...]) -> None:
-    done = run("certify", "compare", "--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9", *words)
+    done = run("certify", "compare", "http://127.0.0.1:9", "http://127.0.0.1:9", *words)
     assert done.status == 2
     assert f"unknown option '{words[0]}'" in done.err
 

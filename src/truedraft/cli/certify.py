@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from truedraft.certify import Report, Stack
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
+    from truedraft.models.base import Reader
 
 _STEPS = 100
 AGAIN = "nothing was decided; run the same command again"
@@ -127,14 +128,11 @@ def _certified(
     terminal: Terminal,
 ) -> tuple[Report, dict[str, Any]]:
     """The report, and what it is about."""
-    from truedraft.certify import Part, Stack, certify
+    from truedraft.certify import Part, certify
     from truedraft.cli.report import circumstances_record
-    from truedraft.cli.session import load_engine
 
-    batch = options.check.batch
-    controller = controller_from_spec(options.stack.controller)
-    engine = load_engine(options.stack, options.machine, terminal.err, params, batch)
-    ids = _ids(engine, prompts)
+    engine, loaded = _loaded(options, options.machine, params, terminal)
+    whole = dataclasses.replace(options.machine, dtype="float32")
     parts = list(Part)
     with terminal.progress("certify", len(parts) * _STEPS) as show:
 
@@ -142,39 +140,35 @@ def _certified(
             show(int((parts.index(part) + done) * _STEPS), part.value)
 
         report = certify(
-            Stack(engine.target, engine.drafter, engine.rule, controller=controller),
-            ids,
+            loaded,
+            ids_of(prompts, engine.target),
             params,
-            batch=batch,
+            batch=options.check.batch,
             seconds=seconds,
             entropy=seed,
             tell=tell,
-            in_float32=None if options.check.no_float32 else _in_float32(options, params, terminal),
+            in_float32=None if options.check.no_float32 else lambda: _loaded(options, whole, params, terminal)[1],
         )
     return report, circumstances_record(engine, options.stack, params)
 
 
-def _ids(engine: Engine, prompts: Sequence[NamedPrompt]) -> list[list[int]]:
-    """Prompts as token ids, cut so that the target has room to answer."""
+def ids_of(prompts: Sequence[NamedPrompt], reader: Reader) -> list[list[int]]:
+    """Prompts as token ids, cut so that the model has room to answer."""
     from truedraft.engine.prompts import encode_prompt
 
-    room = max(1, engine.target.context_length // 2)
-    return [encode_prompt(engine.target, each.prompt)[:room] for each in prompts]
+    return [encode_prompt(reader, each.prompt)[: max(1, reader.context_length // 2)] for each in prompts]
 
 
-def _in_float32(options: CertifyOptions, params: SamplingParams, terminal: Terminal) -> Callable[[], Stack]:
-    """The same stack in float32, loaded when it is asked for."""
+def _loaded(
+    options: CertifyOptions, machine: MachineOptions, params: SamplingParams, terminal: Terminal
+) -> tuple[Engine, Stack]:
+    """The parts that are certified, in an engine and by themselves."""
+    from truedraft.certify import Stack
+    from truedraft.cli.session import load_engine
 
-    def load() -> Stack:
-        from truedraft.certify import Stack
-        from truedraft.cli.session import load_engine
-
-        machine = dataclasses.replace(options.machine, dtype="float32")
-        engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
-        controller = controller_from_spec(options.stack.controller)
-        return Stack(engine.target, engine.drafter, engine.rule, controller=controller)
-
-    return load
+    controller = controller_from_spec(options.stack.controller)
+    engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
+    return engine, Stack(engine.target, engine.drafter, engine.rule, controller=controller)
 
 
 # ---------------------------------------------------------------------------------------- telling a report

@@ -66,14 +66,17 @@ class AskedOptions:
 
 
 @dataclass(frozen=True)
-class TestedOptions:
-    """Which engine is certified."""
+class EngineOptions(AskedOptions):
+    """Options of `truedraft certify engine`."""
 
+    stack: StackOptions = group("Model", without=_OURS)
+    machine: MachineOptions = group("Machine")
     endpoint: str | None = option(
         None,
         "A server with OpenAI's completions, or llama.cpp's own, that is said to run --model: its answers are scored "
         "under the model's own forward. docs/certify_engines.md says what is sent and tested.",
         "URL",
+        name="URL",
     )
     process: str | None = option(
         None,
@@ -81,44 +84,28 @@ class TestedOptions:
         "temperature, top_p, top_k, min_p, seed and stop that it names.",
         "MODULE:FUNCTION",
     )
-
-
-@dataclass(frozen=True)
-class JudgeOptions:
-    """What an engine's answers are held against."""
-
     draft_model: str | None = option(
-        None, "The draft model that the engine uses, so that faults of judging its drafts are named.", "M"
+        None,
+        "The draft model that the engine uses, so that faults of judging its drafts are named.",
+        "M",
+        heading="Model",
     )
     allowance: float | None = option(
-        None, "How far its log-probabilities may lie from the model's.", "X", shown_default="measured"
+        None,
+        "How far its log-probabilities may lie from the model's.",
+        "X",
+        heading="Model",
+        shown_default="measured",
     )
-    no_float32: bool = flag("Leave out float32, for a model that is too large to load again.")
-
-
-@dataclass(frozen=True)
-class EngineOptions(AskedOptions):
-    """Options of `truedraft certify engine`."""
-
-    stack: StackOptions = group("Model", without=_OURS)
-    tested: TestedOptions = group("Engine")
-    judge: JudgeOptions = group("Judge")
-    machine: MachineOptions = group("Machine")
-
-
-@dataclass(frozen=True)
-class PairOptions:
-    """Which servers are compared."""
-
-    endpoint: str = option(meaning="A server with OpenAI's completions, or llama.cpp's own.", metavar="URL")
-    against: str = option(meaning="A second server.", metavar="URL")
+    no_float32: bool = flag("Leave out float32, for a model that is too large to load again.", heading="Model")
 
 
 @dataclass(frozen=True)
 class CompareOptions(AskedOptions):
     """Options of `truedraft certify compare`."""
 
-    pair: PairOptions = group("Servers")
+    endpoint: str = option(meaning="A server with OpenAI's completions, or llama.cpp's own.", metavar="URL", name="URL")
+    against: str = option(meaning="A second server.", metavar="OTHER_URL", name="OTHER_URL")
 
 
 def engine(options: EngineOptions) -> int:
@@ -131,19 +118,18 @@ def engine(options: EngineOptions) -> int:
     from truedraft.cli.engines_asked import asking
     from truedraft.cli.session import set_threads, waiting
 
-    tested = options.tested
     _check_one(options)
     with asking("engine", options) as asked:
         set_threads(options.machine.threads)
-        if tested.process is not None:
-            asked.add_function(tested.process)
+        if options.process is not None:
+            asked.add_function(options.process)
         else:
-            asked.add_servers(endpoint=tested.endpoint)
+            asked.add_servers(endpoint=options.endpoint)
         with asked.going_on():
             with waiting(asked.terminal.err, "loading the model"):
                 target, rounded = _judges(options)
                 drafts = _drafts(options)
-            run = partial(certify_engine, rounded=rounded, drafts=drafts, allowance=options.judge.allowance)
+            run = partial(certify_engine, rounded=rounded, drafts=drafts, allowance=options.allowance)
             report = asked.report(run, [Part.GREEDY, Part.SAMPLED, Part.BEHAVIOUR], judge=[target])
         return asked.told(report)
 
@@ -158,7 +144,7 @@ def compare(options: CompareOptions) -> int:
     from truedraft.cli.engines_asked import asking
 
     with asking("compare", options) as asked:
-        asked.add_servers(endpoint=options.pair.endpoint, against=options.pair.against)
+        asked.add_servers(endpoint=options.endpoint, against=options.against)
         with asked.going_on():
             report = asked.report(compare_engines, [Part.GREEDY, Part.AGAINST, Part.BEHAVIOUR])
         return asked.told(report)
@@ -166,9 +152,9 @@ def compare(options: CompareOptions) -> int:
 
 def _check_one(options: EngineOptions) -> None:
     """Refuse two engines, none, and options of a server where there is none."""
-    endpoint, process = options.tested.endpoint, options.tested.process
+    endpoint, process = options.endpoint, options.process
     if endpoint is not None and process is not None:
-        raise OptionError("and --endpoint name two things to certify; leave one of them out", field="process")
+        raise OptionError("and URL name two things to certify; leave one of them out", field="process")
     if endpoint is None and process is None:
         raise OptionError("names what is certified, or --process MODULE:FUNCTION does; give one", field="endpoint")
     for each in fields(ServerOptions) if process is not None else ():
@@ -185,7 +171,7 @@ def _judges(options: EngineOptions) -> tuple[LanguageModel, LanguageModel | None
 
     with errors_about("model"):
         machine = options.machine
-        if options.judge.no_float32:
+        if options.no_float32:
             return load_target(options.stack, machine), None
         coarse = replace(machine, dtype="bfloat16") if machine.dtype == "auto" else machine
         rounded = load_target(options.stack, coarse)
@@ -196,7 +182,7 @@ def _drafts(options: EngineOptions) -> Mapping[str, LanguageModel]:
     """The draft model that the engine is said to use."""
     from truedraft.models.loading import load_model
 
-    if options.judge.draft_model is None:
+    if options.draft_model is None:
         return {}
     with errors_about("draft_model"):
-        return {"the draft model": load_model(options.judge.draft_model, **options.machine.of_models)}
+        return {"the draft model": load_model(options.draft_model, **options.machine.of_models)}

@@ -11,8 +11,8 @@ _STEPS = 1000
 
 
 @dataclass(frozen=True)
-class SamplerRun(TimeOptions):
-    """What is run, and how long."""
+class SamplerOptions(TimeOptions):
+    """Options of `truedraft certify sampler`."""
 
     sampler: str = option(
         meaning="A rejection sampler, called on worlds whose exact answer is known; docs/certify_samplers.md says what "
@@ -21,13 +21,6 @@ class SamplerRun(TimeOptions):
         name="SAMPLER",
     )
     seed: int | None = option(None, "Decides all noise.", "S", shown_default="drawn", least=0)
-
-
-@dataclass(frozen=True)
-class SamplerOptions:
-    """Options of `truedraft certify sampler`."""
-
-    run: SamplerRun = group("Run")
     report: CertifyReport = group("Report")
 
 
@@ -40,14 +33,14 @@ def sampler(options: SamplerOptions) -> int:
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import machine_facts
 
-    seconds, terminal = options.run.seconds, Terminal()
+    seconds, terminal = options.seconds, Terminal()
     with Telling.of("sampler", options.report, terminal) as telling:
-        tested = load_sampler(options.run.sampler)
+        tested = load_sampler(options.sampler)
         with terminal.progress("certify", _STEPS) as show:
             report = certify_sampler(
                 tested,
                 seconds=seconds,
-                seed=drawn_seed(options.run.seed),
+                seed=drawn_seed(options.seed),
                 tell=lambda done: show(int(done * _STEPS), tested.name),
             )
         return telling.told(report, {"machine": machine_facts()})

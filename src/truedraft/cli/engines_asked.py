@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.certify import Part, Report
-from truedraft.cli.certify import Telling, usable_file
+from truedraft.cli.certify import Telling, ids_of, usable_file
 from truedraft.cli.failures import UndecidedError
 from truedraft.cli.prompts import read_prompts
 from truedraft.cli.terminal import Terminal
@@ -150,11 +150,7 @@ class Asking:
             parts: of it, in the order in which it comes by them.
             judge: the model that answers are scored by, where it takes one.
         """
-        from truedraft.engine.prompts import encode_prompt
-
-        reader = next(iter(judge), self._reader)
-        room = max(1, reader.context_length // 2)
-        ids = [encode_prompt(reader, each.prompt)[:room] for each in self._prompts]
+        ids = ids_of(self._prompts, next(iter(judge), self._reader))
         with self.terminal.progress("certify", len(parts) * _STEPS) as show:
             bar = _EngineBar(parts, show)
             return run(

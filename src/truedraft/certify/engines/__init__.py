@@ -1,8 +1,8 @@
 """Other engines, asked from outside: the same proof for whatever answers token ids or text."""
 
+from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.engines.against import compare_engines
 from truedraft.certify.engines.asked import TOKENS
-from truedraft.certify.engines.evidence import ALARM, CERTAIN
 from truedraft.certify.engines.run import certify_engine
 
 __all__ = ["ALARM", "CERTAIN", "TOKENS", "certify_engine", "compare_engines"]

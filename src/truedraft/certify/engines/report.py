@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from truedraft.certify.checks import Finding, Status
+from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.engines.asked import Asked
-from truedraft.certify.engines.evidence import ALARM, CERTAIN
 from truedraft.certify.report import Report, option_words
 from truedraft.core.params import SamplingParams
 from truedraft.peers import PeerFacts

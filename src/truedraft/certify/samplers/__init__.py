@@ -2,6 +2,6 @@
 
 from truedraft.certify.samplers.contract import Sampler, load_sampler
 from truedraft.certify.samplers.diagnosis import DEPENDENT, UNKNOWN
-from truedraft.certify.samplers.run import DEVIATES, GOAL, NOTICED, certify_sampler
+from truedraft.certify.samplers.run import GOAL, certify_sampler
 
-__all__ = ["DEPENDENT", "DEVIATES", "GOAL", "NOTICED", "UNKNOWN", "Sampler", "certify_sampler", "load_sampler"]
+__all__ = ["DEPENDENT", "GOAL", "UNKNOWN", "Sampler", "certify_sampler", "load_sampler"]

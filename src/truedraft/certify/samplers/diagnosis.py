@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from truedraft.certify.e_process import CERTAIN
 from truedraft.certify.samplers.evidence import PAIRS, Evidence
 from truedraft.certify.samplers.tally import Tally
 
@@ -52,7 +53,7 @@ def diagnose(evidence: Evidence, tallies: Sequence[Tally]) -> Diagnosis:
     pairs = evidence.log_dependence()
     kind = int(pairs.argmax())
     notes = tuple(_notes(tallies))
-    if float(pairs[kind]) >= math.log(1e6):
+    if float(pairs[kind]) >= math.log(CERTAIN):
         return Diagnosis(DEPENDENT, PAIRS[kind], lead, best.fault, notes)
     if float(logs[order[0]]) < free:
         nearest = f"the nearest is {best.fault!r} ({best.detail})"

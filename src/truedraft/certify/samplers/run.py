@@ -7,24 +7,23 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from truedraft.certify.checks import PATIENCE, Deadline, Finding, Part, Status, Tell, now
+from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.report import Report, evidence_words
 from truedraft.certify.samplers.contract import Sampler
 from truedraft.certify.samplers.detectable import smallest_detectable
 from truedraft.certify.samplers.diagnosis import Diagnosis, diagnose
-from truedraft.certify.samplers.evidence import SHARE_OF_ANY, Evidence
+from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import suspects
-from truedraft.certify.samplers.tally import Place, Tally, total_variation, variation_by_chance, worst_places
+from truedraft.certify.samplers.tally import Tally, total_variation, variation_by_chance, worst_places
 from truedraft.certify.samplers.worlds import SamplerWorld, sampler_worlds
 from truedraft.errors import OptionError
 
-NOTICED, DEVIATES = 1e3, 1e6
-"""E-values: rows until these are told; a deviation is called one where the second is reached, and again."""
 GOAL = 0.05
 """A sampler is lossless as far as was tested if a total variation of this size would have been found in every world."""
 ROWS = 60_000
@@ -44,7 +43,11 @@ class _Run:
     tallies: list[Tally]
     tokens: int = 0
     batch: float = _FIRST
-    reached: dict[float, tuple[int, int]] = field(default_factory=dict)  # rows and tokens, by e-value
+
+    @property
+    def deviates(self) -> bool:
+        """Whether the evidence is such that a second run has to be made, or confirms the first."""
+        return CERTAIN in self.evidence.process.reached
 
     @property
     def rows_of_each(self) -> int:
@@ -64,21 +67,19 @@ class _Run:
                 self.tokens += int((emitted >= 0).sum())
                 cells.append(world.cells(emitted, generator))
             self.evidence.add(number, cells)
-        log_e = self.evidence.log_e()
-        for level in (NOTICED, DEVIATES):
-            if log_e >= math.log(level):
-                self.reached.setdefault(level, (self.evidence.rows, self.tokens))
+        self.evidence.process.see(self.evidence.log_parts(), (self.evidence.rows, self.tokens))
         self.batch = min(_LARGEST, self.batch * _GROWTH)
 
     def facts(self) -> dict[str, Any]:
         """What came of it: rows and tokens until each of the e-values, None where it was not reached."""
-        found = {f"1e{math.log10(level):.0f}": self.reached.get(level) for level in (NOTICED, DEVIATES)}
+        reached = self.evidence.process.reached
+        found = {f"1e{math.log10(level):.0f}": reached.get(level, (None, None)) for level in (ALARM, CERTAIN)}
         return {
             "log10_e": self.evidence.log_e() / math.log(10.0),
             "rows": self.evidence.rows,
             "tokens": self.tokens,
-            "rows_to": {name: None if each is None else each[0] for name, each in found.items()},
-            "tokens_to": {name: None if each is None else each[1] for name, each in found.items()},
+            "rows_to": {name: rows for name, (rows, _) in found.items()},
+            "tokens_to": {name: tokens for name, (_, tokens) in found.items()},
         }
 
 
@@ -121,14 +122,14 @@ def certify_sampler(
 
     def first_done(own: _Run) -> bool:
         limit = time if own.rows_of_each >= _LEAST else patience
-        return DEVIATES in own.reached or own.rows_of_each >= rows or limit.over
+        return own.deviates or own.rows_of_each >= rows or limit.over
 
     def second_done(own: _Run) -> bool:
-        again = DEVIATES in own.reached and own.rows_of_each >= _NAMED
+        again = own.deviates and own.rows_of_each >= _NAMED
         return again or own.rows_of_each >= rows or patience.over
 
     runs = [run(0, first_done)]
-    if DEVIATES in runs[0].reached:
+    if runs[0].deviates:
         runs.append(run(1, second_done))
     return _report(sampler, runs, {"parameters": list(sampler.parameters), "seed": seed}, now() - started)
 
@@ -136,7 +137,7 @@ def certify_sampler(
 def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], seconds: float) -> Report:
     """What the runs come to; those behind the first are merged into it."""
     facts = [run.facts() for run in runs]
-    found = [DEVIATES in run.reached for run in runs]
+    found = [run.deviates for run in runs]
     evidence, tallies = runs[0].evidence, runs[0].tallies
     for other in runs[1:]:
         evidence.merge(other.evidence)
@@ -146,7 +147,7 @@ def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], se
     diagnosis = diagnose(evidence, tallies) if any(found) else None
     rows = sum(tally.rows for tally in tallies)
     kept, by_rule = (sum(getattr(each, name) for each in tallies) / rows for name in ("accepted", "accepted_by_rule"))
-    places = [_of_place(each) for each in worst_places(tallies, evidence.counts)]
+    places = worst_places(tallies, evidence.counts)
     return Report(
         "Certificate of a sampler",
         [_verdict(facts, found, worlds, diagnosis), *worlds, *places],
@@ -194,7 +195,7 @@ def _kept(kept: float, by_rule: float) -> str:
 
 def _of_worlds(worlds: Sequence[SamplerWorld], evidence: Evidence) -> list[Finding]:
     """Of each world how far tokens are from the exact distribution, and what so many rows would have shown."""
-    needed = math.log(DEVIATES * len(worlds) / SHARE_OF_ANY)
+    needed = math.log(CERTAIN * len(worlds) / evidence.process.share("any"))
     found = []
     for world, counts, log_e in zip(worlds, evidence.counts, evidence.log_e_of_worlds(), strict=True):
         facts = {
@@ -210,11 +211,3 @@ def _of_worlds(worlds: Sequence[SamplerWorld], evidence: Evidence) -> list[Findi
         ).format(**facts)
         found.append(Finding(Part.WORLDS, world.name, Status.MEASURED, summary, facts))
     return found
-
-
-def _of_place(place: Place) -> Finding:
-    summary = (
-        f"{place.rows:,} rows: total variation {place.total_variation:.4f}, by chance {place.by_chance:.4f}; its worst "
-        f"world: {place.world}"
-    )
-    return Finding(Part.PLACES, place.name, Status.MEASURED, summary, dataclasses.asdict(place))
