@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -17,7 +16,7 @@ from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.report import Report, evidence_words
 from truedraft.certify.samplers.contract import Sampler
 from truedraft.certify.samplers.detectable import smallest_detectable
-from truedraft.certify.samplers.diagnosis import Diagnosis, diagnose
+from truedraft.certify.samplers.diagnosis import diagnose
 from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import suspects
 from truedraft.certify.samplers.tally import Tally, total_variation, variation_by_chance, worst_places
@@ -144,7 +143,7 @@ def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], se
         for tally, more in zip(tallies, other.tallies, strict=True):
             tally.merge(more)
     worlds = _of_worlds(runs[0].worlds, evidence)
-    diagnosis = diagnose(evidence, tallies) if any(found) else None
+    diagnosis = diagnose(evidence, tallies) if any(found) else {}
     rows = sum(tally.rows for tally in tallies)
     kept, by_rule = (sum(getattr(each, name) for each in tallies) / rows for name in ("accepted", "accepted_by_rule"))
     places = worst_places(tallies, evidence.counts)
@@ -152,26 +151,25 @@ def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], se
         "Certificate of a sampler",
         [_verdict(facts, found, worlds, diagnosis), *worlds, *places],
         f"{sampler.name}, {rows:,} rows",
-        [*map(_note, itertools.count(1), facts), _kept(kept, by_rule), *(diagnosis.notes if diagnosis else ())],
+        [*map(_note, itertools.count(1), facts), _kept(kept, by_rule), *diagnosis.get("notes", ())],
         {**about, "runs": facts, "accepted": kept, "accepted_by_rule": by_rule},
         seconds=seconds,
     )
 
 
 def _verdict(
-    runs: Sequence[Mapping[str, Any]], found: Sequence[bool], worlds: Sequence[Finding], diagnosis: Diagnosis | None
+    runs: Sequence[Mapping[str, Any]], found: Sequence[bool], worlds: Sequence[Finding], diagnosis: Mapping[str, Any]
 ) -> Finding:
     """A deviation is one that comes again; without any, how small a one would have been found in every world."""
     least = max(each.facts["smallest_detectable_tv"] for each in worlds)
     log10 = min(run["log10_e"] for run in runs)
-    facts: dict[str, Any] = {"log10_evidence": log10, "smallest_detectable_tv": least}
+    facts = {"log10_evidence": log10, "smallest_detectable_tv": least, **diagnosis}
     status, told = Status.HOLDS, f"a total variation of {least:.3f} in any direction would have been found"
-    if diagnosis is not None:
-        facts |= dataclasses.asdict(diagnosis)
+    if diagnosis:
         told = (
-            f"likeliest: {diagnosis.fault}, {diagnosis.detail}; the next is {diagnosis.next_fault!r}, less likely by a "
-            f"factor of 1e{diagnosis.log10_over_next:.1f}"
-        )
+            "likeliest: {fault}, {detail}; the next is {next_fault!r}, less likely by a factor of "
+            "1e{log10_over_next:.1f}"
+        ).format(**diagnosis)
         status = Status.FAILS if all(found) else Status.NOT_ENOUGH
         if not all(found):
             told = f"it deviated once, and that did not repeat in the time given; give more --minutes; {told}"
