@@ -21,7 +21,7 @@ import torch
 
 from common import RESULTS, Lines, heldout_ids
 from truedraft import SamplingParams, load_model
-from truedraft.certify import Certificate, Part, Stack, Status, certify, verdict
+from truedraft.certify import Part, Report, Stack, Status, certify
 from truedraft.control.specs import controller_from_spec
 from truedraft.drafters.specs import from_spec
 from truedraft.errors import IncompatibleRuleError
@@ -162,13 +162,13 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
         "minutes": seconds / 60.0,
         "dtype": dtype_name(target.dtype),
         "took_s": round(time.perf_counter() - started, 1),
-        "verdict": verdict(certificate),
+        "verdict": certificate.verdict,
         **_short(certificate),
         "machine": machine_facts(),
     }
 
 
-def _short(certificate: Certificate) -> dict[str, Any]:
+def _short(certificate: Report) -> dict[str, Any]:
     """The figures of a certificate that a table needs."""
     record = certificate.as_dict()
     figures: dict[str, Any] = {name: record[name] for name in ("certified", "lossless", "failures", "undecided")}

@@ -30,7 +30,7 @@ import torch
 from common import RESULTS, Lines, heldout_ids
 from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 from truedraft import SamplingParams, load_model
-from truedraft.certify.engines import CERTAIN, certify_engine, engine_verdict
+from truedraft.certify.engines import CERTAIN, certify_engine
 from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.models.base import LanguageModel
@@ -221,8 +221,8 @@ def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> d
                 tokens=effort.tokens, sends_seeds="seed" in peer.facts.takes,
             )  # fmt: skip
             runs.append({"seed": seed, **report.as_dict()})
-            note(f"{cell.key}, seed {seed}: {engine_verdict(report)}")
-            if not report.deviates:
+            note(f"{cell.key}, seed {seed}: {report.verdict}")
+            if not report.failures:
                 break
     except TruedraftError as error:
         return record(cell, "failed", error=str(error), command=running.command, runs=runs)
@@ -245,7 +245,7 @@ def verdict(runs: Sequence[dict[str, Any]]) -> str:
     """A deviation is one that is certain and repeats."""
     if all(run["evidence"] >= CERTAIN for run in runs):
         return "deviates"
-    if any(run["deviates"] for run in runs):
+    if any(run["failures"] for run in runs):
         return "suspicious: not certain twice"
     return NOT_ENOUGH if runs[-1]["undecided"] else "no deviation found"
 

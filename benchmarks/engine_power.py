@@ -22,13 +22,14 @@ sys.path.insert(0, str(ROOT / "tests"))  # for the engines
 from common import RESULTS, Lines  # noqa: E402
 from support.faulty_engines import FAULTS, SOUND, Planted, beginnings, embedded_models  # noqa: E402
 from support.faulty_peer import FaultyPeer  # noqa: E402
-from truedraft.certify.engines import EngineReport, certify_engine  # noqa: E402
+from truedraft.certify import Report  # noqa: E402
+from truedraft.certify.engines import certify_engine  # noqa: E402
 
 OUT = RESULTS / "engine_power.jsonl"
 _NO_TIME_LIMIT_S = 7200.0
 
 
-def certified(planted: Planted, seed: int, tokens: int, *, knows_draft: bool) -> EngineReport:
+def certified(planted: Planted, seed: int, tokens: int, *, knows_draft: bool) -> Report:
     """The certificate of one engine."""
     models = embedded_models()
     return certify_engine(
@@ -43,9 +44,13 @@ def certified(planted: Planted, seed: int, tokens: int, *, knows_draft: bool) ->
     )
 
 
-def line_of(report: EngineReport) -> dict[str, Any]:
+def line_of(report: Report) -> dict[str, Any]:
     """What is recorded of a run: each check's evidence, when it was reached, and what was named."""
-    found: dict[str, Any] = {"deviates": report.deviates, "faults": report.faults, "tokens_asked": report.tokens}
+    found: dict[str, Any] = {
+        "deviates": bool(report.failures),
+        "faults": report.faults,
+        "tokens_asked": report.facts["tokens"],
+    }
     for finding in report.findings:
         if "tokens_until" in finding.facts:
             facts = finding.facts
@@ -59,7 +64,7 @@ def line_of(report: EngineReport) -> dict[str, Any]:
                 "best": facts["bets"][:2],
                 "smallest_detectable_tv": round(facts["smallest_detectable_tv"], 3),
             }
-    return found | {"failures": [finding.name for finding in report.failures], "allowance": report.more["allowance"]}
+    return found | {"failures": [finding.name for finding in report.failures], "allowance": report.facts["allowance"]}
 
 
 def main() -> int:

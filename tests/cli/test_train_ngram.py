@@ -173,7 +173,7 @@ def test_its_certificate(run: Run, target: str, table: Path, tmp_path: Path, tem
     prompts.write_text("def f1(x):\nreturn\nx + 3\n")
     minutes = "10" if temperature == "0" else "0.05"
     done = run(
-        *("certify", "--model", target, "--drafter", f"ngram:{table}", "--prompts", str(prompts), "--json"),
+        *("certify", "stack", "--model", target, "--drafter", f"ngram:{table}", "--prompts", str(prompts), "--json"),
         *("--temperature", temperature, "--minutes", minutes, "--max-tokens", "12", "--batch", "2"),
     )
     assert done.status in ({0} if temperature == "0" else {0, 3}), done.out
