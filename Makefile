@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-redrafter results-samplers results-rules bench bench-gpu bench-limits bench-busy-auto bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-limits bench-busy-auto bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,7 +43,7 @@ test-browser: $(STAMP)
 	fi
 	$(BIN)/python -m pytest -m browser tests/browser -rs
 
-# Every family of models that transformers has, small and with random weights: docs/conformance.md.
+# Every family of models that transformers has, small and with random weights: docs/models.md.
 conformance: $(STAMP)
 	$(PYTHON) benchmarks/conformance.py --page
 
@@ -92,7 +92,7 @@ $(LLAMACPP)/.built: $(LLAMACPP)/.unpacked
 	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake --build $(LLAMACPP)/build --target llama-server > /dev/null
 	touch $@
 
-# Certificates for other engines: docs/certify_peers.md. Some hours; a rerun goes on behind what is there.
+# Certificates for other engines: docs/certify_engines.md. Some hours; a rerun goes on behind what is there.
 certify-peers: $(STAMP) $(VLLM)/bin/vllm $(LLAMACPP)/.built
 	$(BIN)/python benchmarks/certify_peers.py $(PEERS)
 
@@ -116,7 +116,7 @@ results: $(STAMP)
 	$(BIN)/$(COMPARE) --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --temperature 1 --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 
-# What each lossy rule gives up, and what it brings: docs/lossy_rules.md.
+# What each lossy rule gives up, and what it brings: docs/lossless.md.
 LOSSY := $(RESULTS)/lossy.jsonl
 results-lossy: $(STAMP)
 	rm -f $(LOSSY)
@@ -138,15 +138,11 @@ certify-short: $(STAMP)
 	rm -f out/certificates.jsonl
 	$(BIN)/python benchmarks/certify_embedded.py --short --minutes 0.6 --out out/certificates.jsonl
 
-# Published rejection samplers on worlds whose answer is known, and how soon faults are found: docs/certify_samplers.md.
+# Published rejection samplers on worlds whose answer is known, and how soon faults are found: docs/certify_engines.md.
 # Counts only, a quarter of an hour; vLLM's are added from its own environment.
 results-samplers: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/certify_samplers.py > /dev/null
 	PYTHONPATH=src $(VLLM)/bin/python benchmarks/certify_samplers.py --append --no-power --samplers vllm vllm_ngram vllm_rule vllm_put_right > /dev/null
-
-# Tokens per call of seeded requests and of block verification, against the optimal rule and token by token; counts only.
-results-rules: $(STAMP)
-	$(BIN)/python benchmarks/rules.py > /dev/null
 
 # A plan for the embedded target at the cost of a 110 M model, greedy and at temperature 1: docs/planning.md.
 PLAN := truedraft plan --pad-to 110M --max-tokens 64 --refresh-costs --json
@@ -162,11 +158,6 @@ results-explain: $(STAMP)
 	$(BIN)/truedraft bench --limit 4 $(EXPLAIN) --out out/explain > /dev/null
 	cp out/explain/decisions-auto.png docs/deciding.png
 
-# Ways to draft with a recurrent head, against each other: docs/redrafter.md. Its variants are trained by hand (the page
-# says how) and named here, as VARIANTS="--variant NAME=DIR ...".
-results-redrafter: $(STAMP)
-	$(BIN)/python benchmarks/redrafter_ways.py $(VARIANTS) > /dev/null
-
 # Speculation against plain decoding and transformers, at the cost of larger models, and single forwards against the
 # memory's limit; on an otherwise idle machine, about five minutes.
 BENCH := truedraft bench --json --refresh-costs --ignore-eos
@@ -178,7 +169,6 @@ bench: bench-limits
 
 bench-limits: $(STAMP)
 	$(BIN)/python benchmarks/limits.py > /dev/null
-	$(BIN)/python benchmarks/coupled_noise.py > /dev/null
 
 # Forwards while another process takes one core: docs/performance.md. Five minutes, on an otherwise idle machine.
 bench-busy: $(STAMP)

@@ -15,15 +15,16 @@ import dataclasses
 import itertools
 import json
 import os
-import random
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from common import Child, Lines
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -85,8 +86,7 @@ def main() -> None:
         be_measured(options)
         return
     found = measure(options)
-    with options.out.open("a") as file:
-        file.write(json.dumps(found) + "\n")
+    Lines(options.out).add(found)
     print(json.dumps(found))
 
 
@@ -161,9 +161,11 @@ def answers_of(model: LanguageModel, drafter: str, temperature: float) -> Callab
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Speeds by system and load."""
+    from truedraft.bench.turns import rotated
+
     here = Path(__file__).parents[1]
     checkouts = {"": here} | ({"other checkout, ": options.against} if options.against else {})
-    systems: dict[str, subprocess.Popen[str]] = {}
+    systems: dict[str, Child] = {}
     told: dict[str, Any] = {}
     for size in options.sizes:
         for threads in options.threads:
@@ -172,21 +174,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ):
                 name = f"{word}{size}, threads {threads}" + (f", {who}" if options.auto else "")
                 systems[name] = start(folder, size, threads, who, options)
-                told[name] = answer(systems[name])
+                told[name] = systems[name].read()
     speeds: dict[str, dict[str, list[float]]] = {name: {load: [] for load in options.loads} for name in systems}
     middle: dict[str, dict[str, list[float]]] = {name: {load: [] for load in options.loads} for name in systems}
     for number in range(-1, options.rounds):  # the first warms up
         for load in options.loads:
             with running(LOADS[load], pinned="pinned" in load):
                 for name in rotated(list(systems), number):
-                    speed, seconds = turn(systems[name], LEAST_S if options.auto else options.turn_s)
+                    speed, seconds = systems[name].ask(LEAST_S if options.auto else options.turn_s)
                     if number >= 0:
                         speeds[name][load].append(speed)
                         middle[name][load].append(seconds)
-    for process in systems.values():
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
+    for system in systems.values():
+        system.close()
     over = {"of_plain": of_plain(speeds)} if options.auto else {}
     turns = "an answer" if options.auto else f"{options.turn_s} s"
     return over | {
@@ -201,13 +201,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def of_plain(speeds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
     """Speeds of `auto` over plain decoding's by its name and load: medians over pairs of turns, with 95 % intervals."""
-    chance, found = random.Random(0), {}
+    from truedraft.bench.turns import median_interval
+
+    found = {}
     for name in (each for each in speeds if each.endswith(", auto")):
         plain = speeds[name.removesuffix("auto") + "none"]
         for load, own in speeds[name].items():
             ratios = [a / b for a, b in zip(own, plain[load], strict=True)]
-            drawn = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
-            interval = [round(drawn[50], 3), round(drawn[-51], 3)]
+            interval = [round(end, 3) for end in median_interval(ratios)]
             found[f"{name}, {load}"] = {"median": round(statistics.median(ratios), 3), "interval": interval}
     return found
 
@@ -246,30 +247,15 @@ def unit(options: argparse.Namespace) -> str:
     )
 
 
-def start(folder: Path, size: str, threads: int, who: str, options: argparse.Namespace) -> subprocess.Popen[str]:
+def start(folder: Path, size: str, threads: int, who: str, options: argparse.Namespace) -> Child:
     """A system of a checkout, loaded: forwards, or the answers of a drafter."""
     words = ["--rows", options.rows, "--temperature", options.temperature, "--requests", options.requests]
     words += ["--model", options.model]
     words += ["--drafter", options.drafter] if options.drafter else []
-    command = [sys.executable, __file__, *map(str, words), "--as-system", size, str(threads), options.backend, who]
     environment = os.environ | BACKENDS[options.backend] | {"PYTHONPATH": str(folder / "src")}
     environment.pop("OMP_NUM_THREADS", None)
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def answer(system: subprocess.Popen[str]) -> Any:
-    """The next line that a system prints."""
-    assert system.stdout is not None
-    return json.loads(system.stdout.readline())
-
-
-def turn(system: subprocess.Popen[str], seconds: float) -> tuple[float, float]:
-    """Forwards or steps a second in a turn, and the seconds of the median one."""
-    assert system.stdin is not None
-    system.stdin.write(f"{seconds}\n")
-    system.stdin.flush()
-    speed, middle = answer(system)
-    return speed, middle
+    system = [size, str(threads), options.backend, who]
+    return Child([__file__, *map(str, words), "--as-system", *system], environment)
 
 
 @contextlib.contextmanager
@@ -286,12 +272,6 @@ def running(program: str, *, pinned: bool) -> Iterator[None]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The names, beginning at another one."""
-    place = by % len(names)
-    return [*names[place:], *names[:place]]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ two, and `auto` under the learning controller too.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -20,12 +19,11 @@ from typing import Any
 
 import torch
 
+from common import RESULTS, Lines, heldout_ids
 from truedraft import SamplingParams, load_model
-from truedraft.certify import Certificate, Part, Stack, Status, certify, verdict
-from truedraft.cli.prompts import HELDOUT, read_prompts
+from truedraft.certify import Part, Report, Stack, Status, certify
 from truedraft.control.specs import controller_from_spec
 from truedraft.drafters.specs import from_spec
-from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import IncompatibleRuleError
 from truedraft.machine import dtype_name, machine_facts
 from truedraft.models.base import LanguageModel
@@ -105,7 +103,7 @@ def short_cells() -> Iterator[Cell]:
 def main() -> int:
     """Make the certificates that are not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "certificates.jsonl")
+    parser.add_argument("--out", type=Path, default=RESULTS / "certificates.jsonl")
     parser.add_argument("--minutes", type=float, default=1.0, help="for each certificate")
     parser.add_argument(
         "--short", action="store_true", help="each drafter greedy and at temperature 1, and that is all"
@@ -116,31 +114,25 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    done = _done(options.out)
+    kept = Lines(options.out)
+    done = {record["cell"] for record in kept.records}
     asked = list(short_cells() if options.short else cells())[options.first :: options.every]
     todo = [cell for cell in asked if cell.key not in done][: options.limit]
     if not todo:
         return 0
     target = load_model("embedded:target")
-    prompts = [encode_prompt(target, each.prompt)[:_PROMPT] for each in read_prompts(None, HELDOUT)]
+    prompts = heldout_ids(target, _PROMPT)
     started, statuses = time.perf_counter(), {0}
     for number, cell in enumerate(todo, start=1):
         record = _certified(cell, target, prompts, options.minutes * 60.0)
         if record is None:
             continue
-        with options.out.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        kept.add(record)
         statuses.add(1 if record["failures"] else 3 if record["undecided"] else 0)
         times = f"{record['took_s']:.0f} s, {time.perf_counter() - started:.0f} s in all"
         sys.stderr.write(f"{number} of {len(todo)}: {record['verdict']}; {cell.key}; {times}\n")
         sys.stderr.flush()
     return 1 if 1 in statuses else max(statuses)
-
-
-def _done(path: Path) -> set[str]:
-    if not path.is_file():
-        return set()
-    return {json.loads(line)["cell"] for line in path.read_text(encoding="utf-8").splitlines()}
 
 
 def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seconds: float) -> dict[str, Any] | None:
@@ -170,13 +162,13 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
         "minutes": seconds / 60.0,
         "dtype": dtype_name(target.dtype),
         "took_s": round(time.perf_counter() - started, 1),
-        "verdict": verdict(certificate),
+        "verdict": certificate.verdict,
         **_short(certificate),
         "machine": machine_facts(),
     }
 
 
-def _short(certificate: Certificate) -> dict[str, Any]:
+def _short(certificate: Report) -> dict[str, Any]:
     """The figures of a certificate that a table needs."""
     record = certificate.as_dict()
     figures: dict[str, Any] = {name: record[name] for name in ("certified", "lossless", "failures", "undecided")}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import shlex
 import signal
@@ -27,17 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 
+from common import RESULTS, Lines, heldout_ids
+from peers_engines import EngineWay, Running, engine_ways, model_folder, note
 from truedraft import SamplingParams, load_model
-from truedraft.certify.engines import CERTAIN, certify_engine, engine_verdict
-from truedraft.cli.prompts import HELDOUT, read_prompts
-from truedraft.engine.prompts import encode_prompt
+from truedraft.certify.engines import CERTAIN, certify_engine
 from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.models.base import LanguageModel
 
-OUT = Path(__file__).with_name("results") / "certify_peers.jsonl"
+OUT = RESULTS / "certify_peers.jsonl"
 SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
 """Temperatures, each with a top-p."""
 PROMPT_TOKENS = 48
@@ -98,11 +96,8 @@ class Kept:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.lines: dict[str, dict[str, Any]] = {}
-        for line in map(json.loads, lines):
-            self.lines[line["cell"]] = line
+        self._file = Lines(path)
+        self.lines = {line["cell"]: line for line in self._file.records}
 
     def done(self, cell: Cell, minutes: float) -> bool:
         """Whether a cell has a verdict, and if that is that the evidence is not enough, had as much time as now."""
@@ -114,8 +109,7 @@ class Kept:
     def add(self, line: dict[str, Any]) -> None:
         """Write one."""
         self.lines[line["cell"]] = line
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.add(line)
 
 
 def main() -> int:
@@ -192,8 +186,7 @@ class Bench:
         """Load all of it."""
         target, rounded = (load_model(model_folder("target"), dtype=dtype) for dtype in ("float32", "bfloat16"))
         draft = load_model(model_folder("draft"), dtype="float32")
-        prompts = [encode_prompt(target, each.prompt)[:PROMPT_TOKENS] for each in read_prompts(None, HELDOUT)]
-        return cls(target, rounded, draft, prompts)
+        return cls(target, rounded, draft, heldout_ids(target, PROMPT_TOKENS))
 
 
 def certified(way: EngineWay, several: Iterable[Cell], bench: Bench, effort: Effort) -> Iterator[dict[str, Any]]:
@@ -228,8 +221,8 @@ def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> d
                 tokens=effort.tokens, sends_seeds="seed" in peer.facts.takes,
             )  # fmt: skip
             runs.append({"seed": seed, **report.as_dict()})
-            note(f"{cell.key}, seed {seed}: {engine_verdict(report)}")
-            if not report.deviates:
+            note(f"{cell.key}, seed {seed}: {report.verdict}")
+            if not report.failures:
                 break
     except TruedraftError as error:
         return record(cell, "failed", error=str(error), command=running.command, runs=runs)
@@ -252,7 +245,7 @@ def verdict(runs: Sequence[dict[str, Any]]) -> str:
     """A deviation is one that is certain and repeats."""
     if all(run["evidence"] >= CERTAIN for run in runs):
         return "deviates"
-    if any(run["deviates"] for run in runs):
+    if any(run["failures"] for run in runs):
         return "suspicious: not certain twice"
     return NOT_ENOUGH if runs[-1]["undecided"] else "no deviation found"
 

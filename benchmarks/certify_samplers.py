@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from truedraft import __version__
-from truedraft.certify.samplers import Sampler, as_dict, certify_sampler, load_sampler
+from truedraft.certify import Part
+from truedraft.certify.e_process import ALARM, CERTAIN
+from truedraft.certify.samplers import Sampler, certify_sampler, load_sampler
 from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import Suspect, suspects
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
@@ -53,8 +55,13 @@ def measured(name: str, minutes: float, seed: int) -> dict[str, Any]:
     """What came of one sampler."""
     own = name == "vllm_put_right"
     sampler = Sampler.of(vllm_put_right, name) if own else load_sampler(f"truedraft.peers.samplers:{name}")
-    record = as_dict(certify_sampler(sampler, seconds=60.0 * minutes, seed=seed))
-    del record["seconds"]
+    report = certify_sampler(sampler, seconds=60.0 * minutes, seed=seed)
+    record = report.as_dict()
+    del record["seconds"], record["findings"]
+    whole, *found = report.findings
+    worlds = [{"name": each.name, **each.facts} for each in found if each.part is Part.WORLDS]
+    record |= {"status": whole.status.value, **whole.facts, "worlds": worlds}
+    record["places"] = [{"name": each.name, **each.facts} for each in found if each.part is Part.PLACES]
     return {"kind": "sampler", "sampler": name, "versions": _versions(SAMPLERS[name])} | record
 
 
@@ -109,17 +116,15 @@ def power(worlds: list[SamplerWorld], known: list[Suspect], number: int) -> dict
 def _rows_to(
     worlds: list[SamplerWorld], known: list[Suspect], joints: list[Tensor], seeds: random.Random
 ) -> tuple[int, int]:
-    evidence, batch, reached = Evidence(worlds, known), 2.0, [0, 0]
+    evidence, batch = Evidence(worlds, known), 2.0
     generator = torch.Generator().manual_seed(seeds.getrandbits(63))
-    while not all(reached) and evidence.rows < _MOST * len(worlds):
+    reached = evidence.process.reached
+    while CERTAIN not in reached and evidence.rows < _MOST * len(worlds):
         for world, joint in enumerate(joints):
             evidence.add(world, [drawn(joint.expand(int(batch), -1), generator) for _ in range(2)])
-        log10_e = evidence.log_e() / torch.log(torch.tensor(10.0)).item()
-        for place, power_of_ten in enumerate((3.0, 6.0)):
-            if not reached[place] and log10_e >= power_of_ten:
-                reached[place] = evidence.rows
+        evidence.process.see(evidence.log_parts(), evidence.rows)
         batch *= 1.25
-    return reached[0] or evidence.rows, reached[1] or evidence.rows
+    return reached.get(ALARM, evidence.rows), reached.get(CERTAIN, evidence.rows)
 
 
 def _records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

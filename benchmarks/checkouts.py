@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import random
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from common import Child, Lines
 from fixed_record import PROMPTS, answers_by
+
+if TYPE_CHECKING:
+    from truedraft.bench.turns import Answered
 
 _DRAFT, _MEDUSA, _BEAMS = "draft,num_speculative_tokens=4", "medusa,nodes=8", "redrafter,beams=4,length=4,nodes=8"
 CASES = (
@@ -35,11 +34,13 @@ CASES = (
     (_MEDUSA, "typical", 0.8),
 )
 _TOKENS = {"own": 192, "500M": 24}
-_LEAST_ROUNDS, _MOST_ROUNDS, _HALF_WIDTH = 9, 120, 0.015
+_LEAST_ROUNDS, _HALF_WIDTH = 9, 0.015
+Case = tuple[str, str, float, int]
+"""Drafter, rule, temperature and requests at once."""
 
 
 def answer_in_turns(size: str) -> None:
-    """Answer what is asked on standard input, a line each, with the seconds that it took; for a process of its own."""
+    """Answer what is asked on standard input, a line each; for a process of its own."""
     from truedraft import Engine, SamplingParams, load_model
     from truedraft.control import FixedBudget
 
@@ -53,81 +54,53 @@ def answer_in_turns(size: str) -> None:
         )
         tokens = max(1, _TOKENS[size] // (1 if batch == 1 else 2))
         params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
-        started = time.perf_counter()
         answers = answers_by(range(7, 7 + batch), engine, PROMPTS[:batch], params)
-        seconds = time.perf_counter() - started
-        print(json.dumps([seconds, [answer.token_ids for answer in answers]]), flush=True)
+        print(json.dumps([answer.token_ids for answer in answers]), flush=True)
 
 
 class Checkout:
-    """A process that answers with the code of one checkout."""
+    """A process that answers with the code of one checkout.
 
-    def __init__(self, folder: Path, size: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
-        command = [sys.executable, __file__, "--answer", size, "."]
-        self._process = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._read()
+    Args:
+        name: in the turns.
+        folder: of the checkout.
+        size: of its target.
+    """
 
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a checkout ended early; its message is above")
-        return json.loads(line)
+    def __init__(self, name: str, folder: Path, size: str) -> None:
+        self.name = name
+        self._child = Child([__file__, "--answer", size, "."], {**os.environ, "PYTHONPATH": str(folder / "src")})
+        self._child.read()
 
-    def ask(self, case: tuple[str, str, float, int]) -> tuple[float, Any]:
-        """Seconds and tokens of one case."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
-        self._process.stdin.flush()
-        seconds, tokens = self._read()
-        return seconds, tokens
+    def answer(self, case: Case) -> Answered:
+        """The tokens of one case."""
+        from truedraft.bench.turns import Answered  # here, for the process of an older checkout has no such module
+
+        tokens = self._child.ask(case)
+        return Answered(tokens, alike=range(len(tokens)))
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def half_width(ratios: list[float]) -> float:
-    """Half of the 95 % interval of the median, by drawing rounds again."""
-    if len(ratios) < _LEAST_ROUNDS:
-        return math.inf
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(500))
-    return (medians[487] - medians[12]) / 2
+        self._child.close()
 
 
 def compare(other: Path, size: str, seconds: float) -> dict[str, Any]:
     """The median ratio of each case at one size."""
-    here = Checkout(Path(__file__).parent.parent, size)
-    there = Checkout(other, size)
-    cases = [(*case, batch) for case in CASES for batch in (1, 8)]
-    ratios: dict[tuple[str, str, float, int], list[float]] = {case: [] for case in cases}
-    same = {}
-    for case in cases:  # also warms up
-        same[case] = here.ask(case)[1] == there.ask(case)[1]
-    end = time.monotonic() + seconds
-    while open_cases := [case for case in cases if half_width(ratios[case]) > _HALF_WIDTH]:
-        for case in open_cases:
-            order = (here, there) if len(ratios[case]) % 2 else (there, here)
-            took = {side: side.ask(case)[0] for side in order}
-            ratios[case].append(took[there] / took[here])
-        if time.monotonic() > end or max(map(len, ratios.values())) >= _MOST_ROUNDS:
-            break
-    here.close()
-    there.close()
+    from truedraft.bench.turns import Contest, Stop, middle_by_median, take_turns
+
+    sides = [Checkout("here", Path(__file__).parent.parent, size), Checkout("there", other, size)]
+    cases: list[Case] = [(*case, batch) for case in CASES for batch in (1, 8)]
+    stop = Stop(half_width=_HALF_WIDTH, least_rounds=_LEAST_ROUNDS)
+    contests = [Contest(sides, [case], [("here", "there")], stop, middle=middle_by_median) for case in cases]
+    take_turns(contests, seconds)
+    for side in sides:
+        side.close()
     found = {}
-    for case in cases:
+    for case, contest in zip(cases, contests, strict=True):
         name = f"{case[0]} | {case[1]} | temperature {case[2]:g} | batch {case[3]}"
-        median, half = statistics.median(ratios[case]), half_width(ratios[case])
-        rounds, equal = len(ratios[case]), same[case]
-        known = None if math.isinf(half) else round(half, 4)
-        found[name] = {"ratio": round(median, 4), "half_width": known, "rounds": rounds, "same_tokens": equal}
-        print(f"{size:5s} {name:75s} {median:.3f} +- {half:.3f} ({len(ratios[case])} rounds)", file=sys.stderr)
+        record = {**contest.estimates[0].as_dict(), **contest.measured.as_dict()} if contest.measured.turns else {}
+        found[name] = record | {"same_tokens": not any(turn.different for turn in contest.measured.turns)}
+        print(f"{size:5s} {name:75s} {record.get('ratio')} +- {record.get('half_width')}", file=sys.stderr)
     return found
 
 
@@ -145,9 +118,7 @@ def main() -> None:
         return
     share = asked.minutes * 60.0 / len(asked.sizes)
     record = {size: compare(asked.other, size, share) for size in asked.sizes}
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    with asked.out.open("a") as file:
-        file.write(json.dumps({"what": "seconds of the other checkout / of this one", "cases": record}) + "\n")
+    Lines(asked.out).add({"what": "seconds of the other checkout / of this one", "cases": record})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, most_s, parcels
-from deciding_turns import Clock
+from truedraft.bench.turns import Clock
 
 if TYPE_CHECKING:
     from deciding_rows import Lab
@@ -179,8 +179,8 @@ def main() -> int:
 
 def _sitting(kept: Kept, asked: argparse.Namespace) -> int:
     import torch
-    from deciding_rows import Lab
 
+    from deciding_rows import Lab
     from truedraft.machine import machine_facts
 
     cells = kept.left(all_cells(), asked.only)
@@ -218,7 +218,6 @@ class _Guarded:
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
     from deciding_rows import UnavailableError
-
     from truedraft.errors import TruedraftError
 
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from common import Lines
 from deciding_sets import MIX, SETS
 
 SIZES = ("own", "110M", "500M")
@@ -124,26 +124,23 @@ class Kept:
     """
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
-        self.cells: dict[str, dict[str, Any]] = {}
-        self.sittings: list[dict[str, Any]] = []
-        for record in _lines(path):
+        self.key, self._file = key, Lines(path)
+        self.cells: dict[str, Mapping[str, Any]] = {}
+        self.sittings: list[Mapping[str, Any]] = []
+        for record in self._file.records:
             if record.get("key") == key:
                 self._take(record)
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _take(self, record: Mapping[str, Any]) -> None:
         if "cell" in record:
             self.cells[record["cell"]] = record
         else:
             self.sittings.append(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write a line at once, so that nothing measured is lost."""
+        """Write a line."""
         line = {"key": self.key, **record}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + json.dumps(line) + "\n")
+        self._file.add(line)
         self._take(line)
 
     def left(self, cells: Sequence[Cell], only: Sequence[str] = ()) -> list[Cell]:
@@ -162,19 +159,4 @@ class Kept:
 
 def last_key(path: Path) -> str | None:
     """The version that a file was last written for; None where there is none."""
-    return next((str(record["key"]) for record in reversed(_lines(path)) if "key" in record), None)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a file; a line that was torn when a sitting was killed is left out, and so measured again."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+    return next((str(record["key"]) for record in reversed(Lines(path).records) if "key" in record), None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -15,11 +14,10 @@ from itertools import cycle
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from deciding_turns import Clock
+from truedraft.bench.turns import Clock, median_interval
 
 if TYPE_CHECKING:
     from deciding_sets import Asked
-
     from truedraft import Engine
     from truedraft.engine import Request, StepRecord
 
@@ -29,7 +27,6 @@ SETTLING = 2  # windows behind each change that are not counted
 _SLICE_S = 0.25
 _ORDER = ((0, 1, 1, 0), (1, 0, 0, 1))  # whose slice it is within a window; the other one next time
 _ANSWER = 256  # tokens
-_DRAWS = 1_000
 
 # Reads a chunk, then waits until its time at the wanted rate is over. It makes up for what others held it up by, as far
 # as the last tenth of a second goes, and never for the time in which it was stopped.
@@ -191,12 +188,10 @@ def places() -> Iterator[tuple[str, range]]:
 
 
 def _interval(values: Sequence[float]) -> list[float] | None:
-    """Of the median, 95 %, by drawing again."""
+    """Of the median, where there are enough."""
     if len(values) < 5:
         return None
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_DRAWS))
-    return [round(medians[round(_DRAWS * place)], 4) for place in (0.025, 0.975)]
+    return [round(each, 4) for each in median_interval(values)]
 
 
 def watch(

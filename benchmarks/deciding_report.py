@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from typing import Any
 from deciding_cells import BATCHES, ROWS, SIZES, Cell, Kept, all_cells
 from deciding_load import PHASES, SETTLING, places
 from deciding_sets import MIX, SETS
+from truedraft.bench.turns import median_interval
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
-_DRAWS = 1_000
 _RATIO_ROWS = ("a", "b", "c", "d", "e", "s", "h")
 _LEAST_EVER, _LEAST_SURE, _LEAST_POOLED = 0.97, 0.98, 0.99  # of row a
 _LEAST_OF_BEST = 0.95  # of row b
@@ -113,12 +112,7 @@ def cells_without_gain(default: Records, swept: Records) -> list[Record]:
 
 
 def _pooled(ratios: Sequence[float]) -> tuple[float, float, float] | None:
-    """Median with its 95 % interval, by drawing turns again."""
-    if not ratios:
-        return None
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_DRAWS))
-    return statistics.median(ratios), medians[round(0.025 * _DRAWS)], medians[round(0.975 * _DRAWS)]
+    return (statistics.median(ratios), *median_interval(ratios)) if ratios else None
 
 
 def _bar_of_best(records: Records) -> Bar:

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from common import heldout_texts
 from deciding_cells import Cell
 from deciding_load import Neighbour, Stream, watch
-from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, heldout_texts, prompt_sets
+from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, prompt_sets
 from deciding_sweep import NONE, best, coarse, finer
-from deciding_turns import Answered, Contest, Stop, estimate, one_round, ratios
-
 from truedraft import Engine, load_model
+from truedraft.bench.turns import Answered, Contest, Stop, estimate, one_round, ratios
 from truedraft.control import Controller, FixedBudget
 from truedraft.costs.bandwidth import read_bandwidth
-from truedraft.embedded import heldout_prompts_file
 from truedraft.engine import StepRecord
 from truedraft.errors import ModelError, TruedraftError
 from truedraft.models.base import LanguageModel
@@ -80,7 +80,8 @@ class EngineSystem:
         broken = next((answer.error for answer in answers if answer.error is not None), None)
         if broken is not None:
             raise ModelError(broken)
-        return Answered([answer.token_ids for answer in answers], sum(prefill_s))
+        greedy = [number for number, asked in enumerate(group) if asked.params.greedy]
+        return Answered([answer.token_ids for answer in answers], sum(prefill_s), greedy)
 
 
 class Lab:
@@ -108,9 +109,8 @@ class Lab:
         if not self._sets:
             target = self.target(cell.size)
             assert target.tokenizer is not None
-            texts = heldout_texts(heldout_prompts_file().read_text(encoding="utf-8").splitlines())
             prose = PROSE.read_text(encoding="utf-8")
-            self._sets = prompt_sets(texts, prose, target.tokenizer.encode, target.vocab_size)
+            self._sets = prompt_sets(heldout_texts(), prose, target.tokenizer.encode, target.vocab_size)
         asked = self._sets[cell.set]
         if cell.temperature is None:
             return asked
@@ -246,7 +246,7 @@ def through_slots(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Con
     group = [asked[number % len(asked)] for number in range(_WAITING * cell.batch)]
     default = lab.learning(cell.size, "auto", DEFAULT, slots=cell.batch)
     plain = lab.learning(cell.size, NONE, PLAIN, FixedBudget(), slots=cell.batch)
-    return Contest([default, plain], [group], [(DEFAULT, PLAIN)], Stop(), lab.clock)
+    return Contest([default, plain], [group], [(DEFAULT, PLAIN)], Stop(1.10), lab.clock)
 
 
 def large_batches(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:

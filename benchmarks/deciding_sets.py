@@ -12,9 +12,8 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,11 +116,6 @@ def groups_of(name: str, asked: Sequence[Asked], batch: int, *, few: bool = Fals
         most = ({1: 5, 4: 5} if few else {1: 10, 4: 5}).get(batch, most)
     found = [list(asked[first : first + batch]) for first in range(0, len(asked) - batch + 1, batch)]
     return found[:most]
-
-
-def heldout_texts(lines: Iterable[str]) -> list[str]:
-    """Texts of the file of held-out prompts."""
-    return [str(json.loads(line)["text"]) for line in lines if line.strip()]
 
 
 def _random_ids(number: int, vocab_size: int) -> tuple[int, ...]:

@@ -19,15 +19,17 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # for the engines
 
+from common import RESULTS, Lines  # noqa: E402
 from support.faulty_engines import FAULTS, SOUND, Planted, beginnings, embedded_models  # noqa: E402
 from support.faulty_peer import FaultyPeer  # noqa: E402
-from truedraft.certify.engines import EngineReport, certify_engine  # noqa: E402
+from truedraft.certify import Report  # noqa: E402
+from truedraft.certify.engines import certify_engine  # noqa: E402
 
-OUT = ROOT / "benchmarks" / "results" / "engine_power.jsonl"
+OUT = RESULTS / "engine_power.jsonl"
 _NO_TIME_LIMIT_S = 7200.0
 
 
-def certified(planted: Planted, seed: int, tokens: int, *, knows_draft: bool) -> EngineReport:
+def certified(planted: Planted, seed: int, tokens: int, *, knows_draft: bool) -> Report:
     """The certificate of one engine."""
     models = embedded_models()
     return certify_engine(
@@ -42,9 +44,13 @@ def certified(planted: Planted, seed: int, tokens: int, *, knows_draft: bool) ->
     )
 
 
-def line_of(report: EngineReport) -> dict[str, Any]:
+def line_of(report: Report) -> dict[str, Any]:
     """What is recorded of a run: each check's evidence, when it was reached, and what was named."""
-    found: dict[str, Any] = {"deviates": report.deviates, "faults": report.faults, "tokens_asked": report.tokens}
+    found: dict[str, Any] = {
+        "deviates": bool(report.failures),
+        "faults": report.faults,
+        "tokens_asked": report.facts["tokens"],
+    }
     for finding in report.findings:
         if "tokens_until" in finding.facts:
             facts = finding.facts
@@ -58,7 +64,7 @@ def line_of(report: EngineReport) -> dict[str, Any]:
                 "best": facts["bets"][:2],
                 "smallest_detectable_tv": round(facts["smallest_detectable_tv"], 3),
             }
-    return found | {"failures": [finding.name for finding in report.failures], "allowance": report.more["allowance"]}
+    return found | {"failures": [finding.name for finding in report.failures], "allowance": report.facts["allowance"]}
 
 
 def main() -> int:
@@ -70,18 +76,16 @@ def main() -> int:
     parser.add_argument("--unnamed", action="store_true", help="only without the draft model named")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
-    done = {(line["engine"], line["seed"], line["knows_draft"], line["most_tokens"]) for line in lines}
+    kept = Lines(asked.out)
+    done = {(line["engine"], line["seed"], line["knows_draft"], line["most_tokens"]) for line in kept.records}
     engines = [planted for planted in (*FAULTS, *SOUND) if planted.name in asked.only]
     for knows_draft, seed, planted in itertools.product((True, False)[asked.unnamed :], asked.seeds, engines):
         if (planted.name, seed, knows_draft, asked.tokens) in done:
             continue
         report = certified(planted, seed, asked.tokens, knows_draft=knows_draft)
         own = {"engine": planted.name, "sound": planted in SOUND, "seed": seed, "knows_draft": knows_draft}
-        line = json.dumps(own | {"most_tokens": asked.tokens, "took_s": round(report.seconds, 1)} | line_of(report))
-        print(line, flush=True)
-        with asked.out.open("a") as file:
-            file.write(line + "\n")
+        kept.add(own | {"most_tokens": asked.tokens, "took_s": round(report.seconds, 1)} | line_of(report))
+        print(json.dumps(kept.records[-1]), flush=True)
     return 0
 
 

@@ -15,18 +15,18 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from exported import exported
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
+from common import exported
+from launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
+from servers import Launch, serving
 from truedraft.errors import PeerError
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Peer
 from truedraft.peers.endpoint import Endpoint
 from truedraft.peers.generate import GeneratePeer, Way, assisted_way, lookup_way, plain_way, universal_way
-from truedraft.peers.launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
 from truedraft.peers.relabelled import save_relabelled
-from truedraft.peers.servers import Launch, serving
 from truedraft.peers.transformers import AssistedSetting
 from truedraft.text import Tokenizer
 

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -28,14 +27,14 @@ from typing import Any
 
 import httpx2
 import psutil
-from exported import exported
+
+from common import RESULTS, Child, Lines, exported, heldout_texts
+from launches import SERVED_NAME, Drafting, vllm_launch
+from servers import PORT, Launch, Server
 from serving_load import Load, Outcome, Request, ask, closed_loop, open_loop
 
-from truedraft.peers.launches import SERVED_NAME, Drafting, vllm_launch
-from truedraft.peers.servers import PORT, Launch, Server
-
 ROOT = Path(__file__).parent.parent
-OUT = Path(__file__).with_name("results") / "serving.jsonl"
+OUT = RESULTS / "serving.jsonl"
 RUNS = ROOT / "runs" / "serving"
 SIZE = "500M"
 ROWS = {
@@ -104,9 +103,7 @@ def ours(
 
 def prompts(count: int, tokens: int | None = None) -> list[str]:
     """Held-out code; of about so many tokens each, where that is asked."""
-    from truedraft.embedded import heldout_prompts_file
-
-    texts = [json.loads(line)["text"] for line in heldout_prompts_file().read_text().splitlines()]
+    texts = heldout_texts()
     if tokens is None:
         return [texts[number % len(texts)] + "\n" * (number // len(texts)) for number in range(count)]
     chance = random.Random(tokens)
@@ -121,9 +118,8 @@ class Kept:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self._file = Lines(path)
+        self.lines = self._file.records
 
     def turns(self, cell: Cell) -> int:
         """How many there are of a cell."""
@@ -131,10 +127,7 @@ class Kept:
 
     def add(self, cell: Cell, found: Mapping[str, Any]) -> None:
         """Write a turn."""
-        line = {**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")}
-        self.lines.append(line)
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._file.add({**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def loads(clients: int, temperature: float, each: int = 4) -> Load:
@@ -223,9 +216,7 @@ def run(work: Any) -> Outcome:
 def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
     server = ours("--prefix-cache-bytes", "0")
-    command = [sys.executable, str(Path(__file__).with_name("serving_engine.py"))]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdin is not None and child.stdout is not None
+    child = Child([str(Path(__file__).with_name("serving_engine.py"))])
     try:
         server.warm()
         for clients in (1, 8):
@@ -236,15 +227,12 @@ def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
                 wall = time.perf_counter() - began
                 client_share = (time.process_time() - own) / wall
                 outside = (server.main_thread_s() - before) / wall
-                child.stdin.write(json.dumps({"load": asdict(load), "burn": client_share}) + "\n")
-                child.stdin.flush()
-                engine = json.loads(child.stdout.readline())
+                engine = child.ask({"load": asdict(load), "burn": client_share})
                 shares = {"client_share": client_share, "outside_share": outside}
                 kept.add(cell, {"ours": served, "engine": engine, **shares})
     finally:
         server.stop()
-        child.stdin.close()
-        child.wait(60)
+        child.close()
 
 
 def prefix_row(kept: Kept, left_s: Callable[[], float]) -> None:

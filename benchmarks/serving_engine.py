@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from serving_load import Answered, Outcome
-
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common import posted
+
 
 @dataclass(frozen=True)
 class Request:
@@ -105,12 +107,7 @@ async def ask(port: int, request: Request) -> Answered:
         RuntimeError: it was not answered.
     """
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        body = request.body()
-        head = ("Host: 127.0.0.1", "Connection: close", "Content-Type: application/json")
-        lines = ("POST /v1/completions HTTP/1.1", *head, f"Content-Length: {len(body)}", "", "")
-        writer.write("\r\n".join(lines).encode() + body)
+    async with posted(port, request.body()) as reader:
         status = await reader.readline()
         first, tokens, last = None, 0, began
         seen: list[bytes] = []
@@ -127,8 +124,6 @@ async def ask(port: int, request: Request) -> Answered:
                 continue
             first = now if first is None else first
             last = now
-    finally:
-        writer.close()
     if b" 200 " not in status or first is None:
         raise RuntimeError(f"not answered: {status!r} {seen[-3:]}")
     return Answered(tokens, first - began, last - began)

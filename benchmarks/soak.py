@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import uvicorn
 
+from common import posted
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
@@ -129,32 +130,17 @@ def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) 
 
 async def ask(port: int, case: Case, tally: Tally) -> None:
     """Send one request and read its answer, as far as its client does."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        data = json.dumps(case.body).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1",
-            "Host: 127.0.0.1",
-            "Connection: close",
-            "Content-Type: application/json",
-            f"Content-Length: {len(data)}",
-        )
-        writer.write("\r\n".join((*head, "", "")).encode() + data)
-        await writer.drain()
+    async with posted(port, json.dumps(case.body).encode()) as reader:
         if case.leaves == "before":
             tally.ended["left before"] += 1
-            return
-        if case.leaves == "unread":
+        elif case.leaves == "unread":
             await asyncio.sleep(0.05)
             tally.ended["left unread"] += 1
-            return
-        if case.leaves == "during":
+        elif case.leaves == "during":
             await reader.read(60)
             tally.ended["left during"] += 1
-            return
-        _judge(case, await asyncio.wait_for(reader.read(), 120), tally)
-    finally:
-        writer.close()
+        else:
+            _judge(case, await asyncio.wait_for(reader.read(), 120), tally)
 
 
 def _judge(case: Case, raw: bytes, tally: Tally) -> None:

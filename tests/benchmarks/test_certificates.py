@@ -78,7 +78,7 @@ def test_the_exit_status_says_what_came_of_the_round(
     space = script["main"].__globals__
     monkeypatch.setitem(space, "_certified", lambda *_: next(made))
     monkeypatch.setitem(space, "load_model", lambda _: None)
-    monkeypatch.setitem(space, "read_prompts", lambda *_: [])
+    monkeypatch.setitem(space, "heldout_ids", lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["", "--short", "--limit", str(len(records)), "--out", str(tmp_path / "kept")])
     assert space["main"]() == status
     assert len((tmp_path / "kept").read_text().splitlines()) == len(records)

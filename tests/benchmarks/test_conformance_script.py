@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import conformance  # noqa: E402
+import conformance
 
 CELLS = [
     conformance.Cell("none", "speculative", "greedy", 8),

@@ -5,37 +5,29 @@ Systems and clocks are put in by hand; nothing here measures a speed.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+import deciding
+import deciding_cells as cells
+import deciding_load as load
+import deciding_report as report
+import deciding_rows as rows
+import deciding_sets as sets
+import deciding_sweep as sweeps
+from truedraft.bench import turns
+
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "benchmarks"
 TEXTS = [f"def function_{number}(argument):\n    return argument\n" * 3 for number in range(5)]
-
-
-def script(name: str) -> ModuleType:
-    """A script of benchmarks/, which imports its neighbours as scripts do."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))
-    return importlib.import_module(name)
-
-
-cells, load, report, sets, sweeps, turns = (
-    script(f"deciding_{name}") for name in ("cells", "load", "report", "sets", "sweep", "turns")
-)
-deciding = script("deciding")
 
 
 def letters(text: str) -> list[int]:
@@ -78,7 +70,7 @@ class Worker:
         tokens = [[self._token] * each.max_tokens for each in params]
         slow = 1.0 + len(group[0].prompt) / 100  # groups differ, as prompts do
         self._clock.now += self._s * sum(map(len, tokens)) * slow * math.exp(self._noise * self._draw.standard_normal())
-        return turns.Answered(tokens)
+        return turns.Answered(tokens, alike=[number for number, each in enumerate(params) if each.greedy])
 
 
 def test_six_sets_of_requests_of_one_length(prompts: dict[str, list[Any]]) -> None:
@@ -124,7 +116,7 @@ def test_a_slow_model_answers_fewer_groups_in_a_round(prompts: dict[str, list[An
 def take(prompts: dict[str, list[Any]], workers: Sequence[Worker], clock: Clock, most_s: float) -> Any:
     groups = sets.groups_of("code", prompts["code"], 1)
     pairs = [(workers[0].name, other.name) for other in workers[1:]]
-    contest = turns.Contest(workers, groups, pairs, turns.Stop(), clock)
+    contest = turns.Contest(workers, groups, pairs, turns.Stop(1.10), clock)
     while not contest.visit(most_s):
         pass
     return contest.measured
@@ -136,7 +128,7 @@ def test_turns_end_when_the_interval_is_narrow(prompts: dict[str, list[Any]]) ->
     fast, slow = Worker("fast", clock, 0.0100, 0.1), Worker("slow", clock, 0.0104, 0.1)
     measured = take(prompts, [fast, slow], clock, 10_000.0)
     found = turns.estimate(measured.turns, "fast", "slow")
-    assert measured.status == "reached" and found.half_width <= turns.HALF_WIDTH
+    assert measured.status == "reached" and found.half_width <= turns.Stop().half_width
     assert found.low - 0.01 < 1.04 < found.high + 0.01
     assert measured.rounds * 8 == len(measured.turns) == found.turns, "the warm-up round does not count"
     assert len(fast.asked) == len(slow.asked) == (measured.rounds + 1) * 8
@@ -153,7 +145,7 @@ def test_a_cell_that_stays_noisy_is_missed(prompts: dict[str, list[Any]]) -> Non
 
 
 def test_a_cell_far_above_its_bar_need_not_be_as_narrow() -> None:
-    stop = turns.Stop()
+    stop = turns.Stop(1.10)
     far, near = turns.Estimate(2.0, 1.965, 2.035, 40), turns.Estimate(1.12, 1.085, 1.155, 40)
     assert stop.status([far], 5, 1.0, 100.0) == "far above"
     assert stop.status([near], 5, 1.0, 100.0) is None
@@ -426,7 +418,6 @@ def test_slices_alternate_within_the_phases_and_the_first_repeat_warms_up() -> N
 
 
 def test_the_cost_of_deciding_is_a_share_of_the_steps() -> None:
-    rows = script("deciding_rows")
     costs = [(0.001, 0.1, 2), (0.003, 0.1, 2)] * 40
     found = rows.cost_summary(costs, 2)
     assert found["share"] == pytest.approx(0.02) and found["per_step_s"] == pytest.approx(0.002)
@@ -435,7 +426,6 @@ def test_the_cost_of_deciding_is_a_share_of_the_steps() -> None:
 
 
 def test_what_the_plan_predicted_is_held_against_what_it_measured() -> None:
-    rows = script("deciding_rows")
     check = {
         "predicted_speedup": {"value": 2.0, "low": 1.8, "high": 2.2},
         "speedup": {"value": 1.9, "low": 1.7, "high": 2.1},
@@ -464,8 +454,8 @@ def test_the_report_shows_every_row_and_marks_what_was_missed(tmp_path: Path) ->
     assert all(f"**{row}: " in told for row in cells.ROWS)
     assert "1.234~ (1.224 to 1.244)" in told and "1 of them missed" in told and "a processor, 2 threads" in told
     assert "1.334~ (1.224" in told, "behind the prompts"
-    rows = [line for line in told.splitlines() if line.startswith("|")]
-    assert all(line.count("|") > 2 for line in rows)
+    table = [line for line in told.splitlines() if line.startswith("|")]
+    assert all(line.count("|") > 2 for line in table)
 
 
 def test_the_heat_map_is_drawn(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from certify.planted_faults import ForgetsTheLast, markov, slipping_target
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify import certify, faults, markdown, meaning, verdict
+from truedraft.certify import certify, faults
 from truedraft.certify.checks import Part, Stack, Status
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.errors import OptionError
@@ -49,8 +49,8 @@ def test_a_correct_stack_is_certified(params: SamplingParams) -> None:
         seconds=SECONDS,
         tell=lambda part, done: told.setdefault(part, []).append(done),
     )
-    assert certificate.issued, verdict(certificate)
-    assert verdict(certificate).startswith("CERTIFIED")
+    assert certificate.issued, certificate.verdict
+    assert certificate.verdict.startswith("CERTIFIED")
     parts = {finding.part for finding in certificate.findings}
     always = {Part.EXACT, Part.EQUALITY, Part.CONTROLS, Part.INVARIANCE, Part.DRAFT_STATE}
     assert parts == (always if params.greedy else always | {Part.STATISTICAL})
@@ -58,10 +58,10 @@ def test_a_correct_stack_is_certified(params: SamplingParams) -> None:
     record = certificate.as_dict()
     assert record["certified"] is True
     assert record["failures"] == []
-    page = markdown(certificate, {"model": "markov", "sampling": {"top_p": 1}})
+    page = certificate.page({"model": "markov", "sampling": {"top_p": 1}})
     assert page.count("| holds |") == sum(f.status is Status.HOLDS for f in certificate.findings)
     assert "| sampling | top_p 1 |" in page
-    assert any("as far as was tested" in line for line in meaning(certificate))
+    assert any("as far as was tested" in line for line in certificate.notes)
 
 
 def test_a_broken_target_gets_no_certificate_and_names_what_failed() -> None:
@@ -70,7 +70,7 @@ def test_a_broken_target_gets_no_certificate_and_names_what_failed() -> None:
     certificate = certify(stack, TEXTS, replace(WARM, max_tokens=12), batch=2, seconds=3.0)
     assert not certificate.issued
     assert any(finding.part is Part.EQUALITY for finding in certificate.failures)
-    assert verdict(certificate).startswith("NO CERTIFICATE")
+    assert certificate.verdict.startswith("NO CERTIFICATE")
     assert certificate.as_dict()["failures"]
 
 
@@ -78,7 +78,7 @@ def test_a_stale_draft_is_certified_and_told() -> None:
     """A stale draft cache changes no distribution: it costs acceptance, and is reported as that."""
     stack = healthy().but(drafter=ForgetsTheLast(markov(0, astray=0.2)))
     certificate = certify(stack, TEXTS, replace(WARM, temperature=0.0), seconds=SECONDS)
-    assert certificate.issued, verdict(certificate)
+    assert certificate.issued, certificate.verdict
     (state,) = [finding for finding in certificate.findings if finding.part is Part.DRAFT_STATE]
     assert state.status is Status.MEASURED
     assert state.facts["stale"] is True
@@ -88,8 +88,8 @@ def test_a_lossy_rule_is_measured_instead() -> None:
     stack = healthy().but(rule=rule_from_spec("speculative,lenience=0.5"))
     certificate = certify(stack, TEXTS, WARM, seconds=4.0)
     assert not certificate.issued
-    assert not certificate.failures, verdict(certificate)
-    assert "lossy" in verdict(certificate)
+    assert not certificate.failures, certificate.verdict
+    assert "lossy" in certificate.verdict
     assert any(finding.part is Part.DIVERGENCE for finding in certificate.findings)
 
 
@@ -177,14 +177,14 @@ def test_a_certificate_takes_at_most_four_times_its_time(params: SamplingParams,
     certificate = certify(healthy(), TEXTS, params, batch=8, seconds=60.0)
     assert time.seconds < 4 * 60.0 + 200.0
     assert certificate.undecided and not certificate.failures and not certificate.issued
-    assert verdict(certificate).startswith("NO CERTIFICATE: not enough evidence for ")
+    assert certificate.verdict.startswith("NO CERTIFICATE: not enough evidence for ")
     assert certificate.as_dict()["undecided"] == [finding.name for finding in certificate.undecided]
-    assert "| not enough |" in markdown(certificate, {})
+    assert "| not enough |" in certificate.page({})
 
 
 def test_one_prompt_is_enough_for_a_greedy_certificate() -> None:
     certificate = certify(healthy(), [[1, 2, 3]], replace(WARM, temperature=0.0), seconds=SECONDS)
-    assert certificate.issued, verdict(certificate)
+    assert certificate.issued, certificate.verdict
 
 
 def test_the_worst_stack_still_has_a_report() -> None:

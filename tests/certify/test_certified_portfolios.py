@@ -117,7 +117,7 @@ def test_a_fault_is_found_wherever_it_is(fault: str) -> None:
     """In the rule, or in the second of three members alone."""
     healthy = portfolio()
     members = dict(healthy.members)
-    members["draft-2"] = faults.hides_unlikely_draws(DraftModel(markov(0, astray=0.5), 2))
+    members["draft-2"] = faults.hides_unlikely_draws(DraftModel(markov(0, astray=0.5), 2), 0.3)
     broken = {
         "rule": stack().but(rule=faults.accepts_always(SpeculativeSampling())),
         "member": stack(Portfolio(members)),

@@ -28,7 +28,7 @@ def target() -> HuggingFaceModel:
     return HuggingFaceModel(build(config, seed=3, spread=0.15), None, "tiny", native_backend)
 
 
-@pytest.mark.parametrize("word", ["self:int8", "self:int4", "early-exit:2"])
+@pytest.mark.parametrize("word", ["self:int8", "self:int4"])
 @pytest.mark.parametrize(
     "params",
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from certify.planted_faults import markov
@@ -12,7 +14,6 @@ from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.controls import (
     ComparedControl,
     ComparedControls,
-    SampledControl,
     SampledControls,
     SeededControls,
 )
@@ -82,7 +83,7 @@ def test_a_fault_too_small_for_what_was_certified_does_not_count() -> None:
     assert {finding.status for finding in undecided} == {Status.NOT_ENOUGH}
 
 
-HARMLESS = SampledControls([SampledControl("nothing is wrong", lambda stack: stack, faults.emitted_always)])
+HARMLESS = SampledControls([replace(faults.KEEPS_ALL, name="nothing is wrong", plant=lambda stack: stack)])
 """A fault that is none: its formula says that it puts distributions off, the code does not."""
 
 
@@ -120,9 +121,8 @@ def test_faults_of_greedy_and_seeded_answers_are_found(params: SamplingParams) -
 
 def compared(params: SamplingParams, rounds: int, tokens: int = 32, **parts: Rule) -> Finding:
     """What is said of a single control, a stack drafted by guesses that are hardly ever right."""
-    control = ComparedControl(
-        "planted", lambda stack: stack.but(**parts), lambda stack: faults.next_id(stack.target.vocab_size), ""
-    )
+    fault = faults.Fault("planted", plant=lambda stack: stack.but(**parts))
+    control = ComparedControl(fault, lambda stack: faults.next_id(stack.target.vocab_size), "")
     (finding,) = ComparedControls([control], rounds=rounds, tokens=tokens).run(
         Context(stack_of(draft()), TEXTS, params)
     )
@@ -154,7 +154,7 @@ def test_shared_noise_is_found_in_the_distribution() -> None:
     told: list[float] = []
     context = Context(stack_of(draft()), TEXTS, params, seconds=FOREVER, tell=told.append, earlier=[sampled()])
     *others, finding = SeededControls().run(context)
-    assert [each.name for each in others] == [control.name for control in controls.COMPARED]
+    assert [each.name for each in others] == [control.fault.name for control in controls.COMPARED]
     assert finding.status is Status.HOLDS, finding.summary
     assert finding.facts["total_variation"] > 0.09
     assert told == sorted(told) and told[-1] == 1.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify import Finding, Part, Stack, Status, certify, statistics, verdict
+from truedraft.certify import Finding, Part, Stack, Status, certify, statistics
 from truedraft.certify.checks import Context
 from truedraft.drafters import Drafter, Proposal, Purpose
 from truedraft.errors import DrafterError
@@ -82,7 +82,7 @@ def stack_of(drafter: type[Drafter]) -> Stack:
 def test_the_drafter_of_the_page_is_certified(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch, 0.01)
     certificate = certify(stack_of(Bigram), TEXTS, params, batch=4, seconds=10.0)
-    assert certificate.issued, verdict(certificate)
+    assert certificate.issued, certificate.verdict
     equality = [finding for finding in certificate.findings if finding.part is Part.EQUALITY]
     assert sum(finding.facts.get("accepted_tokens", 0) for finding in equality) > 20
 
@@ -146,6 +146,6 @@ def test_a_drafter_that_names_no_distribution_gets_no_certificate(monkeypatch: p
     assert not certificate.issued
     for part in (Part.STATISTICAL, Part.INVARIANCE):
         told = [finding.summary for finding in certificate.failures if finding.part is part]
-        assert any("drafter 'bigram' failed" in summary for summary in told), (part, verdict(certificate))
+        assert any("drafter 'bigram' failed" in summary for summary in told), (part, certificate.verdict)
     greedy = [finding for finding in certificate.findings if finding.part is Part.EQUALITY]
     assert not {finding.status for finding in greedy} & {Status.FAILS}, "greedy requests are given candidates"

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from truedraft.certify.e_process import POWER, EProcesses, holm
+from truedraft.certify.e_process import POWER, EventTests, holm
 
 NAMES = ["a", "b", "c"]
 
@@ -23,7 +23,7 @@ def test_the_e_process_has_mean_one_by_enumeration() -> None:
     chances = torch.tensor([0.3, 0.9, 0.05], dtype=torch.float64)
     mean = 0.0
     for hits in itertools.product([False, True], repeat=3):
-        tests = EProcesses(["one"])
+        tests = EventTests(["one"])
         tests.add(chances[:, None], torch.tensor(hits)[:, None])
         probability = math.prod(float(p if hit else 1.0 - p) for p, hit in zip(chances, hits, strict=True))
         mean += probability * math.exp(tests._logs.logsumexp(0).item()) / len(tests._logs)
@@ -39,7 +39,7 @@ def test_a_small_p_value_is_as_rare_as_it_says() -> None:
     generator = torch.Generator().manual_seed(3)
     alarms = [0, 0, 0]
     for _ in range(600):
-        tests, smallest = EProcesses(NAMES), [1.0, 1.0, 1.0]
+        tests, smallest = EventTests(NAMES), [1.0, 1.0, 1.0]
         for _ in range(5):
             chances = chances_of(40, generator)
             hits = torch.rand(chances.shape, generator=generator, dtype=torch.float64) < chances
@@ -57,12 +57,12 @@ def test_the_smallest_detectable_excess_is_detected(level: float, p: float, sign
     tokens, found = 3000, 0
     generator = torch.Generator().manual_seed(int(p * 10) + sign)
     chances = torch.full((tokens, 1), p, dtype=torch.float64)
-    tests = EProcesses(["one"])
+    tests = EventTests(["one"])
     tests.add(chances, torch.rand(tokens, 1, generator=generator, dtype=torch.float64) < p)
     shift = tests.results()[0].smallest_detectable(level)
     assert 0.0 < shift < 0.1
     for _ in range(400):
-        tests = EProcesses(["one"])
+        tests = EventTests(["one"])
         tests.add(chances, torch.rand(tokens, 1, generator=generator, dtype=torch.float64) < p + sign * shift)
         found += tests.results()[0].p_value <= level
     assert found / 400 >= POWER - 0.01
@@ -75,7 +75,7 @@ def test_what_is_allowed_for_rounding_is_not_an_alarm() -> None:
     hits = torch.rand(chances.shape, generator=generator, dtype=torch.float64) < 0.31 + 0.005
     p_values = []
     for allowance in (0.0, 0.02):
-        tests = EProcesses(["one"], allowance)
+        tests = EventTests(["one"], allowance)
         tests.add(chances, hits)
         p_values.append(tests.results()[0].p_value)
     assert p_values[0] < 1e-5
@@ -85,7 +85,7 @@ def test_what_is_allowed_for_rounding_is_not_an_alarm() -> None:
 def test_tokens_that_a_test_is_not_about_change_nothing() -> None:
     chances = torch.tensor([[0.2, 0.5], [-1.0, 0.5]], dtype=torch.float64)
     hits = torch.tensor([[True, True], [True, False]])
-    both, alone = EProcesses(["a", "b"]), EProcesses(["a"])
+    both, alone = EventTests(["a", "b"]), EventTests(["a"])
     both.add(chances, hits)
     alone.add(chances[:1, :1], hits[:1, :1])
     assert both.results()[0] == alone.results()[0]

@@ -15,7 +15,7 @@ from test_exact_part import CAUGHT, DRAWN, FIXED, HOST, KERNEL, REMOVED, SHIPPED
 from torch import Tensor
 
 from truedraft.certify import exact
-from truedraft.certify.cells import cell_probs, kernel_probs, verdict_distance
+from truedraft.certify.cells import cell_probs, kernel_probs
 from truedraft.certify.checks import Status
 from truedraft.certify.coupled_cells import answer_probs, expected_verdict, judged_cases, wide_cases
 from truedraft.certify.exact import TOLERANCE
@@ -28,6 +28,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
+from truedraft.verification.exact import distance
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
 
 
@@ -196,7 +197,7 @@ def test_cells_and_kernels_have_one_distribution_on_one_proposal() -> None:
     cases = build(3, [(Choice(0, DRAWN), Choice(0, FIXED))] * 2, "dense", "dense").every_proposal()
     rule = SpeculativeSampling()
     for case, found in zip(cases, cell_probs(rule, cases), strict=True):
-        assert verdict_distance(found, kernel_probs(rule, case)) < TOLERANCE
+        assert distance(found, kernel_probs(rule, case)) < TOLERANCE
 
 
 def test_batches_hold_different_trees_and_requests_with_nothing_drafted() -> None:

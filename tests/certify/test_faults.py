@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from truedraft.certify import faults
+from truedraft.certify.checks import Stack
+from truedraft.certify.closed_forms import probs_under_shared_noise
+from truedraft.certify.faults import Fault
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.probs import total_variation
 from truedraft.core.proposal import Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import NoDrafter
 from truedraft.drafters.base import DraftRequest
-from truedraft.testing import altered
+from truedraft.testing import MarkovModel, altered
 from truedraft.verification import BlockVerification, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.coupled import coupled_choice
 
@@ -59,60 +62,50 @@ def emitted(rule: Rule, p: Tensor, q: Tensor, deterministic: bool = False) -> Te
 
 
 RULES = [SpeculativeSampling(), BlockVerification()]
+OF_RULES = [faults.KEEPS_ALL, faults.RESIDUAL_IS_P, faults.draft_judged_at(2.0), faults.ONE_NUMBER]
+
+
+def broken(fault: Fault, rule: Rule) -> Rule:
+    return fault.planted(Stack(MarkovModel.random(4, seed=0), NoDrafter(), rule)).rule
 
 
 @pytest.mark.parametrize("inner", RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize(
-    ("fault", "form"),
-    [
-        (faults.accepts_always, faults.emitted_always),
-        (faults.residual_is_target, faults.emitted_by_target_residual),
-        (faults.judges_another_temperature, faults.emitted_at_another_temperature),
-        (faults.one_key_twice, faults.emitted_by_one_key),
-    ],
-)
-def test_a_fault_of_a_rule_emits_what_its_formula_says(inner: Rule, fault, form) -> None:
-    predicted = form(P, Q)
+@pytest.mark.parametrize("fault", OF_RULES, ids=lambda fault: fault.name)
+def test_a_fault_of_a_rule_emits_what_its_formula_says(inner: Rule, fault: Fault) -> None:
+    predicted = fault.emitted(P, Q)
     assert float(predicted.sum()) == pytest.approx(1.0, abs=1e-9)
     assert float(total_variation(predicted, P)) > 0.03
-    assert float(total_variation(predicted, emitted(fault(inner), P, Q))) < 0.02
+    assert float(total_variation(predicted, emitted(broken(fault, inner), P, Q))) < 0.02
     assert float(total_variation(P, emitted(inner, P, Q))) < 0.02  # the rule itself, on the same grid
 
 
-@pytest.mark.parametrize(
-    ("fault", "form"),
-    [
-        (faults.accepts_always, faults.emitted_always),
-        (faults.residual_is_target, faults.emitted_by_target_residual),
-        (faults.one_key_twice, faults.emitted_by_one_key),
-    ],
-)
-def test_the_same_for_deterministic_candidates(fault, form) -> None:
-    predicted = form(P, ONE_HOT)
+@pytest.mark.parametrize("fault", [each for each in OF_RULES if not each.needs_draw], ids=lambda fault: fault.name)
+def test_the_same_for_deterministic_candidates(fault: Fault) -> None:
+    predicted = fault.emitted(P, ONE_HOT)
     assert float(total_variation(predicted, P)) > 0.03
-    assert float(total_variation(predicted, emitted(fault(SpeculativeSampling()), P, ONE_HOT, True))) < 0.02
+    assert float(total_variation(predicted, emitted(broken(fault, SpeculativeSampling()), P, ONE_HOT, True))) < 0.02
 
 
 def test_one_key_by_hand() -> None:
     """p uniform over 2, draft sure of token 0: kept below 1/2; above, u in [1/2, 1) draws from (0, 1): token 1."""
     p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
-    assert faults.emitted_by_one_key(p, q).tolist() == [[0.5, 0.5]]
+    assert faults.ONE_NUMBER.emitted(p, q).tolist() == [[0.5, 0.5]]
     # Three tokens: after a rejection u >= 0.2 draws from (0, 1/2, 1/2), so token 1 gets [0.2, 0.5) and 2 [0.5, 1).
     p, q = torch.tensor([[0.2, 0.4, 0.4]]), torch.tensor([[1.0, 0.0, 0.0]])
-    assert faults.emitted_by_one_key(p, q)[0].tolist() == pytest.approx([0.2, 0.3, 0.5])
+    assert faults.ONE_NUMBER.emitted(p, q)[0].tolist() == pytest.approx([0.2, 0.3, 0.5])
 
 
 def test_hiding_unlikely_draws_by_its_own_code() -> None:
     """Drafts of less than 0.3 are dropped, the others judged rightly."""
-    predicted = faults.emitted_by_hiding(P, Q)
+    predicted = faults.dropped_below(0.3).emitted(P, Q)
     dist = torch.zeros_like(P)
     rule, ticks = SpeculativeSampling(), [(i + 0.5) / 60 for i in range(60)]
     for token in range(4):
         made = [Proposal.chain(torch.tensor([token]), Q)]
 
         fixed = altered(NoDrafter(), propose=lambda batch, budgets, noise, made=made: made)
-        (shown,) = faults.hides_unlikely_draws(fixed).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
-        assert len(shown.tree) == (1 if float(Q[0, token]) >= faults.SHOWN_FROM else 0)
+        (shown,) = faults.hides_unlikely_draws(fixed, 0.3).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
+        assert len(shown.tree) == (1 if float(Q[0, token]) >= 0.3 else 0)
         for a, b in itertools.product(ticks, ticks):
             probs = P.expand(len(shown.tree) + 1, -1)
             (verdict,) = rule.verify([shown], [probs], [GridNoise(a, b)])
@@ -142,7 +135,7 @@ def test_shared_noise_is_shared_and_gives_the_distribution_of_the_formula() -> N
         for token, verdict in zip(chosen, rule.verify(drafted, [torch.cat([p, after])] * 2000, noise), strict=True):
             counts[token, verdict.tokens[1]] += 1
     for token in range(4):
-        dist, first = faults.probs_under_shared_noise(p[0], token, after[0]), float(counts[token].sum())
+        dist, first = probs_under_shared_noise(p[0], token, after[0]), float(counts[token].sum())
         assert float(dist.sum()) == pytest.approx(1.0, abs=1e-12)
         assert float(total_variation(dist, after[0])) > 0.1
         for other in range(4):
@@ -153,10 +146,10 @@ def test_shared_noise_is_shared_and_gives_the_distribution_of_the_formula() -> N
 
 def test_shared_noise_by_hand() -> None:
     half = torch.tensor([0.5, 0.5])
-    assert faults.probs_under_shared_noise(half, 0, torch.tensor([0.25, 0.75])).tolist() == pytest.approx([0.5, 0.5])
-    assert faults.probs_under_shared_noise(half, 0, half).tolist() == [1.0, 0.0]
+    assert probs_under_shared_noise(half, 0, torch.tensor([0.25, 0.75])).tolist() == pytest.approx([0.5, 0.5])
+    assert probs_under_shared_noise(half, 0, half).tolist() == [1.0, 0.0]
     # A token that can come no more, one that could not come before, and one sure before and after.
-    assert faults.probs_under_shared_noise(torch.tensor([1.0, 0.0]), 0, torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
-    three = faults.probs_under_shared_noise(torch.tensor([0.5, 0.5, 0.0]), 0, torch.tensor([0.0, 0.5, 0.5]))
+    assert probs_under_shared_noise(torch.tensor([1.0, 0.0]), 0, torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
+    three = probs_under_shared_noise(torch.tensor([0.5, 0.5, 0.0]), 0, torch.tensor([0.0, 0.5, 0.5]))
     # Token 2 starts at once, token 1 at 1: with S = t/2 until 1, then t - 1/2: 1/3 for 2 alone, then halves of 2/3.
     assert three.tolist() == pytest.approx([0.0, 1 / 3, 2 / 3])

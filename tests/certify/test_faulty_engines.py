@@ -18,6 +18,7 @@ from support.faulty_parts import llama_cpp_filters, nucleus_off_by_one
 from support.faulty_peer import FaultyPeer, serve
 from truedraft import SamplingParams
 from truedraft.certify import faults
+from truedraft.certify.closed_forms import as_bfloat16_draws
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.verdict import Origin
 from truedraft.errors import PeerError
@@ -85,9 +86,7 @@ def test_shared_noise_by_hand() -> None:
     of 10/60/30 is what such a draft gives.
     """
     p, q = torch.tensor([[0.1, 0.6, 0.3]]), torch.tensor([[0.5, 0.25, 0.25]])
-    assert faults.emitted_by_shared_noise(p, q)[0].tolist() == pytest.approx(
-        [0.1, 0.25 + 0.4 * 0.95, 0.25 + 0.4 * 0.05]
-    )
+    assert faults.ONE_GUMBEL.emitted(p, q)[0].tolist() == pytest.approx([0.1, 0.25 + 0.4 * 0.95, 0.25 + 0.4 * 0.05])
 
 
 def test_a_nucleus_off_by_one_by_hand() -> None:
@@ -111,7 +110,7 @@ def test_filters_before_the_temperature_by_hand() -> None:
 
 def test_sums_in_bfloat16_lose_small_cells() -> None:
     q = torch.cat([torch.tensor([0.5]), torch.full((500,), 0.001)])[None]
-    drawn = faults.as_bfloat16_draws(q)
+    drawn = as_bfloat16_draws(q)
     assert float(drawn.sum()) == pytest.approx(1.0)
     assert int((drawn > 0).sum()) < 200
     assert float(total_variation(drawn, q.double())) > 0.2

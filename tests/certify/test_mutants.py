@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from certify.test_exact_breaks import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
 from truedraft.certify import (
-    certificate,
     controls,
     draft_state,
     e_process,
@@ -32,6 +31,7 @@ from truedraft.certify import (
     exact,
     faults,
     invariance,
+    report,
     rounding,
     statistics,
 )
@@ -93,7 +93,8 @@ def only(findings: Sequence[Finding], name: str) -> Finding:
 
 def greedy_control(plant: Callable[[Stack], Stack], tokens: int = 32) -> Finding:
     """What the comparison of greedy answers says of one planted fault, in one round."""
-    control = controls.ComparedControl("planted", plant, lambda stack: faults.next_id(stack.target.vocab_size), "")
+    fault = faults.Fault("planted", plant=plant)
+    control = controls.ComparedControl(fault, lambda stack: faults.next_id(stack.target.vocab_size), "")
     return run(controls.ComparedControls([control], rounds=1, tokens=tokens), healthy())[0]
 
 
@@ -108,7 +109,7 @@ def a_greedy_fault_in_few_tokens_is_too_small() -> bool:
 
 def a_plant_that_does_nothing_is_not_found() -> bool:
     """Though the tests of sampled answers take it for a large fault."""
-    harmless = controls.SampledControl("nothing is wrong", lambda stack: stack, faults.emitted_always)
+    harmless = replace(faults.KEEPS_ALL, name="nothing is wrong", plant=lambda stack: stack)
     said = {"tests": 1, "tokens": 300, "smallest_detectable_tv": 0.03, "rounding_allowed_tv": 0.0, "false_alarm": 1e-3}
     earlier = [Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", said)]
     check = controls.SampledControls([harmless])
@@ -270,7 +271,7 @@ def wrong_code_is_seen() -> bool:
 
 def not_issued(status: Status) -> bool:
     findings = [Finding(Part.EXACT, "a check", status, "")]
-    return not certificate.Certificate(findings, True, WARM, 1, 1.0).issued
+    return not report.Report("", findings, "").issued
 
 
 # ---------------------------------------------------------------------------------------------- broken certificates
@@ -468,15 +469,15 @@ MUTANTS = {
         wrong_code_is_seen,
     ),
     "a failure is no matter": Mutant(
-        certificate,
-        "return self.lossless and not self.failures and not self.undecided",
-        "return self.lossless and not self.undecided",
+        report,
+        "return not self.lossy and not self.failures and not self.undecided",
+        "return not self.lossy and not self.undecided",
         lambda: not_issued(Status.FAILS),
     ),
     "an open check is no matter": Mutant(
-        certificate,
-        "return self.lossless and not self.failures and not self.undecided",
-        "return self.lossless and not self.failures",
+        report,
+        "return not self.lossy and not self.failures and not self.undecided",
+        "return not self.lossy and not self.failures",
         lambda: not_issued(Status.NOT_ENOUGH),
     ),
 }

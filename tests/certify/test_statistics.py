@@ -94,7 +94,7 @@ def broken_stacks() -> dict[str, Stack]:
     """With their healthy targets, which judge them."""
     healthy = Stack(markov(0), chain(), SpeculativeSampling())
     tree = DraftModel(markov(0, astray=1.0), branching=(2, 2))
-    hides = drafting_one(healthy, faults.hides_unlikely_draws(chain()))
+    hides = drafting_one(healthy, faults.hides_unlikely_draws(chain(), 0.3))
     llama = Stack(packed("llama"), DraftModel(noisy("llama", 0.5), num_speculative_tokens=3), SpeculativeSampling())
     return {
         "cache": healthy.but(target=slipping_target(markov(0))),
@@ -103,7 +103,7 @@ def broken_stacks() -> dict[str, Stack]:
         "one request's temperature": healthy.but(target=one_other_temperature(markov(0))),
         "accepts always": healthy.but(rule=faults.accepts_always(SpeculativeSampling())),
         "residual": healthy.but(rule=faults.residual_is_target(SpeculativeSampling())),
-        "temperature of q": healthy.but(rule=faults.judges_another_temperature(SpeculativeSampling())),
+        "temperature of q": healthy.but(rule=faults.judges_another_temperature(SpeculativeSampling(), 2.0)),
         "one key": healthy.but(rule=faults.one_key_twice(SpeculativeSampling())),
         "hides draws": hides,
     }

@@ -1,4 +1,4 @@
-"""`truedraft certify` as a user runs it: table, Markdown, JSON, exit status, and one sentence for bad input."""
+"""`truedraft certify stack` as a user runs it: table, Markdown, JSON, exit status, and one sentence for bad input."""
 
 from __future__ import annotations
 
@@ -25,18 +25,32 @@ def test_a_greedy_certificate_in_every_form(run: Run, target: str, prompts: str,
     """In minutes that it does not need: a greedy certificate is over when all prompts are compared."""
     out = tmp_path / "report" / "deep"
     done = run(
-        *("certify", "--model", target, "--drafter", "prompt-lookup", "--temperature", "0", "--prompts", prompts),
+        *(
+            "certify",
+            "stack",
+            "--model",
+            target,
+            "--drafter",
+            "prompt-lookup",
+            "--temperature",
+            "0",
+            "--prompts",
+            prompts,
+        ),
         *("--minutes", "10", "--max-tokens", "16", "--batch", "2", "--out", str(out), "--json"),
     )
     assert done.status == 0, done.err
     record = done.record
-    assert record["command"] == "certify"
+    assert record["command"] == "certify stack"
     assert record["certified"] is True
     assert record["failures"] == []
     assert {finding["part"] for finding in record["findings"]} >= {"exact", "greedy and seeded", "negative controls"}
     assert record["sampling"]["temperature"] == 0.0
     assert record["batch"] == 2
-    assert "CERTIFIED lossless: temperature 0, batch 2" in done.out
+    assert (
+        "CERTIFIED: the rule is lossless in exact sums, answers are plain decoding's (temperature 0, batch 2)"
+        in done.out
+    )
     page = (out / "certificate.md").read_text()
     assert page.startswith("# Certificate\n\n**CERTIFIED")
     assert "| greedy, batch 2, float32 |" in page
@@ -47,7 +61,7 @@ def test_a_greedy_certificate_in_every_form(run: Run, target: str, prompts: str,
 def test_no_time_is_no_certificate_but_says_what_is_missing(run: Run, target: str, draft: str, prompts: str) -> None:
     """Hardly any token is sampled in so little time, so no fault is large enough to count: exit status 3."""
     done = run(
-        *("certify", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts),
+        *("certify", "stack", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts),
         *("--minutes", "0.001", "--max-tokens", "8"),
     )
     assert done.status == 3
@@ -57,7 +71,7 @@ def test_no_time_is_no_certificate_but_says_what_is_missing(run: Run, target: st
 
 def test_a_lossy_rule_is_measured_and_that_is_done(run: Run, target: str, draft: str, prompts: str) -> None:
     done = run(
-        *("certify", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--json"),
+        *("certify", "stack", "--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--json"),
         *("--minutes", "0.05", "--max-tokens", "8", "--rule", "speculative,lenience=0.5"),
     )
     assert done.status == (3 if done.record["undecided"] else 0), done.err
@@ -78,9 +92,9 @@ def test_a_target_that_breaks_is_no_check_that_failed(
     run: Run, target: str, prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("truedraft.certify.certify", crash)
-    done = run("certify", "--model", target, "--drafter", "prompt-lookup", "--prompts", prompts, "--json")
+    done = run("certify", "stack", "--model", target, "--drafter", "prompt-lookup", "--prompts", prompts, "--json")
     assert (done.status, done.record["status"]) == (3, 3)
-    again = "nothing was decided; run the same command again when that is mended"
+    again = "nothing was decided; run the same command again"
     assert done.record["error"] == f"the target broke; {again}"
     assert done.err == f"truedraft: error: {done.record['error']}\n"
 
@@ -89,7 +103,7 @@ def test_a_target_that_breaks_is_no_check_that_failed(
 def test_an_earlier_report_is_kept(run: Run, name: str, tmp_path: Path) -> None:
     """Told before anything is loaded: there is no such model."""
     (tmp_path / name).write_text("of an earlier run")
-    done = run("certify", "--model", "/nowhere/at/all", "--out", str(tmp_path))
+    done = run("certify", "stack", "--model", "/nowhere/at/all", "--out", str(tmp_path))
     assert done.status == 2
     assert len(done.err.strip().splitlines()) == 1
     assert f"holds {name} of an earlier run; name another folder with --out" in done.err
@@ -113,7 +127,7 @@ def test_an_earlier_report_is_kept(run: Run, name: str, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_two(run: Run, options: list[str], words: str) -> None:
-    done = run("certify", *options)
+    done = run("certify", "stack", *options)
     assert done.status == 2, done.err
     assert words in done.err
     assert len(done.err.strip().splitlines()) == 1

@@ -15,8 +15,7 @@ from cli.tiny import Result
 from peers.scripted_server import Made, models, scripted
 from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
-from truedraft.certify import Part
-from truedraft.certify.engines import xml_text
+from truedraft.certify import Part, xml_text
 from truedraft.cli.terminal import Terminal
 from truedraft.errors import DataError
 from truedraft.peers import Recorded
@@ -71,19 +70,19 @@ def test_a_function_that_deviates_in_every_form(
 ) -> None:
     out, xml = tmp_path / "report", tmp_path / "junit.xml"
     done = run(
-        *("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts),
+        *("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts),
         *("--seed-per-request", "--tokens", "300", "--batch", "4", "--minutes", "10"),
         *("--out", str(out), "--junit", str(xml), "--json"),
     )
     assert done.status == 1, done.err
     record = done.record
-    assert record["deviates"] is True
+    assert record["certified"] is False
     assert record["evidence"] >= 1e6
     assert record["engine"]["name"] == f"{module}:last_again"
     assert "state of another text" in record["faults"]
-    assert "DEVIATES (" in done.out
+    assert "checks failed (" in done.out
     assert json.loads((out / "certificate.json").read_text()) == record
-    assert (out / "certificate.md").read_text().startswith("# Certificate of an engine\n\n**DEVIATES")
+    assert (out / "certificate.md").read_text().startswith("# Certificate of an engine\n\n**NO CERTIFICATE: ")
     suite = ElementTree.fromstring(xml.read_text())
     assert int(suite.attrib["failures"]) == len(record["failures"]) > 0
     assert int(suite.attrib["tests"]) == len(suite) == len(record["findings"])
@@ -94,7 +93,7 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
 ) -> None:
     kept = tmp_path / "kept.jsonl"
     words = (
-        *("certify", "--process", f"{module}:breaks_down", "--model", target, "--prompts", prompts),
+        *("certify", "engine", "--process", f"{module}:breaks_down", "--model", target, "--prompts", prompts),
         *("--tokens", "200", "--transcript", str(kept), "--junit", str(tmp_path / "junit.xml"), "--json"),
     )
     done = run(*words)
@@ -116,20 +115,20 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
 def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run, tmp_path: Path) -> None:
     words = ("--model", "embedded:target", "--no-float32", "--dtype", "float32", "--batch", "8", "--seed-per-request")
     with serve(FaultyPeer(named("greedy above 0"))) as url:
-        done = run("certify", "--endpoint", url, *words, "--temperature", "0.7", "--tokens", "300", "--json")
+        done = run("certify", "engine", url, *words, "--temperature", "0.7", "--tokens", "300", "--json")
         assert done.status == 1, done.err
         assert done.record["faults"] == ["greedy above temperature 0"]
         assert done.record["engine"]["prompts"] == "ids"
     with serve(FaultyPeer(named("plain"))) as url:
-        done = run("certify", "--endpoint", url, *words, "--tokens", "40", "--json")
+        done = run("certify", "engine", url, *words, "--tokens", "40", "--json")
         assert done.status == 3, done.out
         assert done.record["failures"] == []
-        assert "NOT ENOUGH EVIDENCE" in done.out
+        assert "NO CERTIFICATE: not enough evidence" in done.out
 
 
 def test_a_transcript_is_of_one_seed(run: Run, target: str, prompts: str, module: str, tmp_path: Path) -> None:
     """Answers to seeds that both runs send would be given back, and a finding would repeat by itself."""
-    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+    words = ("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
     words = (*words, "--seed-per-request", "--tokens", "60", "--transcript", str(tmp_path / "kept.jsonl"), "--json")
     first = run(*words, "--seed", "3")
     assert (first.status, first.record["seed"]) == (1, 3)
@@ -148,7 +147,17 @@ def test_a_crash_decides_nothing(
 ) -> None:
     """Exit status 1 would say that the engine deviates."""
     xml = tmp_path / "junit.xml"
-    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    words = (
+        "certify",
+        "engine",
+        "--process",
+        f"{module}:last_again",
+        "--model",
+        target,
+        "--prompts",
+        prompts,
+        "--json",
+    )
     monkeypatch.setattr("truedraft.certify.engines.certify_engine", crash)
     done = run(*words, "--junit", str(xml))
     assert (done.status, done.record["status"]) == (3, 3)
@@ -164,7 +173,17 @@ def test_an_interrupt_says_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("truedraft.certify.engines.certify_engine", interrupt)
-    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    words = (
+        "certify",
+        "engine",
+        "--process",
+        f"{module}:last_again",
+        "--model",
+        target,
+        "--prompts",
+        prompts,
+        "--json",
+    )
     done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
     assert done.status == 130 == done.record["status"]
     assert "interrupted; what was answered is kept in" in done.record["error"]
@@ -177,7 +196,7 @@ def test_rounding_is_that_of_the_engines_dtype_and_not_of_this_machine(
 ) -> None:
     """Where this machine is slow in bfloat16, servers are not; and who says float32 means it."""
     monkeypatch.setattr("truedraft.machine.has_bfloat16", lambda device: False)
-    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+    words = ("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
     words = (*words, "--seed-per-request", "--tokens", "60", "--json")
     assert run(*words).record["allowance"] > 1e-3
     assert run(*words, "--dtype", "float32").record["allowance"] == pytest.approx(1.5e-4)
@@ -194,7 +213,7 @@ def test_the_bar_tells_of_each_answer(
         yield lambda done, remark: shown.append((done, remark))
 
     monkeypatch.setattr(Terminal, "progress", progress)
-    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+    words = ("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
     assert run(*words, "--seed-per-request", "--tokens", "60").status == 1
     greedy = [remark for done, remark in shown if done == 0]
     assert greedy == [f"{Part.GREEDY.value}; {count} came in all" for count in range(1, 5)]
@@ -213,7 +232,17 @@ def test_a_disk_that_is_full_decides_nothing(
         write(self, record)
 
     monkeypatch.setattr(Recorded, "_write", full)
-    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    words = (
+        "certify",
+        "engine",
+        "--process",
+        f"{module}:last_again",
+        "--model",
+        target,
+        "--prompts",
+        prompts,
+        "--json",
+    )
     done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
     assert (done.status, done.record["status"]) == (3, 3)
     assert "No space left on device" in done.record["error"]
@@ -223,14 +252,24 @@ def test_files_at_home_and_files_that_cannot_be_written(
     run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = ("certify", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts, "--json")
+    words = (
+        "certify",
+        "engine",
+        "--process",
+        f"{module}:last_again",
+        "--model",
+        target,
+        "--prompts",
+        prompts,
+        "--json",
+    )
     words = (*words, "--seed-per-request", "--tokens", "60", "--minutes", "10")
     done = run(*words, "--junit", "~/junit.xml", "--transcript", "~/kept.jsonl")
     assert done.status == 1, done.err
     assert (tmp_path / "junit.xml").exists() and (tmp_path / "kept.jsonl").exists()
     full = run(*words, "--junit", "/dev/full")  # told last, and the verdict stands
     assert full.status == 1
-    assert full.record["deviates"] is True
+    assert full.record["certified"] is False
     assert "error: cannot write '/dev/full': No space left on device" in full.err
 
 
@@ -240,7 +279,7 @@ def test_two_servers_are_compared_without_weights(run: Run, tmp_path: Path, monk
     words = ("--model", "embedded:target", "--batch", "8", "--seed-per-request", "--tokens", "120", "--json")
     kept = tmp_path / "kept.jsonl"
     with serve(FaultyPeer(named("plain"), of_servers)) as url:
-        other = run("certify", "--endpoint", url, "--against", url, *words, "--transcript", str(kept))
+        other = run("certify", "compare", url, url, *words, "--transcript", str(kept))
     assert other.status == 0, other.out
     assert other.record["against"]["name"] == other.record["engine"]["name"]
     assert kept.exists() and (tmp_path / "kept-against.jsonl").exists()
@@ -251,39 +290,22 @@ def test_a_busy_server_is_waited_for_no_longer_than_the_run_takes(run: Run, targ
         server.handlers["/v1/models"] = models("vllm", "m")
         server.handlers["/v1/completions"] = lambda _: Made(b"", 429, {"Retry-After": "30"})
         words = ("--model", target, "--prompts", prompts, "--minutes", "0.05", "--json")
-        done = run("certify", "--endpoint", server.url, *words)
+        done = run("certify", "engine", server.url, *words)
     assert done.status == 3
     assert "would be waited for 30 s, of at most 3 s" in done.record["error"]
 
 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
-    "down": (("--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
-    "no address": (("--endpoint", "nonsense"), "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
-    "two things": (("--endpoint", "http://127.0.0.1:9", "--sampler", "a:b"), "two things to certify"),
-    "against nobody": (("--against", "http://127.0.0.1:9"), "--against is for --endpoint alone"),
-    "junit of ours": (("--junit", "x.xml"), "--junit is for --endpoint or --process alone"),
-    "a drafter of nobody": (
-        ("--endpoint", "http://127.0.0.1:9", "--drafter", "none"),
-        "--drafter says nothing of an engine that is asked from outside; leave it out, got none",
-    ),
-    "a rule of nobody": (("--process", "os:getcwd", "--rule", "block"), "--rule says nothing of a function"),
-    "a length of nobody": (("--process", "os:getcwd", "--max-tokens", "9"), "--max-tokens says nothing of a function"),
+    "down": (("http://127.0.0.1:9",), "127.0.0.1:9"),
+    "no address": (("nonsense",), "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
+    "two things": (("http://127.0.0.1:9", "--process", "a:b"), "two things to certify"),
+    "nothing": ((), "URL names what is certified, or --process MODULE:FUNCTION does; give one"),
+    "against somebody": (("http://127.0.0.1:9", "http://127.0.0.1:9"), "unexpected extra argument"),
+    "a drafter of nobody": (("http://127.0.0.1:9", "--drafter", "none"), "unknown option '--drafter'"),
+    "a length of nobody": (("--process", "os:getcwd", "--max-tokens", "9"), "unknown option '--max-tokens'"),
     "a server of a function": (("--process", "os:getcwd", "--timeout", "9"), "--timeout says nothing of a function"),
-    **{
-        f"no judge, {words[0]}": (
-            ("--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9", *words),
-            f"{words[0]} says nothing of two servers that are compared, where no model judges; leave it out",
-        )
-        for words in (
-            ("--draft-model", "m"),
-            ("--allowance", "1"),
-            ("--no-float32",),
-            ("--dtype", "float32"),
-            ("--controller", "goodput"),
-        )
-    },
     "a seed that is sent to nobody": (
-        ("--endpoint", "http://127.0.0.1:9", "--seed", "3"),
+        ("http://127.0.0.1:9", "--seed", "3"),
         "--seed is for --seed-per-request alone; give that, too",
     ),
     "no temperature": (
@@ -296,8 +318,8 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "--process 'os:getcwd' has no argument seed; name it in the function's signature, or leave the option out\n",
     ),
     "no such function": (("--process", "os:nothing"), "nothing"),
-    "no key": (("--endpoint", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
-    "no time": (("--endpoint", "http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
+    "no key": (("http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
+    "no time": (("http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
     "a folder": (("--process", "os:getcwd", "--junit", "/tmp"), "--junit is a folder, '/tmp'; name a file"),
     "no home": (("--process", "os:getcwd", "--transcript", "~nobody-at-all/x"), "the home folder of nobody"),
     "no folder": (("--process", "os:getcwd", "--junit", "nowhere/x.xml"), "nowhere"),
@@ -311,8 +333,21 @@ def test_bad_input_is_one_sentence(
     """Said before weights are loaded, which may take minutes."""
     monkeypatch.setattr("truedraft.models.loading.load_model", crash)
     words, told = BAD[name]
-    done = run("certify", "--model", target, "--prompts", prompts, *words)
+    done = run("certify", "engine", "--model", target, "--prompts", prompts, *words)
     assert done.status == 2, done.out
     assert told in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("words", [("--draft-model", "m"), ("--allowance", "1"), ("--no-float32",), ("--dtype", "x")])
+def test_where_no_model_judges_nothing_is_said_of_one(run: Run, words: tuple[str, ...]) -> None:
+    done = run("certify", "compare", "http://127.0.0.1:9", "http://127.0.0.1:9", *words)
+    assert done.status == 2
+    assert f"unknown option '{words[0]}'" in done.err
+
+
+def test_what_is_certified_must_be_named(run: Run) -> None:
+    done = run("certify", "--minutes", "1")
+    assert done.status == 2
+    assert "name one of its commands first: stack, engine, compare, sampler" in done.err

@@ -1,4 +1,4 @@
-"""`truedraft certify --sampler` as a user runs it: tables, exit status, reports, and one sentence for bad input."""
+"""`truedraft certify sampler` as a user runs it: tables, exit status, reports, and one sentence for bad input."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ OURS = "truedraft.peers.samplers:"
 def test_a_lossy_sampler_is_named_in_every_form(run: Run, tmp_path: Path) -> None:
     """In minutes that it does not need: a deviation is over when it repeats."""
     out = tmp_path / "report"
-    done = run("certify", "--sampler", f"{OURS}medusa", "--minutes", "60", "--seed", "3", "--out", str(out), "--json")
+    done = run("certify", "sampler", f"{OURS}medusa", "--minutes", "60", "--seed", "3", "--out", str(out), "--json")
     assert done.status == 1, done.err
     record = done.record
-    assert (record["command"], record["status"], record["lossless"]) == ("certify", "fails", False)
-    assert record["diagnosis"]["fault"] == "typical acceptance"
+    assert (record["command"], record["certified"]) == ("certify sampler", False)
+    assert record["faults"] == ["typical acceptance"]
     assert record["seed"] == 3
     assert len(record["runs"]) == 2
-    assert "DEVIATES from the target, measured as lossy: typical acceptance" in done.out
+    assert "checks failed (typical acceptance): tokens have the target's joint distribution" in done.out
     assert "smallest detectable" in done.out and "its worst world" in done.out
     assert "run 2: e-value" in done.err and "1e6 after" in done.err
     assert json.loads((out / "certificate.json").read_text()) == record
     page = (out / "certificate.md").read_text()
-    assert page.startswith(f"# Certificate of a sampler\n\n**{OURS}medusa DEVIATES")
+    assert page.startswith("# Certificate of a sampler\n\n**NO CERTIFICATE: 1 of ")
     assert "| parameters | draft_tokens, target_probs |" in page
 
 
 def test_too_little_time_is_not_enough_evidence(run: Run) -> None:
-    done = run("certify", "--sampler", f"{OURS}eagle", "--minutes", "0.000001", "--json")
+    done = run("certify", "sampler", f"{OURS}eagle", "--minutes", "0.000001", "--json")
     assert done.status == 3, done.err
-    assert done.record["status"] == "not enough evidence"
-    assert "give more --minutes" in done.out
+    assert done.record["undecided"] == ["tokens have the target's joint distribution"]
+    assert "give more --minutes" in " ".join(done.out.split())
 
 
 def test_a_function_of_ones_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +46,9 @@ def test_a_function_of_ones_own(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
         "    return torch.nn.functional.pad(draft_tokens, (0, 1), value=-1)\n"
     )
     monkeypatch.chdir(tmp_path)
-    done = run("certify", "--sampler", "keeps_everything:f", "--minutes", "60", "--json")
+    done = run("certify", "sampler", "keeps_everything:f", "--minutes", "60", "--json")
     assert done.status == 1, done.err
-    assert done.record["diagnosis"]["fault"] == "keeps every drafted token"
+    assert done.record["faults"] == ["keeps every drafted token"]
 
 
 def test_a_crash_of_ours_is_no_deviation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_crash_of_ours_is_no_deviation(run: Run, monkeypatch: pytest.MonkeyPat
         raise ZeroDivisionError("in the middle")
 
     monkeypatch.setattr("truedraft.certify.samplers.certify_sampler", crash)
-    done = run("certify", "--sampler", f"{OURS}eagle", "--json")
+    done = run("certify", "sampler", f"{OURS}eagle", "--json")
     assert (done.status, done.record["status"]) == (3, 3)
     assert "ZeroDivisionError: in the middle" in done.record["error"]
 
@@ -70,27 +70,28 @@ def test_a_report_that_cannot_be_written_is_told_last(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    done = run("certify", "--sampler", f"{OURS}eagle", "--minutes", "0.000001", "--out", str(tmp_path), "--json")
+    done = run("certify", "sampler", f"{OURS}eagle", "--minutes", "0.000001", "--out", str(tmp_path), "--json")
     assert done.status == 3
-    assert done.record["status"] == "not enough evidence"
+    assert done.record["undecided"]
     assert "No space left on device" in done.err
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--sampler", "nowhere_at_all:f"], "--sampler names no module that there is, 'nowhere_at_all'"),
-        (["--sampler", "nothing"], "--sampler must be module:function, got 'nothing'"),
-        (["--sampler", f"{OURS}medussa"], "did you mean 'medusa'?"),
-        (["--sampler", "json:dumps"], "asks for 'obj'"),
-        (["--sampler", f"{OURS}sglang"], "pip install sgl-kernel"),
-        (["--sampler", f"{OURS}eagle", "--drafter", "draft"], "--drafter says nothing of a sampler"),
-        (["--sampler", f"{OURS}eagle", "--batch", "4"], "--batch says nothing of a sampler"),
-        (["--sampler", f"{OURS}eagle", "--minutes", "0"], "--minutes must be above 0"),
+        (["nowhere_at_all:f"], "SAMPLER names no module that there is, 'nowhere_at_all'"),
+        (["nothing"], "SAMPLER must be module:function, got 'nothing'"),
+        ([f"{OURS}medussa"], "did you mean 'medusa'?"),
+        (["json:dumps"], "asks for 'obj'"),
+        ([f"{OURS}sglang"], "pip install sgl-kernel"),
+        ([f"{OURS}eagle", "--drafter", "draft"], "unknown option '--drafter'"),
+        ([f"{OURS}eagle", "--batch", "4"], "unknown option '--batch'"),
+        ([], "missing argument"),
+        ([f"{OURS}eagle", "--minutes", "0"], "--minutes must be above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(run: Run, options: list[str], words: str) -> None:
-    done = run("certify", *options)
+    done = run("certify", "sampler", *options)
     assert done.status == 2, done.err
     assert words in done.err
     assert len(done.err.strip().splitlines()) == 1

@@ -32,7 +32,7 @@ Run = Callable[..., Result]
         (["bench", "--prompts", "nothing"], "bench", "prompts"),
         (["generate", "x", "--model", "./nowhere"], "generate", "model"),
         (["generate", ""], "generate", "prompt"),
-        (["certify", "--minutes", "0"], "certify", "minutes"),
+        (["certify", "stack", "--minutes", "0"], "certify stack", "minutes"),
         (["export"], "export", None),
         (["train", "draft"], "train draft", None),
         (["nonsense"], "nonsense", None),

@@ -80,8 +80,7 @@ def test_errors_name_options_as_they_are_typed(typed: Callable[..., Options]) ->
 def test_every_command_shares_what_options_mean() -> None:
     """The same option has the same help in all commands that answer prompts, but where what it names differs."""
     commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
-    options = {
-        name: {each.name: each.help for each in commands[name].params} for name in ("generate", "bench", "certify")
-    }
+    named = commands["generate"], commands["bench"], commands["certify"].commands["stack"]
+    options = {each.name: {own.name: own.help for own in each.params} for each in named}
     for name in ("model", "pad_to", "rule", "temperature", "top_p", "dtype", "device", "threads", "json"):
         assert len({found[name] for found in options.values()}) == 1, name

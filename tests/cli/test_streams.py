@@ -37,7 +37,7 @@ def shell(words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
         ("generate - --json 0>/dev/null", 2, "standard input cannot be read"),
         ("--version >&-", 1, "standard output is closed"),
         ("--version >/dev/full", 1, "standard output cannot be written (No space left on device)"),
-        ("certify --minutes 0 >&-", 3, "standard output is closed"),  # 1 is a check that failed
+        ("certify stack --minutes 0 >&-", 3, "standard output is closed"),  # 1 is a check that failed
         ("generate x --top-k -1 2>&-", 2, ""),
         ("generate ü€ --stop 'ü\\d' --json", 2, "--stop 'ü\\\\d' holds the escape"),
     ],
@@ -60,7 +60,7 @@ def test_an_error_that_cannot_be_written_as_json_either() -> None:
 
 
 def test_a_certificate_that_nobody_could_read_is_no_failed_check() -> None:
-    assert shell("certify --minutes 0 --json >/dev/full").returncode == 3
+    assert shell("certify stack --minutes 0 --json >/dev/full").returncode == 3
 
 
 def test_utf8_in_and_out_under_a_locale_without_it(target: str, tmp_path: Path) -> None:

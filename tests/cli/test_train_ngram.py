@@ -47,7 +47,7 @@ def test_a_counted_table_drafts(run: Run, target: str, text: str, tmp_path: Path
     assert record["registered"] is True and f"noted in {registry_of_its_own}: --drafter auto" in result.out
 
     plain = run("generate", "def f", "--model", target, "--drafter", "none", "--max-tokens", "12", "--json")
-    for drafter in (f"ngram:{out}", f"ngram:{out}/table.ngram,sampled=true", "auto"):
+    for drafter in (f"ngram:{out}", f"ngram:{out}/table.ngram", "auto"):
         drafted = run("generate", "def f", "--model", target, "--drafter", drafter, "--max-tokens", "12", "--json")
         assert drafted.status == 0, drafted.err
         assert drafted.out.splitlines()[:-1] == plain.out.splitlines()[:-1]
@@ -167,14 +167,13 @@ def test_a_table_of_another_tokenizer_is_one_sentence(run: Run, target: str, tab
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-@pytest.mark.parametrize("more", ["", ",sampled=true", ",branching=1-1,sampled=true"], ids=["tree", "drawn", "chain"])
-def test_its_certificate(run: Run, target: str, table: Path, tmp_path: Path, more: str, temperature: str) -> None:
+def test_its_certificate(run: Run, target: str, table: Path, tmp_path: Path, temperature: str) -> None:
     """A greedy one is over when all prompts are compared; in seconds a sampled one may lack evidence."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f1(x):\nreturn\nx + 3\n")
     minutes = "10" if temperature == "0" else "0.05"
     done = run(
-        *("certify", "--model", target, "--drafter", f"ngram:{table}{more}", "--prompts", str(prompts), "--json"),
+        *("certify", "stack", "--model", target, "--drafter", f"ngram:{table}", "--prompts", str(prompts), "--json"),
         *("--temperature", temperature, "--minutes", minutes, "--max-tokens", "12", "--batch", "2"),
     )
     assert done.status in ({0} if temperature == "0" else {0, 3}), done.out

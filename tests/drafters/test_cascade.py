@@ -438,7 +438,6 @@ def test_words() -> None:
         "cascade(medusa;draft)": "'medusa' cannot draft inside a cascade",
         "cascade(prompt-lookup;draft,chains=2)": "chains of 'draft' does nothing",
         "cascade(draft,async=1;draft)": "'draft' cannot draft inside a cascade",
-        "cascade(prompt-lookup;early-exit:2)": "'early-exit' has no model that could verify",
         "cascade(prompt-lookup;draft),width=3": "option of drafter 'cascade'",
         "cascade(prompt-lookup;draft),num_speculative_tokens=0": "must be 1 or more",
     }.items():

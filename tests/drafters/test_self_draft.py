@@ -17,7 +17,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.tree import chain_shape
-from truedraft.drafters import EarlyExit, SelfDraft, from_spec, specs
+from truedraft.drafters import SelfDraft, from_spec, specs
 from truedraft.drafters.base import DraftRequest
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.models import huggingface
@@ -31,7 +31,7 @@ from truedraft.models.huggingface import HuggingFaceModel
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 
-WORDS = pytest.mark.parametrize("word", ["self:int8", "self:int4", "early-exit:1"])
+WORDS = pytest.mark.parametrize("word", ["self:int8", "self:int4"])
 
 
 def llama() -> LlamaConfig:
@@ -143,18 +143,10 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
     drafter = from_spec("self:int4,num_speculative_tokens=7", target)
     assert isinstance(drafter, SelfDraft)
     assert drafter.limits.depth == 7
-    exit_early = from_spec("early-exit:1,num_speculative_tokens=7", target)
-    assert isinstance(exit_early, EarlyExit)
-    assert (exit_early.name, exit_early.limits.depth, exit_early.model.layers) == ("early-exit", 7, 1)
     for word, said in {
         "self": "self:int8 or self:int4",
         "self:int3": "self:int8 or self:int4, got 'int3'",
         "self:int8,num_speculative_tokens=0": "num_speculative_tokens must be 1 or more",
-        "early-exit": "needs a number of layers, as early-exit:4",
-        "early-exit:0": "layers must be 1 or more and fewer than the 2 of tiny, got 0",
-        "early-exit:2": "layers must be 1 or more and fewer than the 2 of tiny, got 2",
-        "early-exit:-1": "layers must be 1 or more",
-        "early-exit:half": "must be a whole number, got 'half'",
     }.items():
         with pytest.raises(OptionError, match=said) as refused:
             from_spec(word, target)
@@ -171,7 +163,7 @@ def test_words_make_it_and_wrong_ones_are_refused(target: HuggingFaceModel) -> N
 @pytest.mark.parametrize("kind", [AloneBackend, WholeTextBackend])
 def test_forwards_that_run_all_layers_are_refused_in_a_sentence(kind: Callable[[PreTrainedModel], Backend]) -> None:
     alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", kind)
-    for word in ("self:int8", "self:int4", "early-exit:1"):
+    for word in ("self:int8", "self:int4"):
         with pytest.raises(UnsupportedModelError, match=r"^alone cannot draft for itself with .*; use another"):
             from_spec(word, alone)
 

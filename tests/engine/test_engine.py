@@ -51,7 +51,6 @@ DRAFTERS = {
     "suffix": lambda target: SuffixDrafter(),
     "cascade": lambda target: Cascade(PromptLookup(min_ngram=1), DraftModel(MarkovModel.random(VOCAB, seed=2)), 5),
     "n-gram tree": lambda target: NgramDrafter(table_of(target)),
-    "n-gram draws": lambda target: NgramDrafter(table_of(target), branching=(2, 1), sampled=True),
     "oracle": oracle,
     "wrong": lambda target: ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % VOCAB] * 3]),
 }

@@ -61,7 +61,6 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "none": lambda family: NoDrafter(),
     "prompt lookup": lambda family: PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
     "n-gram tree": lambda family: NgramDrafter(table(family)),
-    "n-gram chain": lambda family: NgramDrafter(table(family), GAMMA, GAMMA, branching=(1,) * GAMMA, sampled=True),
     "lookahead": lambda family: Lookahead(window=4, ngram=3, candidates=3),
     "draft chain": lambda family: DraftModel(draft(family, NOISE.get(family, 0.03)), num_speculative_tokens=GAMMA),
     "draft tree": lambda family: DraftModel(draft(family, 2 * NOISE.get(family, 0.03)), branching=(3, 2, 1)),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     Gemma3TextConfig,
     Glm4Config,
@@ -29,11 +28,11 @@ from transformers import (
 
 from support.backends import fused_backend, native_backend
 from support.fixed_noise import answers_of
-from support.tiny_models import PROMPTS, VOCAB, build, stock_logits
+from support.tiny_models import PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import from_spec
-from truedraft.errors import OptionError, UnsupportedModelError
+from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
@@ -82,7 +81,7 @@ STOCK: dict[str, Callable[[], PretrainedConfig]] = {
     "opt": lambda: OPTConfig(**BASE, ffn_dim=96, word_embed_proj_dim=48),
     "gpt_neox": lambda: GPTNeoXConfig(**BASE, intermediate_size=96),
 }
-WORDS = ("self:int8", "self:int4", "early-exit:2")
+WORDS = ("self:int8", "self:int4")
 GREEDY = SamplingParams(max_tokens=48)
 SEEDED = SamplingParams(max_tokens=48, temperature=0.8, seed=3)
 
@@ -154,26 +153,6 @@ def test_greedy_answers_of_bfloat16_outside_the_native_forward(word: str) -> Non
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
 
 
-@pytest.mark.parametrize(("family", "kind"), CASES)
-def test_a_cut_model_is_transformers_own_with_fewer_layers(family: str, kind: str) -> None:
-    tokens, model = list(PROMPTS[1]), target(family, kind)
-    cut, whole = model.first_layers(2), stock(family)
-    lists = [
-        (parent, name, part)
-        for parent in whole.modules()
-        for name, part in parent.named_children()
-        if isinstance(part, nn.ModuleList) and len(part) == 3
-    ]
-    ((parent, name, layers),) = lists
-    cache = model.new_cache()
-    before = logits_of(model, cache, tokens)
-    setattr(parent, name, nn.ModuleList(list(layers)[:2]))
-    torch.testing.assert_close(logits_of(cut, cache, tokens), stock_logits(whole, tokens), atol=1e-4, rtol=1e-4)
-    assert logits_of(model, cache, tokens).equal(before)
-    assert 0 < cut.weight_bytes < model.weight_bytes
-    model.release_cache(cache)
-
-
 @pytest.mark.parametrize(
     ("family", "kind"), [("opt", "fastest"), ("gpt2", "fastest"), ("gpt_neox", "stock"), ("qwen3", "fused")]
 )
@@ -195,11 +174,3 @@ def test_experts_outside_the_native_forward_are_not_quantised() -> None:
     model = target("mixtral", "stock")
     with pytest.raises(UnsupportedModelError, match="most of its weights are in no linear layers"):
         model.quantized(8)
-
-
-def test_layers_are_counted_and_out_of_range_refused() -> None:
-    model = target("gpt2", "stock")
-    assert model.layers == 3
-    for count in (0, 3, 4):
-        with pytest.raises(OptionError, match=f"fewer than the 3 of gpt2, got {count}"):
-            model.first_layers(count)

@@ -15,15 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from cli.tiny import save_tiny_llama
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.tree import chain_shape
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
-from truedraft.models.backends.base import BackendMaker
-from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Segment
 from truedraft.models.export import export_model, save_padded
-from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import (
     PADDED_SIZES,
     PaddedSize,
@@ -320,21 +314,3 @@ def test_other_models_are_refused() -> None:
     quantized.config.quantization_config = {"bits": 4}
     with pytest.raises(UnsupportedModelError, match="quantized"):
         pad_model(quantized, "110M")
-
-
-@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
-def test_a_cut_padded_model_counts_its_own_layers_and_shares_the_added_ones(backend: BackendMaker) -> None:
-    """With half of its own layers run half of the added ones, which change nothing."""
-    model, tokens = tiny(), torch.arange(20) * 7 % 128
-    padded = pad_model(model, dataclasses.replace(FOUR_TIMES, layers=6))
-    found = {}
-    for name, each in (("own", model), ("padded", padded)):
-        layer_bytes = sum(weight.nbytes for weight in each.model.layers[0].parameters())
-        loaded = HuggingFaceModel(each, None, name, backend)
-        cache, cut = loaded.new_cache(), loaded.first_layers(1)
-        found[name] = cut.forward([Segment(cache, tokens, chain_shape(20), range(20))]).logits
-        left_out = 1 if name == "own" else 3
-        assert (loaded.layers, loaded.weight_bytes - cut.weight_bytes) == (2, left_out * layer_bytes)
-        with pytest.raises(OptionError, match="layers must be 1 or more and fewer than the 2 of"):
-            loaded.first_layers(2)
-    torch.testing.assert_close(found["padded"], found["own"], atol=1e-4, rtol=1e-4)

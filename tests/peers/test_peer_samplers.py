@@ -25,25 +25,24 @@ def spec(name: str) -> str:
 
 def test_transformers_own_function_runs() -> None:
     found = certify_sampler(load_sampler(spec("transformers")), seconds=LONG, rows=100)
-    assert found.diagnosis is None
-    assert found.runs[0].rows_to["1e3"] is None
-    assert found.accepted == pytest.approx(found.accepted_by_rule, abs=0.15)
+    assert "fault" not in found.findings[0].facts
+    assert found.facts["runs"][0]["rows_to"]["1e3"] is None
+    assert found.facts["accepted"] == pytest.approx(found.facts["accepted_by_rule"], abs=0.15)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle2", "sglang_formula"])
 def test_published_acceptance_is_lossless(name: str) -> None:
     found = certify_sampler(load_sampler(spec(name)), seconds=LONG, rows=400)
-    assert found.diagnosis is None
+    assert "fault" not in found.findings[0].facts
     # EAGLE-2 takes q as 1, which keeps less and loses nothing.
-    assert (found.accepted > 0.98 * found.accepted_by_rule) == (name == "eagle")
+    assert (found.facts["accepted"] > 0.98 * found.facts["accepted_by_rule"]) == (name == "eagle")
 
 
 def test_medusa_is_measured_as_lossy() -> None:
     found = certify_sampler(load_sampler(spec("medusa")), seconds=LONG, rows=100)
-    assert found.status is Status.FAILS
-    assert found.diagnosis is not None
-    assert found.diagnosis.fault == "typical acceptance"
-    assert "behind it the argmax" in found.diagnosis.detail
+    assert found.findings[0].status is Status.FAILS
+    assert found.findings[0].facts["fault"] == "typical acceptance"
+    assert "behind it the argmax" in found.findings[0].facts["detail"]
 
 
 def test_medusa_keeps_what_passes_and_ends_with_the_argmax() -> None:
@@ -93,9 +92,9 @@ def test_sglang_is_called_with_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(samplers, "_cuda", lambda: torch.device("cpu"))
     found = certify_sampler(load_sampler(spec("sglang")), seconds=LONG, rows=60)
-    assert found.diagnosis is None
+    assert "fault" not in found.findings[0].facts
     formula = certify_sampler(load_sampler(spec("sglang_formula")), seconds=LONG, rows=60)
-    assert found.accepted == pytest.approx(formula.accepted, abs=0.15)
+    assert found.facts["accepted"] == pytest.approx(formula.facts["accepted"], abs=0.15)
 
 
 def walk(**given: Any) -> None:

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from support.embedded_models import embedded
 from support.faulty_parts import (
+    at_one,
     cuts_unlikely_draws,
     draws_by_gumbel,
     draws_in_bfloat16,
-    emitted_by_cutting,
-    emitted_judged_at_one,
     judges_at_one,
     keeps_rejected,
     llama_cpp_filters,
@@ -34,6 +33,7 @@ from support.faulty_parts import (
 from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.checks import Stack
+from truedraft.certify.closed_forms import judged
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
 from truedraft.control import Budget, FixedBudget
 from truedraft.core.probs import probs_from_logits, total_variation
@@ -288,7 +288,7 @@ def _cuts(models: Models, params: SamplingParams) -> Stack:
 
 
 def _emitted_by_cutting(seen: Seen, params: SamplingParams) -> Tensor:
-    return torch.where(seen.opened[:, None], emitted_by_cutting(seen.p, seen.q, _CUT_BELOW), seen.p)
+    return torch.where(seen.opened[:, None], faults.dropped_below(_CUT_BELOW).emitted(seen.p, seen.q), seen.p)
 
 
 def _stale(name: str, break_it: Callable[[LanguageModel], LanguageModel]) -> Planted:
@@ -310,7 +310,7 @@ def _judges_at_one(models: Models, params: SamplingParams) -> Stack:
 
 
 def _emitted_judged_at_one(seen: Seen, params: SamplingParams) -> Tensor:
-    return _at_judged(lambda p, q: emitted_judged_at_one(p, q, params.temperature))(seen, params)
+    return _at_judged(lambda p, q: sum(judged(p, at_one(q, params.temperature), q)))(seen, params)  # type: ignore
 
 
 def _accepts_ngrams(models: Models, params: SamplingParams) -> Stack:
@@ -332,7 +332,7 @@ FAULTS = (
         "shared noise",
         SamplingParams(temperature=5.0, top_p=0.2),
         _shared,
-        _at_judged(faults.emitted_by_shared_noise),
+        _at_judged(faults.ONE_GUMBEL.emitted),
         draft=_flat_draft,
     ),
     Planted(
@@ -346,15 +346,15 @@ FAULTS = (
     Planted("greedy above 0", _COOL, _draft, _likeliest, _all, lambda params: replace(params, temperature=0.0)),
     _off_by_one("top-p keeps one too many", 1),
     _off_by_one("top-p drops the crossing one", -1),
-    Planted("residual replaced by p", _WARM, _residual_is_target, _at_judged(faults.emitted_by_target_residual)),
+    Planted("residual replaced by p", _WARM, _residual_is_target, _at_judged(faults.RESIDUAL_IS_P.emitted)),
     Planted("cut by its own probability", _WARM, _cuts, _emitted_by_cutting, lambda seen, law: seen.opened),
     _stale("stale state keeps a rejected token", keeps_rejected),
     _stale("stale state loses an accepted token", loses_accepted),
     Planted("stop inside a block is ignored", _STOP, _draft, ends="past"),
     Planted("stop inside a block ends it late", _STOP, _draft, ends="late"),
-    Planted("drawn in bfloat16, judged in float32", _WARM, _in_bfloat16, _at_judged(faults.emitted_by_bfloat16)),
+    Planted("drawn in bfloat16, judged in float32", _WARM, _in_bfloat16, _at_judged(faults.IN_BFLOAT16.emitted)),
     Planted("q judged at temperature 1", SamplingParams(temperature=0.5), _judges_at_one, _emitted_judged_at_one),
-    Planted("n-gram candidates always accepted", _WARM, _accepts_ngrams, _at_judged(faults.emitted_always)),
+    Planted("n-gram candidates always accepted", _WARM, _accepts_ngrams, _at_judged(faults.KEEPS_ALL.emitted)),
 )
 """The eight that are asked for, two of them in two ways, and behind them three that public threads name."""
 

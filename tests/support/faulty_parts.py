@@ -1,7 +1,4 @@
-"""Parts with a fault, beside those of `truedraft.certify.faults`, and what they emit in closed form.
-
-p is the target's distribution `[tokens, vocab]` at each token, q the one that the draft was drawn from.
-"""
+"""Parts with a fault, beside those of `truedraft.certify.faults`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.certify import faults
+from truedraft.certify.closed_forms import as_bfloat16_draws
 from truedraft.core import probs as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
@@ -28,8 +25,6 @@ from truedraft.models.base import LanguageModel
 from truedraft.testing import altered
 from truedraft.verification import Rule
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts
-
-_TINY = torch.finfo(torch.float32).tiny
 
 # ------------------------------------------------------------------------------------------------ drafters
 
@@ -78,7 +73,7 @@ class BfloatTokens(Drawing):
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
         probs = L.probs_from_logits(logits, params)
         numbers = [node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child) for node in nodes]
-        return L.draw(faults.as_bfloat16_draws(probs), torch.tensor(numbers, dtype=torch.float64))[:, None], probs
+        return L.draw(as_bfloat16_draws(probs), torch.tensor(numbers, dtype=torch.float64))[:, None], probs
 
 
 def draws_in_bfloat16(drafter: Drafter) -> Drafter:
@@ -142,13 +137,13 @@ def judges_at_one(rule: Rule, temperature: float) -> Rule:
     """Judges a q that was drawn at `temperature` as if at 1."""
 
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        wrong = [own if own.probs is None else replace(own, probs=_at_one(own.probs, temperature)) for own in proposals]
+        wrong = [own if own.probs is None else replace(own, probs=at_one(own.probs, temperature)) for own in proposals]
         return rule.decide(wrong, probs, noise)
 
     return altered(rule, decide=decide)
 
 
-def _at_one(q: Tensor, temperature: float) -> Tensor:
+def at_one(q: Tensor, temperature: float) -> Tensor:
     flat = q.pow(temperature)
     return flat / flat.sum(dim=-1, keepdim=True)
 
@@ -202,25 +197,3 @@ def _committing(model: LanguageModel, wrong: Callable[[RequestCache, Sequence[in
         model.release_cache(cache)
 
     return altered(model, new_cache=new_cache, release_cache=release_cache)
-
-
-# ------------------------------------------------------------------------------------------------ what they emit
-
-
-def emitted_by_cutting(p: Tensor, q: Tensor, least: float) -> Tensor:
-    """Of `cuts_unlikely_draws`: shown drafts are judged rightly; where one was hidden the token is drawn from p."""
-    shown = q * (q >= least)
-    kept = torch.minimum(p, shown)
-    hidden = 1.0 - shown.sum(dim=-1, keepdim=True)
-    rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
-    return kept + rejected * L.residual(p, q) + hidden * p
-
-
-def emitted_judged_at_one(p: Tensor, q: Tensor, temperature: float) -> Tensor:
-    """Of `judges_at_one`: x ~ q stays with min(1, p/q'), else norm(max(0, p - q')), q' that at temperature 1."""
-    return _emitted(q, p, _at_one(q, temperature))
-
-
-def _emitted(drawn: Tensor, p: Tensor, judged: Tensor) -> Tensor:
-    kept = drawn * (p / judged.clamp_min(_TINY)).clamp_max(1.0)
-    return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * L.residual(p, judged)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from truedraft.bench.breakdown import Breakdown, StepCosts, break_down
+from truedraft.bench.turns import rotated
 from truedraft.core.params import SamplingParams
 from truedraft.engine.decisions import Decisions
 from truedraft.errors import TruedraftError
@@ -185,7 +186,7 @@ def run_all(
         _warm_up(systems, groups[0], context_length, progress)
         for run, number, group in turns:
             cut = dataclasses.replace(group, params=group.cut(context_length))
-            for place, system in enumerate(_in_turn(systems, run * len(groups) + number)):
+            for place, system in enumerate(rotated(systems, run * len(groups) + number)):
                 progress(done, system.name)
                 try:
                     row = take_turn(system, cut, run, place, (costs or {}).get(system.name))
@@ -225,11 +226,6 @@ def _warm_up(systems: Sequence[System], group: Group, context_length: int, progr
             system.answer(group.prompts, group.cut(context_length, _WARM_UP_TOKENS))
         except TruedraftError:
             continue
-
-
-def _in_turn(systems: Sequence[System], turn: int) -> list[System]:
-    first = turn % len(systems)
-    return [*systems[first:], *systems[:first]]
 
 
 def time_without_core(rows: Sequence[Row]) -> float:

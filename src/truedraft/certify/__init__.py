@@ -1,18 +1,7 @@
 """Losslessness as something a user can check: exact sums, equal answers, statistics, and controls that must fail."""
 
-from truedraft.certify.certificate import MARKS, Certificate, by_part, certify, markdown, meaning, verdict
+from truedraft.certify.certificate import certify
 from truedraft.certify.checks import Finding, Part, Stack, Status
+from truedraft.certify.report import MARKS, Report, by_part, xml_text
 
-__all__ = [
-    "MARKS",
-    "Certificate",
-    "Finding",
-    "Part",
-    "Stack",
-    "Status",
-    "by_part",
-    "certify",
-    "markdown",
-    "meaning",
-    "verdict",
-]
+__all__ = ["MARKS", "Finding", "Part", "Report", "Stack", "Status", "by_part", "certify", "xml_text"]

@@ -166,11 +166,6 @@ def completed(
     return found
 
 
-def verdict_distance(left: VerdictProbs, right: VerdictProbs) -> float:
-    """Total variation between two distributions of verdicts."""
-    return 0.5 * sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in left.keys() | right.keys())
-
-
 # ---------------------------------------------------------------------------------------- cells
 
 

@@ -44,6 +44,9 @@ class Part(Enum):
     LOGPROBS = "log-probabilities"
     BEHAVIOUR = "stops, lengths and seeds"
     AGAINST = "against another engine"
+    # Of samplers that are called on worlds whose exact answer is known.
+    WORLDS = "worlds with a known answer"
+    PLACES = "places of tokens"
 
 
 class Status(Enum):
@@ -220,10 +223,10 @@ class Deadline:
         engine.step()
 
 
-def answers_in_time(
+def answered_in_time(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], deadline: Deadline
-) -> list[Answer]:
-    """Answers to prompts that are asked together; a failed one has the finish reason "error".
+) -> list[Request]:
+    """Requests that are asked together and are over; a failed one has the finish reason "error".
 
     Raises:
         OutOfTimeError: the time was over before they were; nothing is left of them.
@@ -235,7 +238,14 @@ def answers_in_time(
     finally:
         for request in requests:
             engine.cancel(request)
-    return [answer_of(request) for request in requests]
+    return requests
+
+
+def answers_in_time(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], deadline: Deadline
+) -> list[Answer]:
+    """The same as answers."""
+    return [answer_of(request) for request in answered_in_time(engine, prompts, params, deadline)]
 
 
 def answer_of(request: Request) -> Answer:

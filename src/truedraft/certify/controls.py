@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,18 +40,19 @@ from truedraft.certify.checks import (
     open_ended,
     share_of,
 )
-from truedraft.certify.e_process import POWER, EProcesses, Events, holm
-from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
+from truedraft.certify.closed_forms import probs_under_shared_noise
+from truedraft.certify.e_process import POWER, Events, EventTests, holm
+from truedraft.certify.equality import chooser
+from truedraft.certify.faults import Fault
+from truedraft.certify.sampling import Scored, plain_logits, scored_answers
 from truedraft.certify.statistics import sampled_finding
 from truedraft.control import FixedBudget
 from truedraft.core.budget import Budget
-from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.drafters import Drafter, DraftModel
 from truedraft.models.base import LanguageModel
 from truedraft.testing import scaled
-from truedraft.verification.coupled import coupled_choice
 
 TIMES_DETECTABLE = 3.0
 """A control's fault is at least so many times the smallest deviation that its tests would find."""
@@ -78,101 +80,38 @@ _ROUNDS = 8
 # ---------------------------------------------------------------------------------------- the faults that are shown
 
 
-@dataclass(frozen=True, slots=True)
-class SampledControl:
-    """A fault of sampled answers, and how large it is.
-
-    Attributes:
-        name: what is wrong with the stack.
-        plant: makes the broken stack of one that drafts one token a step.
-        emitted: what it emits at a node with a draft, by (p, q), `[tokens, vocab]` each; None where that is read off
-            what the rule was given.
-        needs_draw: whether it shows only where drafts are drawn from a distribution.
-    """
-
-    name: str
-    plant: Callable[[Stack], Stack]
-    emitted: Callable[[Tensor, Tensor], Tensor] | None
-    needs_draw: bool = False
-
-    def sizes(self, scored: Scored) -> Tensor:
-        """How far the distributions of an answer's tokens were off, `[tokens]`, 0 where they were not."""
-        size = torch.zeros(len(scored.tokens))
-        if self.emitted is None:
-            for place, decision in enumerate(scored.decisions):
-                if decision.used is not None:
-                    size[place] = total_variation(decision.used, scored.probs[place])
-            return size
-        found = drafted(scored)
-        if found is not None:
-            p, q, places, _ = found
-            size[places] = total_variation(p, self.emitted(p, q)).to(size)
-        return size
-
-
 SAMPLED = (
-    SampledControl(
-        "every draft is accepted",
-        lambda stack: stack.but(rule=faults.accepts_always(stack.rule)),
-        faults.emitted_always,
-    ),
-    SampledControl(
-        "the residual is replaced by p",
-        lambda stack: stack.but(rule=faults.residual_is_target(stack.rule)),
-        faults.emitted_by_target_residual,
-    ),
-    SampledControl(
-        "q is judged at another temperature",
-        lambda stack: stack.but(rule=faults.judges_another_temperature(stack.rule)),
-        faults.emitted_at_another_temperature,
-        needs_draw=True,
-    ),
-    SampledControl(
-        "one noise key is used twice",
-        lambda stack: stack.but(rule=faults.one_key_twice(stack.rule)),
-        faults.emitted_by_one_key,
-    ),
-    SampledControl(
-        "a choice is made after seeing the draw",
-        lambda stack: stack.but(drafter=faults.hides_unlikely_draws(stack.drafter)),
-        faults.emitted_by_hiding,
-        needs_draw=True,
-    ),
-    SampledControl(
-        "the target's cache is off by one",
-        lambda stack: stack.but(target=faults.loses_last_accepted(stack.target)),
-        None,
-    ),
+    faults.KEEPS_ALL,
+    faults.RESIDUAL_IS_P,
+    faults.draft_judged_at(2.0),
+    faults.ONE_NUMBER,
+    faults.dropped_below(0.3),
+    faults.CACHE_OFF_BY_ONE,
 )
+"""Faults of sampled answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedControl:
-    """A fault of greedy and seeded answers.
+    """A fault of greedy and seeded answers, and what shows it.
 
     Attributes:
-        name: what is wrong with the stack.
-        plant: makes the broken stack of one that drafts one token a step.
+        fault: what is planted.
         drafter: what drafts, for a target: right or wrong guesses, as the fault needs them.
         words: what that is.
     """
 
-    name: str
-    plant: Callable[[Stack], Stack]
+    fault: Fault
     drafter: Callable[[Stack], Drafter]
     words: str
 
 
 COMPARED = (
     ComparedControl(
-        "every draft is accepted",
-        lambda stack: stack.but(coupled_rule=faults.coupled_accepts_always()),
-        lambda stack: faults.next_id(stack.target.vocab_size),
-        "drafts that are hardly ever right",
+        faults.KEEPS_ALL, lambda stack: faults.next_id(stack.target.vocab_size), "drafts that are hardly ever right"
     ),
     ComparedControl(
-        "the target's cache is off by one",
-        lambda stack: stack.but(target=faults.loses_last_accepted(stack.target)),
+        faults.CACHE_OFF_BY_ONE,
         lambda stack: DraftModel(stack.target, num_speculative_tokens=1),
         "drafted by the target itself",
     ),
@@ -197,7 +136,7 @@ class SampledControls(Check):
     part = Part.CONTROLS
     share = 0.25
 
-    def __init__(self, controls: Sequence[SampledControl] = SAMPLED) -> None:
+    def __init__(self, controls: Sequence[Fault] = SAMPLED) -> None:
         self._controls = controls
 
     def run(self, context: Context) -> list[Finding]:
@@ -212,11 +151,7 @@ class SampledControls(Check):
             setting = _best_setting(control, settings, stack, context.params)
             # Most faults are found at once and leave their time to the others.
             left = PATIENCE * context.seconds * (1.0 - whole.fraction - _RESERVE * (count - 1 - number))
-            # Off by one only shows in what was used; it is compared with a healthy target's.
-            planted = _Planted(
-                control.plant(setting.stack), setting.params, setting.words, control.sizes, control.emitted is None
-            )
-            shown = planted.shown(stack.target, prompts, Limits.of(sampled, left))
+            shown = setting.shown(control, partial(_sizes, control), stack.target, prompts, Limits.of(sampled, left))
             findings.append(shown.finding(control.name))
             context.tell((number + 1) / count)
         return findings
@@ -251,7 +186,7 @@ class ComparedControls(Check):
     def _show(
         self, control: ComparedControl, stack: Stack, asked: Sequence[Sequence[int]], params: SamplingParams
     ) -> Finding:
-        broken = control.plant(drafting_one(stack, control.drafter(stack)))
+        broken = control.fault.planted(drafting_one(stack, control.drafter(stack)))
         prompts = [list(prompt) for prompt in asked[:_PROMPTS]]
         counted = _Counted()
         for number in range(self._rounds):
@@ -282,7 +217,7 @@ class ComparedControls(Check):
         right = [answer.token_ids for answer in stack.plain(len(prompts)).generate(prompts, options)]
         for prompt, answer, expected, own in zip(prompts, wrong, right, options, strict=True):
             counted.tokens += len(answer)
-            choices = target_choices(stack, prompt, answer, own)
+            choices = _target_choices(stack, prompt, answer, own)
             counted.others += sum(mine != theirs for mine, theirs in zip(answer, choices, strict=True))
             counted.answers += 1
             counted.differing += answer != expected
@@ -303,12 +238,11 @@ class SeededControls(Check):
             return [_nothing_to_test()]
         stack = context.stack
         findings = ComparedControls().run(replace(context, tell=share_of(context.tell, 0, 2)))
-        itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
-        broken = itself.but(coupled_rule=faults.coupled_one_key())
-        planted = _Planted(broken, context.params, "drafted by the target itself", off_by_sharing)
-        shown = planted.shown(stack.target, _beginnings(context.prompts), Limits.of(sampled, context.seconds))
+        fault, prompts = faults.SHARED_BY_TOKENS, _beginnings(context.prompts)
+        limits = Limits.of(sampled, context.seconds)
+        shown = _drafted_by_itself(stack, context.params).shown(fault, off_by_sharing, stack.target, prompts, limits)
         context.tell(1.0)
-        return [*findings, shown.finding("two tokens share their noise")]
+        return [*findings, shown.finding(fault.name)]
 
 
 def _nothing_to_test() -> Finding:
@@ -349,56 +283,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planted:
-    """A fault where it is shown.
-
-    Attributes:
-        stack: with the fault.
-        params: sampling options.
-        words: what is not the user's own; "" if all is.
-        sizes: how far it puts the distributions of an answer's tokens off, `[tokens]`, without a look at the tokens.
-        records_probs: whether that is read off what the rule is given.
-    """
-
-    stack: Stack
-    params: SamplingParams
-    words: str
-    sizes: Callable[[Scored], Tensor]
-    records_probs: bool = False
-
-    def shown(self, healthy: LanguageModel, prompts: Sequence[Sequence[int]], limits: Limits) -> Shown:
-        """Let the tests run until they find the fault, or their tokens or the time are used up.
-
-        Args:
-            healthy: the target without the fault, which judges.
-            prompts: token ids.
-            limits: what the tests may use.
-        """
-        events = Events(healthy.vocab_size, batch=1)
-        tests = EProcesses(events.names, limits.allowance)
-        sizes: list[Tensor] = []
-        for answers in scored_answers(
-            self.stack,
-            prompts,
-            self.params,
-            _BATCH,
-            judge=healthy,
-            records_probs=self.records_probs,
-            length=_LENGTH,
-        ):
-            for scored in answers:
-                size = self.sizes(scored)
-                counts = size >= ROOM
-                sizes.append(size[counts])
-                probs, hits = events.measure(scored)
-                tests.add(probs.masked_fill(~counts[:, None], -1.0), hits)
-            shown = Shown.so_far(tests, torch.cat(sizes), self.words, limits)
-            if shown.done:
-                return shown
-        raise AssertionError("answers do not run out")
-
-
-@dataclass(frozen=True, slots=True)
 class Shown:
     """How the tests did on one fault.
 
@@ -419,7 +303,7 @@ class Shown:
     limits: Limits
 
     @classmethod
-    def so_far(cls, tests: EProcesses, sizes: Tensor, setting: str, limits: Limits) -> Shown:
+    def so_far(cls, tests: EventTests, sizes: Tensor, setting: str, limits: Limits) -> Shown:
         """What came of tests of tokens whose distributions were this far off, `[tokens]`."""
         results = tests.results()
         adjusted = holm([result.p_value for result in results])
@@ -473,13 +357,31 @@ class Shown:
         return Finding(Part.CONTROLS, name, status, summary, facts)
 
 
+def _sizes(fault: Fault, scored: Scored) -> Tensor:
+    """How far a fault put the distributions of an answer's tokens off, `[tokens]`, 0 where it did not.
+
+    Of a fault without a closed form that is read off what the rule was given.
+    """
+    size = torch.zeros(len(scored.tokens))
+    if fault.form is None:
+        for place, decision in enumerate(scored.decisions):
+            if decision.used is not None:
+                size[place] = total_variation(decision.used, scored.probs[place])
+        return size
+    found = drafted(scored)
+    if found is not None:
+        p, q, places, _ = found
+        size[places] = total_variation(p, fault.emitted(p, q)).to(size)
+    return size
+
+
 def off_by_sharing(scored: Scored) -> Tensor:
     """How far shared Gumbel noise puts the distributions of tokens behind an accepted one off, `[tokens]`."""
     size = torch.zeros(len(scored.tokens))
     for place, decision in enumerate(scored.decisions):
         if decision.depth == 1:
             after = scored.probs[place].double()
-            shared = faults.probs_under_shared_noise(scored.probs[place - 1], scored.tokens[place - 1], after)
+            shared = probs_under_shared_noise(scored.probs[place - 1], scored.tokens[place - 1], after)
             size[place] = total_variation(shared, after)
     return size
 
@@ -507,13 +409,53 @@ class _Setting:
     share: float
     own: bool = False
 
-    def worth(self, control: SampledControl) -> float:
+    def worth(self, control: Fault) -> float:
         """What a token tells of a fault: the mean square of how far it is put off, where that counts."""
-        assert control.emitted is not None
         rooms = [(p, q) for p, q, drawn in self.rooms if drawn or not control.needs_draw]
         sizes = [total_variation(p, control.emitted(p, q)) for p, q in rooms]
         sizes = [torch.where(size >= ROOM, size, 0.0) for size in sizes]
         return self.share * float(torch.cat(sizes).square().mean()) if sizes else 0.0
+
+    def shown(
+        self,
+        fault: Fault,
+        sizes_of: Callable[[Scored], Tensor],
+        healthy: LanguageModel,
+        prompts: Sequence[Sequence[int]],
+        limits: Limits,
+    ) -> Shown:
+        """Let the tests run until they find a fault, or their tokens or the time are used up.
+
+        Args:
+            fault: is planted here.
+            sizes_of: how far it puts the distributions of an answer's tokens off, `[tokens]`, without a look at the
+                tokens.
+            healthy: the target without the fault, which judges.
+            prompts: token ids.
+            limits: what the tests may use.
+        """
+        events = Events(healthy.vocab_size, batch=1)
+        tests = EventTests(events.names, limits.allowance)
+        sizes: list[Tensor] = []
+        for answers in scored_answers(
+            fault.planted(self.stack),
+            prompts,
+            self.params,
+            _BATCH,
+            judge=healthy,
+            records_probs=fault.form is None,  # off by one only shows in what was used
+            length=_LENGTH,
+        ):
+            for scored in answers:
+                size = sizes_of(scored)
+                counts = size >= ROOM
+                sizes.append(size[counts])
+                probs, hits = events.measure(scored)
+                tests.add(probs.masked_fill(~counts[:, None], -1.0), hits)
+            shown = Shown.so_far(tests, torch.cat(sizes), self.words, limits)
+            if shown.done:
+                return shown
+        raise AssertionError("answers do not run out")
 
 
 def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[_Setting]:
@@ -541,13 +483,15 @@ def _settings_of(stack: Stack, prompts: Sequence[Sequence[int]], params: Samplin
     return settings
 
 
-def _best_setting(
-    control: SampledControl, settings: Sequence[_Setting], stack: Stack, params: SamplingParams
-) -> _Setting:
+def _drafted_by_itself(stack: Stack, params: SamplingParams) -> _Setting:
+    itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
+    return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
+
+
+def _best_setting(control: Fault, settings: Sequence[_Setting], stack: Stack, params: SamplingParams) -> _Setting:
     """Where a fault has room: the user's own stack if it will do."""
-    if control.emitted is None:
-        itself = drafting_one(stack, DraftModel(stack.target, num_speculative_tokens=1))
-        return _Setting(itself, params, "drafted by the target itself", (), _SHARE)
+    if control.form is None:
+        return _drafted_by_itself(stack, params)
     own, best = (
         max((each for each in settings if each.own is is_own), key=lambda setting: setting.worth(control))
         for is_own in (True, False)
@@ -619,25 +563,10 @@ class _Counted:
             "differing_answers": self.differing,
             "setting": control.words,
         }
-        return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
+        return Finding(Part.CONTROLS, control.fault.name, status, f"{verdict}; {said}", facts)
 
 
-def target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
-    """The target's choice at every place of an answer, by plain forwards over it.
-
-    Args:
-        stack: with the target.
-        prompt: token ids.
-        answer: tokens behind it.
-        params: greedy, or with a seed.
-    """
-    if params.greedy:
-        (logits,) = plain_logits(stack.target, [(prompt, answer)])
-        choices: list[int] = coupled_choice(logits, None).tolist()
-        return choices
-    assert params.seed is not None
-    (probs,) = plain_probs(stack.target, [(prompt, answer)], params)
-    noise = KeyedNoise(params.seed, len(prompt), 0)
-    rows = [coupled_choice(p, noise.gumbel(depth, p.shape[-1], p.device)) for depth, p in enumerate(probs.split(1))]
-    chosen: list[int] = torch.cat(rows).tolist()
-    return chosen
+def _target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
+    """The target's choice at every place of a greedy or seeded answer, by plain forwards over it."""
+    (logits,) = plain_logits(stack.target, [(prompt, answer)])
+    return [chooser(params, place, row)(row) for place, row in enumerate(logits, len(prompt))]

@@ -15,14 +15,17 @@ true.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from truedraft.certify.sampling import Scored
 
+ALARM, CERTAIN = 1e3, 1e6
+"""Evidence at which a check fails, and at which, if it comes again in another run, a deviation is called one."""
 _TILTS = tuple(sign * 2.0**power for sign in (1, -1) for power in range(3, -8, -1))
 """The values of l."""
 _SUMMING = 2e-5
@@ -90,7 +93,52 @@ class TestResult:
         return max(0.0, abs(self.excess) - sigmas * spread / self.tokens)
 
 
-class EProcesses:
+class EProcess:
+    """Evidence to which sources add, each an e-process of its own: the weighted mean of theirs is one, too.
+
+    Args:
+        shares: how much each source weighs, by its name; together whatever they are.
+
+    Attributes:
+        most: the logarithm of the most that the mean ever came to: what Ville's inequality is about.
+        reached: of `ALARM` and `CERTAIN`, those that were reached, with what had been counted by then.
+    """
+
+    def __init__(self, **shares: float) -> None:
+        self._shares = shares
+        self.most = 0.0
+        self.reached: dict[float, Any] = {}
+
+    def mean(self, logs: Mapping[str, float]) -> float:
+        """The logarithm of the mean of e-values, whose logarithms are given."""
+        weighed = [math.log(share) + logs[name] for name, share in self._shares.items()]
+        return log_mean(torch.tensor(weighed, dtype=torch.float64)) + math.log(
+            len(weighed) / sum(self._shares.values())
+        )
+
+    def see(self, logs: Mapping[str, float], counted: Any) -> None:
+        """Look at the evidence: the logarithm of each source's, and what was counted by then, as tokens."""
+        self.most = max(self.most, self.mean(logs))
+        for level in (ALARM, CERTAIN):
+            if self.most >= math.log(level):
+                self.reached.setdefault(level, counted)
+
+    def share(self, name: str) -> float:
+        """The part of the mean that a source has."""
+        return self._shares[name] / sum(self._shares.values())
+
+    @property
+    def log10(self) -> float:
+        """The most that it ever came to, to the base ten."""
+        return self.most / math.log(10.0)
+
+
+def log_mean(logs: Tensor) -> float:
+    """The logarithm of the mean of e-values, whose logarithms are given."""
+    return float(torch.logsumexp(logs.flatten(), dim=0)) - math.log(logs.numel())
+
+
+class EventTests:
     """Several tests over one stream of tokens.
 
     Args:

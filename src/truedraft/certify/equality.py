@@ -395,7 +395,7 @@ def divergence_point(expected: Answer, found: Answer, asked: Context, number: in
     row = logits[-1]
     order = row.double().topk(min(2, len(row)))
     best = tuple(zip(order.indices.tolist(), order.values.tolist(), strict=True))
-    choose = _chooser(params, len(before), row)
+    choose = chooser(params, len(before), row)
     wanted = [_stops(target, params) if token is None else {token} for token in ids]
     margin = max(lead_needed(row, choose, tokens) for tokens in wanted)
     return DivergencePoint(number, place, *ids, texts, best, margin, rounding, *_judged(margin, rounding))
@@ -437,7 +437,7 @@ def lead_needed(row: Tensor, choose: Callable[[Tensor], int], tokens: Collection
     return high
 
 
-def _chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Tensor], int]:
+def chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Tensor], int]:
     """What a greedy or seeded request makes of logits at a position."""
     if params.greedy:
         return lambda logits: int(most_likely(logits[None]))

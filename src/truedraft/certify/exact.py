@@ -20,7 +20,6 @@ from truedraft.certify.cells import (
     mass_that_moves,
     probs_of,
     step_probs,
-    verdict_distance,
 )
 from truedraft.certify.checks import Check, Context, Finding, Part, Status, Tell, share_of
 from truedraft.certify.coupled_cells import JudgedCase, answer_probs, disagreements, judged_cases, wide_cases
@@ -170,7 +169,7 @@ class _Judged:
             for case, found in zip(listed, own, strict=True):
                 if _composes(self.rule, case):
                     self.compared += 1
-                    self.kernel.see(verdict_distance(found, kernel_probs(self.rule, case)), world)
+                    self.kernel.see(distance(found, kernel_probs(self.rule, case)), world)
             answers = completed(step_probs(listed, own), world.target.probs, world.length)
             self.distances.append(distance(answers, target_dist(world.target.probs, world.length)))
             self.target.see(self.distances[-1], world)

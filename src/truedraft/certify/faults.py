@@ -1,22 +1,23 @@
-"""Faults planted on purpose: what published samplers did wrong, around the user's own rule, drafter and target.
+"""The faults that are known: what each does to the distribution of a token, by name, and how it is planted.
 
-Each changes one thing about the part that it breaks. What it does to the distribution of a token at a node with one
-draft is known in closed form (`emitted_...`), so that one knows how large a fault a test was shown: p is the target's
-distribution `[tokens, vocab]` at each node, q the one that the draft was drawn from, one-hot for a deterministic
-candidate.
+What published samplers did wrong. A fault of judging drafts has a closed form, so that one knows how large a fault a
+test was shown, can bet on it, and names it where tokens are likeliest under it. Some are planted around the user's own
+rule, drafter and target, each of which changes one thing about the part that it breaks.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
+from truedraft.certify import closed_forms as forms
+from truedraft.certify.checks import Stack
 from truedraft.core import probs as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
@@ -28,10 +29,6 @@ from truedraft.testing import ScriptedDrafter, altered
 from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts
 
-JUDGED_AT = 2.0
-"""The temperature at which q is judged where it should be 1."""
-SHOWN_FROM = 0.3
-"""Draft probability below which a drawn token is hidden."""
 _ONE_ACCEPTED = 2
 
 # ------------------------------------------------------------------------------------------------ faults of rules
@@ -92,11 +89,17 @@ def residual_is_target(rule: Rule) -> Rule:
     return altered(rule, decide=decide)
 
 
-def judges_another_temperature(rule: Rule) -> Rule:
+def judges_another_temperature(rule: Rule, temperature: float) -> Rule:
     """Judges q at a temperature at which it was not drawn."""
 
+    def wrong(own: Proposal) -> Proposal:
+        return own if own.probs is None else replace(own, probs=forms.at_temperature(temperature, own.probs))
+
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        wrong = [own if own.probs is None else replace(own, probs=flattened(own.probs)) for own in proposals]
+        wrong = [
+            own if own.probs is None else replace(own, probs=forms.at_temperature(temperature, own.probs))
+            for own in proposals
+        ]
         return rule.decide(wrong, probs, noise)
 
     return altered(rule, decide=decide)
@@ -160,12 +163,12 @@ def next_id(vocab: int) -> Drafter:
     return ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % vocab]], depth=1, nodes=1)
 
 
-def hides_unlikely_draws(drafter: Drafter) -> Drafter:
+def hides_unlikely_draws(drafter: Drafter, least: float) -> Drafter:
     """Looks at the first token drawn and shows the proposal only if the draft was sure: a choice after the draw."""
 
     def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
         return [
-            own if not len(own.tree) or _first_probability(own) >= SHOWN_FROM else Proposal.empty()
+            own if not len(own.tree) or _first_probability(own) >= least else Proposal.empty()
             for own in drafter.propose(batch, budgets, noise)
         ]
 
@@ -197,140 +200,138 @@ def _commit_wrongly(commit: Callable[[Sequence[int]], None], path: Sequence[int]
     commit((path[0], path[0]) if len(path) == _ONE_ACCEPTED else path)
 
 
-# --------------------------------------------------------------------------------------------------- what they emit
+# ----------------------------------------------------------------------------------------------------- the catalogue
 
 
-def flattened(q: Tensor) -> Tensor:
-    """Distributions `[..., vocab]` at the temperature `JUDGED_AT`."""
-    flat = q.pow(1.0 / JUDGED_AT)
-    return flat / flat.sum(dim=-1, keepdim=True)
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault that is known.
 
-
-def emitted_always(p: Tensor, q: Tensor) -> Tensor:
-    """Of `accepts_always`: q itself."""
-    return q
-
-
-def emitted_by_target_residual(p: Tensor, q: Tensor) -> Tensor:
-    """Of `residual_is_target`: min(p, q) + (1 - sum min(p, q)) p."""
-    kept = torch.minimum(p, q)
-    return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * p
-
-
-def emitted_at_another_temperature(p: Tensor, q: Tensor) -> Tensor:
-    """Of `judges_another_temperature`: x ~ q stays with min(1, p/q'), else norm(max(0, p - q')), q' the flatter q."""
-    other = flattened(q)
-    kept = q * (p / other.clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(1.0)
-    return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * L.residual(p, other)
-
-
-def as_bfloat16_draws(q: Tensor) -> Tensor:
-    """What a cumulative sum in bfloat16 draws in place of q, `[..., vocab]`, float64."""
-    sums = q.bfloat16().cumsum(dim=-1, dtype=torch.bfloat16).double()
-    cells = sums.cummax(dim=-1).values.diff(dim=-1, prepend=torch.zeros_like(sums[..., :1]))
-    return cells / cells.sum(dim=-1, keepdim=True)
-
-
-def emitted_by_bfloat16(p: Tensor, q: Tensor) -> Tensor:
-    """Of a draft drawn by such a sum, judged as if from q: x ~ q' stays with min(1, p/q), else norm(max(0, p - q))."""
-    drawn = as_bfloat16_draws(q).to(p)
-    kept = drawn * (p / q.clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(1.0)
-    return kept + (1.0 - kept.sum(dim=-1, keepdim=True)) * L.residual(p, q)
-
-
-def emitted_by_one_key(p: Tensor, q: Tensor) -> Tensor:
-    """Of `one_key_twice`: given a rejection of x, the number is uniform over [a(x), 1), a = min(1, p/q).
-
-    The recovered token y has the cell [C(y-1), C(y)) of the residual's cumulative sum C, of which the part above a(x)
-    counts: F(C(y)) - F(C(y-1)) with F(t) = sum over x of q(x) max(0, t - a(x)), found by sorting the a(x).
+    Attributes:
+        name: what is wrong, in a few words; several can be the same fault in other measures.
+        detail: how, or how much.
+        form: what it does at a node with one draft; None where that is another's affair than the judge's.
+        plant: makes the broken stack of one that drafts one token a step; None where none is made.
+        needs_draw: whether it shows only where drafts are drawn from a distribution.
     """
-    a = (p / q.clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(1.0).double()
-    drawn = q.double()
-    cumulative = L.residual(p, q).double().cumsum(dim=-1)
-    order = a.argsort(dim=-1)
-    edges = a.gather(-1, order)
-    weight = drawn.gather(-1, order)
-    mass = weight.cumsum(dim=-1)  # of the drafts with an acceptance up to here
-    moment = (weight * edges).cumsum(dim=-1)
-    place = torch.searchsorted(edges.contiguous(), cumulative.contiguous(), right=True)
-    padded = torch.nn.functional.pad
-    total = padded(mass, (1, 0)).gather(-1, place) * cumulative - padded(moment, (1, 0)).gather(-1, place)
-    recovered = total.diff(dim=-1, prepend=torch.zeros_like(total[..., :1]))
-    return (torch.minimum(p, q).double() + recovered.clamp_min(0.0)).to(p.dtype)
+
+    name: str
+    detail: str = ""
+    form: forms.Form | None = None
+    plant: Callable[[Stack], Stack] | None = None
+    needs_draw: bool = False
+
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        """The distributions `[..., vocab]` that tokens follow at nodes with a draft from q, p being the target's."""
+        assert self.form is not None
+        kept, recovered = self.form(p, q)
+        return kept + recovered
+
+    def planted(self, stack: Stack) -> Stack:
+        """The broken stack of one that drafts one token a step."""
+        assert self.plant is not None
+        return self.plant(stack)
 
 
-def emitted_by_hiding(p: Tensor, q: Tensor) -> Tensor:
-    """Of `hides_unlikely_draws`: shown drafts are judged rightly; where one was hidden the token is drawn from p."""
-    shown = q * (q >= SHOWN_FROM)
-    kept = torch.minimum(p, q) * (q >= SHOWN_FROM)
-    rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
-    hidden = 1.0 - shown.sum(dim=-1, keepdim=True)
-    return kept + rejected * L.residual(p, q) + hidden * p
+def _accepting_always(stack: Stack) -> Stack:
+    return stack.but(rule=accepts_always(stack.rule), coupled_rule=coupled_accepts_always())
 
 
-def emitted_by_shared_noise(p: Tensor, q: Tensor) -> Tensor:
-    """Of an engine whose replacement is the largest of log residual + g, g the Gumbel noise that drew the draft from q.
+KEEPS_ALL = Fault(
+    "keeps every drafted token", "whatever the target says", lambda p, q: forms.after(q, p), _accepting_always
+)
+RESIDUAL_IS_P = Fault(
+    "the residual is p",
+    "after a rejection the token is drawn from p",
+    lambda p, q: forms.after(torch.minimum(p, q), p),
+    lambda stack: stack.but(rule=residual_is_target(stack.rule)),
+)
+ONE_NUMBER = Fault(
+    "shared noise",
+    "the number that rejects also draws the recovered token",
+    forms.one_number,
+    lambda stack: stack.but(rule=one_key_twice(stack.rule)),
+)
+ONE_GUMBEL = Fault("shared noise", "the Gumbel noise that drew the draft also draws its replacement", forms.one_gumbel)
+SHARED_BY_TOKENS = Fault("two tokens share their noise", plant=lambda stack: stack.but(coupled_rule=coupled_one_key()))
+IN_BFLOAT16 = Fault("draft drawn in bfloat16, judged in float32", "by its cumulative sum", forms.drawn_in_bfloat16)
+CACHE_OFF_BY_ONE = Fault(
+    "the target's cache is off by one", plant=lambda stack: stack.but(target=loses_last_accepted(stack.target))
+)
 
-    A rejected x has q(x) > p(x), so nothing of it is left and it cannot come again; and given that x came first in the
-    race under q, the times of the others do not depend on which x it was. So `probs_under_shared_noise` is the same
-    after every rejection.
 
-    Worked example: p = (0.1, 0.6, 0.3), q = (1/2, 1/4, 1/4). Token 0 is rejected with 0.4, which leaves (0, 7/8, 1/8).
-    Token 1 starts at 2/7 and token 2 at 2, when S is 3/2: token 1 came by then with 3/5, and gets 7/8 of the rest,
-    19/20 in all. So (0.1, 0.63, 0.27) is emitted.
-    """
-    left, found = L.residual(p, q), torch.minimum(p, q).double()
-    lost = (q - p).clamp_min(0.0)
-    rejected, drafts = lost.sum(dim=-1, dtype=torch.float64).tolist(), lost.argmax(dim=-1).tolist()
-    for row, (weight, draft) in enumerate(zip(rejected, drafts, strict=True)):
-        if weight > 0.0:
-            found[row] += weight * probs_under_shared_noise(q[row], draft, left[row])
-    return (found / found.sum(dim=-1, keepdim=True)).to(p.dtype)
-
-
-def probs_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
-    """Of `coupled_one_key`: the distribution of a token chosen under `after` by the noise that chose `token` under `p`.
-
-    Gumbel noise is an exponential race: v arrives at E_v / p(v), E_v standard exponential. If x arrived first, at time
-    T, the others still need a fresh E_v beyond T p(v), and T is standard exponential. In the second race, in units of
-    T, x arrives at a = p(x) / after(x), and v starts at s(v) = p(v) / after(v) with rate after(v). With S(t) the sum
-    over v != x of after(v) max(0, t - s(v)), averaging over T gives x with 1 / (1 + S(a)), and v that starts before a
-    with after(v) times the integral from s(v) to a of dt / (1 + S(t))^2. S is linear between starts, where that
-    integral is (t2 - t1) / ((1 + S(t1)) (1 + S(t2))).
-
-    Worked example: p = (1/2, 1/2), after = (1/4, 3/4), token 0: a = 2, s(1) = 2/3, S(2) = 3/4 * 4/3 = 1: it comes again
-    with 1/2, and 1 with 3/4 * (4/3) / (1 * 2) = 1/2.
-
-    Args:
-        p: `[vocab]`, with mass at `token`.
-        token: that was chosen.
-        after: `[vocab]`.
-
-    Returns:
-        `[vocab]`, float64.
-    """
-    p, after = p.double(), after.double()
-    possible = after > 0.0
-    possible[token] = False
-    starts = (p[possible] / after[possible]).cpu()
-    rates = after[possible].cpu()
-    last = float(p[token] / after[token]) if float(after[token]) > 0.0 else math.inf
-    order = starts.argsort()
-    times = starts[order].clamp_max(last)
-    speed = torch.cat([torch.zeros(1, dtype=torch.float64), rates[order].cumsum(0)])  # of S before each start
-    ends = torch.cat([times, torch.tensor([last], dtype=torch.float64)])
-    lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.float64))
-    reached = (speed * lengths.nan_to_num(posinf=0.0)).cumsum(0)  # S at each of the ends
-    if math.isinf(last):
-        reached[-1] = math.inf
-    above = 1.0 + torch.cat([torch.zeros(1, dtype=torch.float64), reached[:-1]])
-    parts = torch.where(
-        (1.0 + reached).isinf(), 1.0 / (above * speed.clamp_min(1e-300)), lengths / (above * (1.0 + reached))
+def draft_judged_at(temperature: float) -> Fault:
+    """The draft's distribution, judged at another temperature than it was drawn at."""
+    return Fault(
+        "judged at another temperature",
+        f"the draft's distribution at {temperature:g}",
+        lambda p, q: forms.judged(p, forms.at_temperature(temperature, q), q),
+        lambda stack: stack.but(rule=judges_another_temperature(stack.rule, temperature)),
+        needs_draw=True,
     )
-    left = parts.flip(0).cumsum(0).flip(0)[1:]  # of the integral, from each start to the end
-    probs = torch.zeros_like(after)
-    found = torch.empty_like(rates)
-    found[order] = rates[order] * left
-    probs[possible] = found.to(probs.device)
-    probs[token] = 0.0 if math.isinf(last) else 1.0 / (1.0 + float(reached[-1]))
-    return probs
+
+
+def dropped_below(least: float) -> Fault:
+    """A choice after seeing the draw: drafts are shown only where their draft was sure."""
+    return Fault(
+        "drafted tokens of low q are dropped",
+        f"below {least:g}, and p is drawn from",
+        partial(forms.dropping, least),
+        lambda stack: stack.but(drafter=hides_unlikely_draws(stack.drafter, least)),
+        needs_draw=True,
+    )
+
+
+def _accepts(share: float) -> list[Fault]:
+    """Drafts accepted too often, and too rarely, each followed by the right residual."""
+    residual, low, after = L.residual, torch.minimum, forms.after
+    return [
+        Fault(
+            "accepts too much", f"with min(1, p / {share:g} q)", lambda p, q: after(low(p / share, q), residual(p, q))
+        ),
+        Fault(
+            "accepts too little", f"with {share:g} min(1, p / q)", lambda p, q: after(share * low(p, q), residual(p, q))
+        ),
+    ]
+
+
+def _target_judged_at(temperature: float) -> Fault:
+    return Fault(
+        "judged at another temperature",
+        f"the target's, where drafts are judged, at {temperature:g}",
+        lambda p, q: forms.judged(forms.at_temperature(temperature, p), q, q),
+    )
+
+
+def faults_of_judging() -> list[Fault]:
+    """Those that a rejection sampler can have, which sees p and q alone."""
+    much, little = zip(*map(_accepts, (0.5, 0.8, 0.95)), strict=True)
+    temperatures, thresholds = (2.0, 1.25, 0.8, 0.5), (0.1, 0.2, 0.3, 0.5)
+    residual, low, after = L.residual, torch.minimum, forms.after
+    return [
+        KEEPS_ALL,
+        *much,
+        *little,
+        RESIDUAL_IS_P,
+        Fault(RESIDUAL_IS_P.name, "without the drafted token", forms.residual_without_drafted),
+        Fault("the residual is wrong", "max(0, q - p)", lambda p, q: after(low(p, q), residual(q, p))),
+        Fault(
+            "the residual is wrong",
+            "the argmax of max(0, p - q), not a draw",
+            lambda p, q: after(low(p, q), forms.argmax(p - q)),
+        ),
+        Fault(
+            "q is taken as 1",
+            "drafted tokens are kept with p, and norm(max(0, p - q)) is drawn from",
+            lambda p, q: after(p * q, residual(p, q)),
+        ),
+        ONE_NUMBER,
+        *map(draft_judged_at, temperatures),
+        *map(_target_judged_at, temperatures),
+        *map(dropped_below, thresholds),
+        Fault(
+            "emits what p forbids",
+            "drafted tokens without target probability are kept",
+            lambda p, q: after(low(p, q) + q * (p == 0.0), residual(p, q)),
+        ),
+    ]

@@ -6,13 +6,14 @@ The target's distributions come from plain forwards over the finished text, in w
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from truedraft.certify.checks import Stack, answer_of, check_sound, numbered, open_ended
+from truedraft.certify.checks import Deadline, Stack, answer_of, answered_in_time, check_sound, numbered, open_ended
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
@@ -167,13 +168,7 @@ def scored_answers(
             open_ended(numbered(params, first + place), min(length, room - len(prompt)))
             for place, prompt in enumerate(asked)
         ]
-        requests = [engine.submit(prompt, own) for prompt, own in zip(asked, options, strict=True)]
-        try:
-            while any(request.finish_reason is None for request in requests):
-                engine.step()
-        finally:
-            for request in requests:
-                engine.cancel(request)
+        requests = answered_in_time(engine, asked, options, Deadline(math.inf))
         for request in requests:
             if request.error is not None:
                 raise request.error

@@ -31,7 +31,7 @@ from truedraft.certify.checks import (
     check_sound,
     numbered,
 )
-from truedraft.certify.e_process import POWER_SIGMAS, EProcesses, Events, TestResult, holm
+from truedraft.certify.e_process import POWER_SIGMAS, Events, EventTests, TestResult, holm
 from truedraft.certify.rounding import measure_rounding
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
 from truedraft.core.params import SamplingParams
@@ -240,7 +240,7 @@ class TokenTests:
 
     def __init__(self, vocab: int, batch: int, allowance: float) -> None:
         self._events = Events(vocab, batch)
-        self._processes = EProcesses(self._events.names, allowance)
+        self._processes = EventTests(self._events.names, allowance)
         self._tokens = self._impossible = self._judged = 0
 
     def add(self, scored: Scored) -> None:

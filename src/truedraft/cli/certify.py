@@ -1,90 +1,75 @@
-"""`truedraft certify`."""
+"""`truedraft certify stack`, and what all commands of `truedraft certify` share: time, files, how a report is told."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
-from truedraft.cli.failures import DONE, FAILED, UNDECIDED, UndecidedError, exit_status, report
-from truedraft.cli.parameters import defaults_of
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
+from truedraft.cli.failures import DONE, FAILED, UNDECIDED, InterruptedCommandError, UndecidedError, exit_status
+from truedraft.cli.failures import report as report_error
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts, user_path
 from truedraft.cli.session import ReportOptions, StackOptions
+from truedraft.cli.streams import visible
 from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
-from truedraft.errors import DataError, OptionError
+from truedraft.errors import DataError, OptionError, errors_about
 from truedraft.options import MachineOptions, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.certify import Certificate, Finding, Stack
+    from truedraft.certify import Report, Stack
     from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
+    from truedraft.models.base import Reader
 
 _STEPS = 100
-_AGAIN = "nothing was decided; run the same command again when that is mended"
+AGAIN = "nothing was decided; run the same command again"
 _JSON, _MARKDOWN = "certificate.json", "certificate.md"
+_ABOVE = {"command", "findings", "failures", "undecided", "certified", "verdict"}
+"""Of a record, what a page tells before its circumstances."""
 
 
 @dataclass(frozen=True)
-class CheckOptions:
-    """What is checked, and how long."""
+class TimeOptions:
+    """How long a certificate may take."""
+
+    minutes: float = option(5.0, "About how long to take, at most four times that; more find smaller deviations.", "N")
+
+    @property
+    def seconds(self) -> float:
+        """The same in seconds.
+
+        Raises:
+            OptionError: it is no time.
+        """
+        if not 0.0 < self.minutes < 1e6:
+            raise OptionError(f"must be above 0, got {self.minutes:g}", field="minutes")
+        return 60.0 * self.minutes
+
+
+@dataclass(frozen=True)
+class PromptOptions(TimeOptions):
+    """What is asked, and how long."""
 
     prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl or .txt file.", "FILE")
     batch: int = option(1, "Requests that are answered together.", "N", least=1)
-    minutes: float = option(5.0, "About how long to take, at most four times that; more find smaller deviations.", "N")
-    seed: int | None = option(
-        None,
-        "Decides all noise. With --seeded and --seed-per-request seeds of requests count up from it.",
-        "S",
-        shown_default="drawn; 0 with --seed-per-request",
-        least=0,
-    )
-    seeded: bool = flag("Certify requests that have a seed, whose tokens must be plain decoding's.")
-    no_float32: bool = flag("Leave out float32, for a model that is too large to load again.")
 
 
 @dataclass(frozen=True)
-class OthersOptions:
-    """Whose work is certified instead of our stack."""
+class CheckOptions(PromptOptions):
+    """What is checked of a stack, and how long."""
 
-    endpoint: str | None = option(
-        None,
-        "A server with OpenAI's completions, or llama.cpp's own, that is said to run --model: its answers are scored "
-        "under the model's own forward. docs/certify_engines.md says what is sent and tested.",
-        "URL",
+    seed: int | None = option(
+        None, "Decides all noise. With --seeded seeds count up from it.", "S", shown_default="drawn", least=0
     )
-    against: str | None = option(None, "A second server: the two are compared, without the model's weights.", "URL")
-    process: str | None = option(
-        None,
-        "A Python function from token ids to new token ids, in place of a server; it is given those of max_tokens, "
-        "temperature, top_p, top_k, min_p, seed and stop that it names.",
-        "MODULE:FUNCTION",
-    )
-    served_model: str | None = option(None, "The model's name at the server.", "NAME", shown_default="its first")
-    api_key_env: str | None = option(None, "The environment variable that holds the server's key.", "NAME")
-    seed_per_request: bool = flag("Send each request a seed of its own, where the server takes seeds.")
-    draft_model: str | None = option(
-        None, "The draft model that the server uses, so that faults of judging its drafts are named.", "M"
-    )
-    allowance: float | None = option(
-        None, "How far its log-probabilities may lie from the model's.", "X", shown_default="measured"
-    )
-    tokens: int = option(8000, "Sampled tokens that a server is asked for.", "N", least=1)
-    timeout: float = option(120.0, "Seconds that a server may take for one answer.", "S")
-    transcript: Path | None = option(
-        None, "Keep questions and answers in this file, and go on from it after an interruption.", "FILE"
-    )
-    junit: Path | None = option(None, "Write the checks of a server as JUnit's XML.", "FILE")
-    sampler: str | None = option(
-        None,
-        "A rejection sampler, called on worlds whose exact answer is known; docs/certify_samplers.md says what it is "
-        "given. Of the other options it takes --minutes, --seed, --out and --json.",
-        "MODULE:FUNCTION",
-    )
+    seeded: bool = flag("Certify requests that have a seed, whose tokens must be plain decoding's.")
+    no_float32: bool = flag("Leave out float32, for a model that is too large to load again.")
 
 
 @dataclass(frozen=True)
@@ -92,116 +77,205 @@ class CertifyReport(ReportOptions):
     """What `truedraft certify` tells."""
 
     out: Path | None = option(None, f"Write {_MARKDOWN} and {_JSON} into this folder.", "DIR")
+    junit: Path | None = option(None, "Write the checks as JUnit's XML.", "FILE")
+
+
+UNTYPED = ("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids")
+"""Sampling options that say nothing to a certificate."""
 
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """Options of `truedraft certify`."""
+    """Options of `truedraft certify stack`."""
 
     stack: StackOptions = group("Model and drafter", without=("plan", "max_cache_bytes"), controller="in-turn")
-    others: OthersOptions = group("Others' work")
     check: CheckOptions = group("Run")
-    sampling: SamplingParams = group(
-        "Answer",
-        without=("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids"),
-        max_tokens=64,
-        temperature=1.0,
-    )
+    sampling: SamplingParams = group("Answer", without=UNTYPED, max_tokens=64, temperature=1.0)
     report: CertifyReport = group("Report")
     machine: MachineOptions = group("Machine")
 
 
-def certify(options: CertifyOptions) -> int:
+def stack(options: CertifyOptions) -> int:
     """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
     Exit status 0 if so, 1 if not, 3 if there was not enough time to tell or something broke on the way. A lossy rule is
-    measured instead, which is exit status 0 unless another check fails. With --endpoint, --process or --sampler the
-    work of others is certified.
+    measured instead, which is exit status 0 unless another check fails.
     """
-    try:
-        return _certified(options)
-    except Exception as error:
-        if exit_status(error) != FAILED:
-            raise
-        raise UndecidedError.because(error, _AGAIN) from error
-
-
-def _certified(options: CertifyOptions) -> int:
     from truedraft.cli.session import check_rule
+    from truedraft.cli.terminal import Terminal
 
-    if not 0.0 < options.check.minutes < 1e6:
-        raise OptionError(f"must be above 0, got {options.check.minutes:g}", field="minutes")
-    folder = None if options.report.out is None else _folder(options.report.out)
-    _check_whose(options)
-    if options.others.sampler is not None:
-        from truedraft.cli.certify_samplers import certify_one_sampler
-
-        return certify_one_sampler(options, folder)
-    if options.others.endpoint is not None or options.others.process is not None:
-        from truedraft.cli.certify_engines import certify_one_engine
-
-        return certify_one_engine(options, folder)
-    seed = first_seed(options)
-    params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
-    check_rule(options.stack.rule, params)
-    return _run(options, read_prompts(None, options.check.prompts), params, seed, folder)
+    seconds, terminal = options.check.seconds, Terminal()
+    with Telling.of("stack", options.report, terminal) as telling:
+        seed = drawn_seed(options.check.seed)
+        params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
+        check_rule(options.stack.rule, params)
+        prompts = read_prompts(None, options.check.prompts)
+        report, about = _certified(options, prompts, params, seed, seconds, terminal)
+        return telling.told(report, about | {"seed": seed})
 
 
-def first_seed(options: CertifyOptions) -> int:
+def drawn_seed(seed: int | None) -> int:
     """The seed that was given, else one drawn, so that it can be told."""
-    return secrets.randbits(31) if options.check.seed is None else options.check.seed
+    return secrets.randbits(31) if seed is None else seed
 
 
-def _check_whose(options: CertifyOptions) -> None:
-    """Refuse to certify two things at once, and options that would be looked at by nobody."""
-    others = options.others
-    given = [name for name in ("endpoint", "process", "sampler") if getattr(others, name) is not None]
-    if len(given) > 1:
-        raise OptionError(f"and --{given[0]} name two things to certify; leave one of them out", field=given[1])
-    mode = "against" if given == ["endpoint"] and others.against is not None else "".join(given)
-    defaults = defaults_of(CertifyOptions)
-    for name, value in _values(options):
-        if name not in defaults or value == defaults[name]:
-            continue
-        if mode and name not in _TAKEN_BY[mode]:
-            got = "" if value is True else f", got {value}"
-            raise OptionError(f"says nothing of {_WORDS[mode]}; leave it out{got}", field=name)
-        if not mode and name in _OTHERS:
-            needs = " or ".join(f"--{each}" for each in ("endpoint", "process", "sampler") if name in _TAKEN_BY[each])
-            raise OptionError(f"is for {needs} alone; give that, too", field=name)
-    if mode in _ENGINES and options.check.seed is not None and not others.seed_per_request:
-        raise OptionError("is for --seed-per-request alone; give that, too", field="seed")
+def _certified(
+    options: CertifyOptions,
+    prompts: Sequence[NamedPrompt],
+    params: SamplingParams,
+    seed: int,
+    seconds: float,
+    terminal: Terminal,
+) -> tuple[Report, dict[str, Any]]:
+    """The report, and what it is about."""
+    from truedraft.certify import Part, certify
+    from truedraft.cli.report import circumstances_record
+
+    engine, loaded = _loaded(options, options.machine, params, terminal)
+    whole = dataclasses.replace(options.machine, dtype="float32")
+    parts = list(Part)
+    with terminal.progress("certify", len(parts) * _STEPS) as show:
+
+        def tell(part: Part, done: float) -> None:
+            show(int((parts.index(part) + done) * _STEPS), part.value)
+
+        report = certify(
+            loaded,
+            ids_of(prompts, engine.target),
+            params,
+            batch=options.check.batch,
+            seconds=seconds,
+            entropy=seed,
+            tell=tell,
+            in_float32=None if options.check.no_float32 else lambda: _loaded(options, whole, params, terminal)[1],
+        )
+    return report, circumstances_record(engine, options.stack, params)
 
 
-def _values(options: Any) -> Iterator[tuple[str, Any]]:
-    for each in dataclasses.fields(options):
-        value = getattr(options, each.name)
-        if dataclasses.is_dataclass(value):
-            yield from _values(value)
-        else:
-            yield each.name, value
+def ids_of(prompts: Sequence[NamedPrompt], reader: Reader) -> list[list[int]]:
+    """Prompts as token ids, cut so that the model has room to answer."""
+    from truedraft.engine.prompts import encode_prompt
+
+    return [encode_prompt(reader, each.prompt)[: max(1, reader.context_length // 2)] for each in prompts]
 
 
-_OTHERS = {each.name for each in dataclasses.fields(OthersOptions)}
-# An engine is asked for answers of lengths of its own, and what it says of them is asked for where it can tell.
-_ASKED = {each.name for each in dataclasses.fields(SamplingParams)} - {"max_tokens", "logprobs", "logprobs_mode"}
-_ASKED |= {"model", "prompts", "batch", "minutes", "seed_per_request", "tokens", "transcript", "junit", "out", "json"}
-_JUDGED = _ASKED | {"pad_to", "merge_adapter", "draft_model", "allowance", "no_float32"}
-_JUDGED |= {each.name for each in dataclasses.fields(MachineOptions)}
-_SERVED = {"endpoint", "against", "served_model", "api_key_env", "timeout"}
-_TAKEN_BY = {
-    "endpoint": _JUDGED | _SERVED,
-    "against": _ASKED | _SERVED,
-    "process": _JUDGED | {"process"},
-    "sampler": {"sampler", "minutes", "seed", "out", "json"},
-}
-_WORDS = {
-    "endpoint": "an engine that is asked from outside",
-    "against": "two servers that are compared, where no model judges",
-    "process": "a function that is asked from outside",
-    "sampler": "a sampler, which is run by itself",
-}
-_ENGINES = ("endpoint", "against", "process")
+def _loaded(
+    options: CertifyOptions, machine: MachineOptions, params: SamplingParams, terminal: Terminal
+) -> tuple[Engine, Stack]:
+    """The parts that are certified, in an engine and by themselves."""
+    from truedraft.certify import Stack
+    from truedraft.cli.session import load_engine
+
+    controller = controller_from_spec(options.stack.controller)
+    engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
+    return engine, Stack(engine.target, engine.drafter, engine.rule, controller=controller)
+
+
+# ---------------------------------------------------------------------------------------- telling a report
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Where a report goes: the terminal, and files, which are looked at before the work, so that nothing is lost.
+
+    Attributes:
+        command: of `truedraft certify`.
+        json: whether standard output ends with the record.
+        folder: for the page and the record.
+        junit: for JUnit's XML.
+        terminal: where it is told.
+    """
+
+    command: str
+    json: bool
+    folder: Path | None
+    junit: Path | None
+    terminal: Terminal
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, command: str, options: CertifyReport, terminal: Terminal, how: str = AGAIN) -> Iterator[Telling]:
+        """While a certificate is made: what ends it before its verdict is told with how to go on, in JUnit's XML too.
+
+        Raises:
+            DataError: a file cannot be written there.
+            UndecidedError, InterruptedCommandError: in place of all errors but those of unusable arguments.
+        """
+        folder = None if options.out is None else _folder(options.out)
+        telling = cls(command, options.json, folder, usable_file("junit", options.junit), terminal)
+        try:
+            yield telling
+        except KeyboardInterrupt as error:
+            raise InterruptedCommandError(f"interrupted; {how}") from error
+        except Exception as error:
+            if exit_status(error) not in (FAILED, UNDECIDED):
+                raise
+            undecided = UndecidedError.because(error, how)
+            try:
+                telling._write_junit(_junit_of(undecided))
+            except DataError as unwritten:
+                report_error(unwritten)
+            raise undecided from error
+
+    def told(self, report: Report, about: Mapping[str, Any]) -> int:
+        """Show a report, write its files, tell the record if it is wanted, and give the exit status.
+
+        A file that cannot be written is told last, and changes no status but that of "done".
+
+        Args:
+            report: what came out.
+            about: further circumstances, for page and record.
+        """
+        _show(report, self.terminal)
+        record = {"command": f"certify {self.command}"} | report.as_dict() | dict(about)
+        page = report.page({name: value for name, value in record.items() if name not in _ABOVE})
+        unwritten: list[DataError] = []
+        for write in (lambda: self._write(page, record), lambda: self._write_junit(report.junit())):
+            try:
+                write()
+            except DataError as error:
+                unwritten.append(error)
+        if self.json:
+            self.terminal.json(record)
+        statuses = [report_error(error) for error in unwritten]
+        status = FAILED if report.failures else UNDECIDED if report.undecided else DONE
+        return status or max(statuses, default=DONE)
+
+    def _write(self, page: str, record: Mapping[str, Any]) -> None:
+        if self.folder is None:
+            return
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
+        for name, content in ((_MARKDOWN, page), (_JSON, text + "\n")):
+            self._write_file(self.folder / name, content)
+
+    def _write_junit(self, text: str) -> None:
+        if self.junit is not None:
+            self._write_file(self.junit, text)
+
+    def _write_file(self, file: Path, text: str) -> None:
+        """Raises DataError where that cannot be done."""
+        try:
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise DataError(f"cannot write {str(file)!r}: {error.strerror or error}") from error
+        self.terminal.note(f"written: {file}")
+
+
+def usable_file(field: str, file: Path | None) -> Path | None:
+    """A file to write with the home folder in the place of ~, refused before the work where nothing can be written.
+
+    Raises:
+        DataError: there is no such folder, or it is one.
+    """
+    if file is None:
+        return None
+    whole = user_path(str(file))
+    with errors_about(field):
+        if not whole.absolute().parent.is_dir():
+            raise DataError(f"there is no folder {str(file.parent)!r} to write {file.name!r} into; make it first")
+        if whole.is_dir():
+            raise DataError(f"is a folder, {str(file)!r}; name a file", field=field)
+    return whole
 
 
 def _folder(out: Path) -> Path:
@@ -220,73 +294,19 @@ def _folder(out: Path) -> Path:
     return folder
 
 
-def _run(
-    options: CertifyOptions, prompts: Sequence[NamedPrompt], params: SamplingParams, seed: int, folder: Path | None
-) -> int:
-    from truedraft.certify import Part, Stack, markdown, meaning, verdict
-    from truedraft.certify import certify as certify_stack
-    from truedraft.cli.session import load_engine
-    from truedraft.cli.terminal import Terminal
+def _junit_of(error: UndecidedError) -> str:
+    """A run that ended early, as JUnit's XML: one test case that is an error."""
+    from truedraft.certify import xml_text
 
-    terminal, batch = Terminal(), options.check.batch
-    controller = controller_from_spec(options.stack.controller)
-    engine = load_engine(options.stack, options.machine, terminal.err, params, batch)
-    ids = _ids(engine, prompts)
-    parts = list(Part)
-    with terminal.progress("certify", len(parts) * _STEPS) as show:
-
-        def tell(part: Part, done: float) -> None:
-            show(int((parts.index(part) + done) * _STEPS), part.value)
-
-        certificate = certify_stack(
-            Stack(engine.target, engine.drafter, engine.rule, controller=controller),
-            ids,
-            params,
-            batch=batch,
-            seconds=options.check.minutes * 60.0,
-            entropy=seed,
-            tell=tell,
-            in_float32=None if options.check.no_float32 else _in_float32(options, params, terminal),
-        )
-    show_findings(certificate.findings, verdict(certificate), meaning(certificate), terminal)
-    record = _record(certificate, engine, options.stack, params) | {"seed": seed}
-    left_out = {"command", "findings", "failures", "undecided", "certified"}
-    page = markdown(certificate, {name: value for name, value in record.items() if name not in left_out})
-    status = FAILED if certificate.failures else UNDECIDED if certificate.undecided else DONE
-    return concluded(status, options, record, terminal, lambda: write_report(folder, page, record, terminal))
+    suite = ElementTree.Element(
+        "testsuite", name="truedraft certify", tests="1", failures="0", errors="1", skipped="0", time="0"
+    )
+    case = ElementTree.SubElement(suite, "testcase", classname="certify", name="a verdict is reached", time="0")
+    ElementTree.SubElement(case, "error", message=visible(str(error)), type="undecided")
+    return xml_text(suite)
 
 
-def _ids(engine: Engine, prompts: Sequence[NamedPrompt]) -> list[list[int]]:
-    """Prompts as token ids, cut so that the target has room to answer."""
-    from truedraft.engine.prompts import encode_prompt
-
-    room = max(1, engine.target.context_length // 2)
-    return [encode_prompt(engine.target, each.prompt)[:room] for each in prompts]
-
-
-def _in_float32(options: CertifyOptions, params: SamplingParams, terminal: Terminal) -> Callable[[], Stack]:
-    """The same stack in float32, loaded when it is asked for."""
-
-    def load() -> Stack:
-        from truedraft.certify import Stack
-        from truedraft.cli.session import load_engine
-
-        machine = dataclasses.replace(options.machine, dtype="float32")
-        engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
-        controller = controller_from_spec(options.stack.controller)
-        return Stack(engine.target, engine.drafter, engine.rule, controller=controller)
-
-    return load
-
-
-def _record(certificate: Certificate, engine: Engine, stack: StackOptions, params: SamplingParams) -> dict[str, Any]:
-    from truedraft.cli.report import circumstances_record
-
-    times = {"batch": certificate.batch, "seconds": certificate.seconds}
-    return {"command": "certify"} | certificate.as_dict() | times | circumstances_record(engine, stack, params)
-
-
-def show_findings(findings: Sequence[Finding], bold: str, lines: Sequence[str], terminal: Terminal) -> None:
+def _show(report: Report, terminal: Terminal) -> None:
     """A table of findings, what it all comes to, and sentences about it."""
     from rich.table import Table
 
@@ -298,61 +318,12 @@ def show_findings(findings: Sequence[Finding], bold: str, lines: Sequence[str], 
     table.add_column("check", ratio=2, overflow="fold")
     table.add_column("", no_wrap=True)
     table.add_column("what came of it", ratio=5, overflow="fold")
-    for part, own in by_part(findings).items():
+    for part, own in by_part(report.findings).items():
         table.add_row(part.value, "", "", style="bold")
         for finding in own:
             table.add_row(f"  {finding.name}", MARKS[finding.status], finding.summary, style=styles[finding.status])
         table.add_section()
     terminal.out.print(table)
-    terminal.out.print(bold, style="bold", soft_wrap=True)
-    for line in lines:
-        terminal.note(line)
-
-
-def concluded(
-    status: int, options: CertifyOptions, record: dict[str, Any], terminal: Terminal, *writes: Callable[[], None]
-) -> int:
-    """Write files, tell the record if it is wanted, and give the exit status.
-
-    A file that cannot be written is told last, and changes no status but that of "done".
-
-    Args:
-        status: by the verdict.
-        options: of the command.
-        record: of the certificate.
-        terminal: where it is told.
-        writes: each writes files; DataError where that cannot be done.
-    """
-    unwritten: list[DataError] = []
-    for write in writes:
-        try:
-            write()
-        except DataError as error:
-            unwritten.append(error)
-    if options.report.json:
-        terminal.json(record)
-    statuses = [report(error) for error in unwritten]
-    return status or max(statuses, default=DONE)
-
-
-def write_report(folder: Path | None, page: str, record: dict[str, Any], terminal: Terminal) -> None:
-    """Write a certificate as a page and as a record.
-
-    Args:
-        folder: that is written into; None writes nothing.
-        page: in Markdown.
-        record: of the certificate.
-        terminal: where it is said.
-
-    Raises:
-        DataError: that cannot be done.
-    """
-    if folder is None:
-        return
-    try:
-        (folder / _MARKDOWN).write_text(page, encoding="utf-8", errors="backslashreplace")
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
-        (folder / _JSON).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
-    terminal.note(f"written: {folder / _MARKDOWN}, {folder / _JSON}")
+    terminal.out.print(report.verdict, style="bold", soft_wrap=True)
+    for note in report.notes:
+        terminal.note(note)

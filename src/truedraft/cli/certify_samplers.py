@@ -1,68 +1,46 @@
-"""`truedraft certify --sampler MODULE:FUNCTION`."""
+"""`truedraft certify sampler`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-from truedraft.cli.certify import CertifyOptions, concluded, first_seed, write_report
-from truedraft.cli.failures import DONE, FAILED, UNDECIDED
-
-if TYPE_CHECKING:
-    from truedraft.certify.samplers import SamplerCertificate
-    from truedraft.cli.terminal import Terminal
+from truedraft.cli.certify import CertifyReport, Telling, TimeOptions, drawn_seed
+from truedraft.options import group, option
 
 _STEPS = 1000
 
 
-def certify_one_sampler(options: CertifyOptions, folder: Path | None) -> int:
-    """Run a sampler on worlds whose answer is known, and tell what came of it.
+@dataclass(frozen=True)
+class SamplerOptions(TimeOptions):
+    """Options of `truedraft certify sampler`."""
 
-    Args:
-        options: of the command.
-        folder: for the report; None writes none.
+    sampler: str = option(
+        meaning="A rejection sampler, called on worlds whose exact answer is known; docs/certify_engines.md says what "
+        "it is given.",
+        metavar="MODULE:FUNCTION",
+        name="SAMPLER",
+    )
+    seed: int | None = option(None, "Decides all noise.", "S", shown_default="drawn", least=0)
+    report: CertifyReport = group("Report")
 
-    Returns:
-        Exit status 0 if it is lossless, 1 if it deviates, 3 if there was not enough evidence.
 
-    Raises:
-        OptionError: it is no sampler, or failed.
+def sampler(options: SamplerOptions) -> int:
+    """Run a rejection sampler on worlds whose answer is known, and say whether it has the target's distribution.
+
+    Exit status 0 if no deviation was found, 1 if it deviates, 3 if there was not enough evidence or something broke.
     """
-    from truedraft.certify.checks import Status
-    from truedraft.certify.samplers import certify_sampler, load_sampler, markdown
+    from truedraft.certify.samplers import certify_sampler, load_sampler
     from truedraft.cli.terminal import Terminal
-
-    sampler = load_sampler(options.others.sampler or "")
-    terminal = Terminal()
-    with terminal.progress("certify", _STEPS) as show:
-        certificate = certify_sampler(
-            sampler,
-            seconds=options.check.minutes * 60.0,
-            seed=first_seed(options),
-            tell=lambda done: show(int(done * _STEPS), sampler.name),
-        )
-    record, circumstances = _record(certificate)
-    _show(certificate, terminal)
-    status = {Status.HOLDS: DONE, Status.FAILS: FAILED}.get(certificate.status, UNDECIDED)
-    page = markdown(certificate, circumstances)
-    return concluded(status, options, record, terminal, lambda: write_report(folder, page, record, terminal))
-
-
-def _record(certificate: SamplerCertificate) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON record, and what of it tells the circumstances."""
-    from truedraft.certify.samplers import as_dict
     from truedraft.machine import machine_facts
 
-    circumstances = {"parameters": ", ".join(certificate.parameters), "seed": certificate.seed} | machine_facts()
-    return {"command": "certify"} | as_dict(certificate) | {"machine": machine_facts()}, circumstances
-
-
-def _show(certificate: SamplerCertificate, terminal: Terminal) -> None:
-    from truedraft.certify.samplers import headings, place_headings, place_rows, sentences, verdict, world_rows
-    from truedraft.cli.terminal import print_table
-
-    print_table(headings(), list(world_rows(certificate)), terminal.out)
-    print_table(place_headings(), list(place_rows(certificate)), terminal.out)
-    terminal.out.print(verdict(certificate), style="bold", soft_wrap=True)
-    for line in sentences(certificate):
-        terminal.note(line)
+    seconds, terminal = options.seconds, Terminal()
+    with Telling.of("sampler", options.report, terminal) as telling:
+        tested = load_sampler(options.sampler)
+        with terminal.progress("certify", _STEPS) as show:
+            report = certify_sampler(
+                tested,
+                seconds=seconds,
+                seed=drawn_seed(options.seed),
+                tell=lambda done: show(int(done * _STEPS), tested.name),
+            )
+        return telling.told(report, {"machine": machine_facts()})

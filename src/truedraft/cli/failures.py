@@ -140,10 +140,14 @@ def _is_usage_error(error: BaseException) -> bool:
 
 
 def _describe_usage(error: BaseException) -> str:
-    command = getattr(getattr(error, "ctx", None), "command_path", "truedraft")
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", "truedraft")
     message = _unknown_option(error) or error.format_message()  # type: ignore[attr-defined]
     message = message.strip().rstrip(".")
-    return f"{message[:1].lower()}{message[1:]} (see {command} --help)"
+    # Of a command that has commands, what belongs to one of them may have been typed without its name.
+    known = getattr(getattr(context, "command", None), "commands", {})
+    first = f"; name one of its commands first: {', '.join(known)}" if known else ""
+    return f"{message[:1].lower()}{message[1:]}{first} (see {command} --help)"
 
 
 def _unknown_option(error: BaseException) -> str | None:

@@ -12,7 +12,9 @@ import typer
 
 from truedraft import __version__
 from truedraft.cli.bench import bench
-from truedraft.cli.certify import certify
+from truedraft.cli.certify import stack
+from truedraft.cli.certify_engines import compare, engine
+from truedraft.cli.certify_samplers import sampler
 from truedraft.cli.chat import chat
 from truedraft.cli.export import export
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, error_record, report, warnings_as_lines
@@ -37,7 +39,6 @@ def build_app() -> typer.Typer:
     app.command()(command(generate))
     app.command()(command(bench))
     app.command()(command(plan))
-    app.command()(command(certify))
     app.command()(command(serve))
     app.command()(command(chat))
     app.command()(command(export))
@@ -48,6 +49,10 @@ def build_app() -> typer.Typer:
     training.command()(command(redrafter, HEAD_NAMES))
     training.command()(command(ngram, HEAD_NAMES))
     app.add_typer(training)
+    proof = typer.Typer(name="certify", help="Prove that answers are the target's own, or find that they are not.")
+    for each in (stack, engine, compare, sampler):
+        proof.command()(command(each))
+    app.add_typer(proof)
     return app
 
 
@@ -109,10 +114,10 @@ def _failed(words: Sequence[str], error: BaseException) -> int:
 
 def _untold(words: Sequence[str], status: int) -> int:
     """The exit status of a command whose output nobody could read; in certify 1 is a check that failed, and no more."""
-    return UNDECIDED if _command_in(words) == "certify" and status != FAILED else FAILED
+    return UNDECIDED if words[:1] == ["certify"] and status != FAILED else FAILED
 
 
 def _command_in(words: Sequence[str]) -> str | None:
     """The command that was asked for, as "generate" or "train draft"."""
     named = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    return " ".join(named[: 2 if named[:1] == ["train"] else 1]) or None
+    return " ".join(named[: 2 if named[:1] in (["train"], ["certify"]) else 1]) or None

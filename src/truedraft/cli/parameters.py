@@ -111,15 +111,6 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
     return call
 
 
-def defaults_of(kind: type) -> dict[str, Any]:
-    """What each option of a command is where it is not typed, by the name of its field.
-
-    Args:
-        kind: the dataclass that the command takes.
-    """
-    return {each.name: each.default for each in _parameters(kind, _NOTHING)}
-
-
 def _parameters(kind: type, within: Group) -> Iterator[_Parameter]:
     """The options of a dataclass, and of the groups in it, in their order."""
     hints = _types(kind)

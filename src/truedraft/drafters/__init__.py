@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.prompt_lookup import PromptLookup
     from truedraft.drafters.reencoded import ReencodedDraft
     from truedraft.drafters.registry import find_drafters
-    from truedraft.drafters.self_draft import EarlyExit, SelfDraft
+    from truedraft.drafters.self_draft import SelfDraft
     from truedraft.drafters.specs import from_spec
     from truedraft.drafters.suffix import SuffixDrafter
 
@@ -38,7 +38,6 @@ _HOMES = {
     "Drafter": "drafters.base",
     "Draw": "core.proposal",
     "DrawKind": "core.proposal",
-    "EarlyExit": "drafters.self_draft",
     "Features": "drafters.base",
     "Lookahead": "drafters.lookahead",
     "Medusa": "drafters.heads.medusa",
@@ -69,7 +68,6 @@ __all__ = [
     "Drafter",
     "Draw",
     "DrawKind",
-    "EarlyExit",
     "Features",
     "Lookahead",
     "Medusa",

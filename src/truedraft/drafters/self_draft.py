@@ -1,4 +1,4 @@
-"""The target as its own draft, with fewer bits or fewer layers, over the keys and values that it committed itself."""
+"""The target as its own draft, with fewer bits, over the keys and values that it committed itself."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _READ_TOKENS = 512
 
 
 class SelfDraft(Drafter):
-    """Drafts chains with a cheaper form of the target: `target.quantized(4)`, or `target.first_layers(8)`.
+    """Drafts chains with a cheaper form of the target, such as `target.quantized(4)`.
 
     It reads no prompt and keeps no cache. A proposal begins with a forward of the last token behind the target's
     committed ones, in the target's own cache; each further token is one forward more. What these write there is
-    dropped before the target's forward, which computes the same positions again in full, also where the draft ran the
-    very layers of the target: nothing that it computed is ever committed.
+    dropped before the target's forward, which computes the same positions again in full: nothing that it computed is
+    ever committed.
 
     Args:
         target: that it drafts for.
@@ -139,23 +139,3 @@ class SelfDraft(Drafter):
         cache = self.caches.pop(request.id, None)
         if cache is not None:
             self._target.release_cache(cache)
-
-
-class EarlyExit(SelfDraft):
-    """Drafts with the target's first layers, its final norm and its LM head (as in 2404.16710, without training).
-
-    Args:
-        target: that it drafts for.
-        layers: that run, 1 or more and fewer than the target has.
-        num_speculative_tokens: length of a chain.
-
-    Raises:
-        OptionError: an option is out of range.
-        UnsupportedModelError: the target cannot be cut short.
-    """
-
-    name: ClassVar[str] = "early-exit"
-    can_verify = False  # what it leaves of a middle model's rows other layers would not clean
-
-    def __init__(self, target: LanguageModel, layers: int, num_speculative_tokens: int = 4) -> None:
-        super().__init__(target, target.first_layers(layers), num_speculative_tokens)

@@ -31,7 +31,7 @@ _AUTO, _PORTFOLIO, _NONE = "auto", "portfolio", "none"
 _MOST_OF_A_KIND = 2
 _STORED = 1 << 20
 # Of a target that may draft for itself in `auto`: with 3 MB a forward of 4 bits takes three quarters of its own, and as
-# long as what surrounds it; with 31 MB half of it (benchmarks/self_draft.py).
+# long as what surrounds it; with 31 MB half of it (benchmarks/results/self_draft.json).
 _LEAST_OWN_BYTES = 16 << 20
 _OUTCOMES = 4
 
@@ -46,7 +46,7 @@ class DrafterKind:
         meaning: what it does, in a phrase.
         make: the drafter, from a word whose options are known.
         widest: options that leave a controller room to decide, as `auto` takes them.
-        paths: of a target, what a plan tries behind its word where no path is given.
+        paths: what a plan tries behind its word where no path is given.
         members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
     """
 
@@ -55,7 +55,7 @@ class DrafterKind:
     meaning: str
     make: Callable[[Words, LanguageModel], Drafter]
     widest: Mapping[str, str] = field(default_factory=dict)
-    paths: Callable[[LanguageModel], Sequence[str]] = lambda _: ()
+    paths: Sequence[str] = ()
     members: str = ""
 
     def usage(self, word: str) -> str:
@@ -375,31 +375,12 @@ def _self(words: Words, target: LanguageModel) -> Drafter:
     return SelfDraft(target, target.quantized(bits), **sizes)
 
 
-def _early_exit(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.self_draft import EarlyExit
-
-    if words.path is None:
-        raise OptionError("drafter 'early-exit' needs a number of layers, as early-exit:4; truedraft plan tries them")
-    layers = read_whole("layers", words.path)
-    return EarlyExit(target, layers, **{name: read_whole(name, value) for name, value in words.options.items()})
-
-
-def _some_layers(target: LanguageModel) -> Sequence[str]:
-    """Up to five numbers of first layers, evenly spread."""
-    return [str(count) for count in sorted({round(target.layers * sixths / 6) for sixths in range(1, 6)} - {0})]
-
-
 def _ngram(words: Words, target: LanguageModel) -> Drafter:
     from truedraft.drafters.ngram import NgramDrafter
 
     if words.path is None:
         raise OptionError("drafter 'ngram' needs its table: ngram:FILE, as truedraft train ngram wrote it")
-    options = dict(words.options)
-    branching = options.pop("branching", None)
-    widths = None if branching is None else _widths(branching)
-    sampled = _is_sampled(options.pop("sampled", "false"))
-    sizes = {name: read_whole(name, value) for name, value in options.items()}
-    return NgramDrafter.load(words.path, branching=widths, sampled=sampled, **sizes)
+    return NgramDrafter.load(words.path, **{name: read_whole(name, value) for name, value in words.options.items()})
 
 
 def _medusa(words: Words, target: LanguageModel) -> Drafter:
@@ -513,16 +494,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "and no training",
         _self,
         {"num_speculative_tokens": "8"},
-        lambda _: ("int8", "int4"),
-    ),
-    "early-exit": DrafterKind(
-        "LAYERS",
-        {"num_speculative_tokens": "4"},
-        "the target's own first layers, then its LM head, over the keys and values of the target: no weight is copied; "
-        "truedraft plan --drafter early-exit tries how many layers pay",
-        _early_exit,
-        {"num_speculative_tokens": "8"},
-        _some_layers,
+        ("int8", "int4"),
     ),
     "reencoded": DrafterKind(
         "MODEL",
@@ -534,10 +506,9 @@ KINDS: Mapping[str, DrafterKind] = {
     ),
     "ngram": DrafterKind(
         "FILE",
-        {"num_speculative_tokens": "4", "nodes": "7", "order": "2", "sampled": "true", "branching": "3-1"},
+        {"num_speculative_tokens": "4", "nodes": "7", "order": "2"},
         "a table of which token usually follows the last few, as truedraft train ngram counts it: a tree of the "
-        "likeliest; order reads n-grams of so many tokens at most, and sampled gives requests at a temperature draws "
-        "in place of that tree, so many at each depth",
+        "likeliest; order reads n-grams of so many tokens at most",
         _ngram,
         {"nodes": "15"},
     ),

@@ -107,7 +107,6 @@ class LanguageModel(Reader, ABC):
         head_width: entries of `ForwardOutput.hidden` that heads read: all, or for a padded model those of the model
             that it was made from, behind which there are zeros; 0 where heads cannot read them.
         shown_layers: layers whose output `forward_showing` gives; 0 where it gives none.
-        layers: decoder layers, those that padding added not counted; 0 where they are not known.
         adapters: that a segment may name.
         shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
@@ -123,7 +122,6 @@ class LanguageModel(Reader, ABC):
     note: str | None = None
     head_width: int = 0
     shown_layers: int = 0
-    layers: int = 0
     adapters: tuple[str, ...] = ()
     shared_ids: Tensor | None = None
     input_names: frozenset[str] = frozenset()
@@ -228,22 +226,6 @@ class LanguageModel(Reader, ABC):
         """
         if self.failure is not None:
             raise ModelError(self.failure)
-
-    def first_layers(self, count: int) -> LanguageModel:
-        """This model's first layers, then its final norm and LM head, to draft for itself: no weight is copied.
-
-        As of `quantized`, its forwards read what this model committed, whose first layers' keys and values are its own,
-        and must not commit. Of a padded model so many of its own layers run with as large a share of the added ones,
-        which write nothing: so it costs the same share as it would of a model without padding.
-
-        Args:
-            count: of layers, 1 or more and fewer than `layers`.
-
-        Raises:
-            OptionError: there are not so many, or all would run.
-            UnsupportedModelError: it cannot be cut short; says why.
-        """
-        raise UnsupportedModelError(f"{self.name} has no layers that could be left out")
 
     def stepping(self) -> AbstractContextManager[None]:
         """Held while an engine steps: what is computed between forwards keeps out of their way."""

@@ -22,12 +22,12 @@ from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
-from truedraft.models.backends.stock import StockBackend, decoder_layers
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.multimodal import placeholders_of, senses_of
 from truedraft.models.packed_linear import PackedLinear
-from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_layers, unpadded_width
+from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
 from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
@@ -98,8 +98,6 @@ class HuggingFaceModel(LanguageModel):
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
         self.head_width = unpadded_width(model) or lm_head_width(head)
-        self._layer_bytes = [sum(weight.nbytes for weight in layer.parameters()) for layer in decoder_layers(model)]
-        self.layers = (unpadded_layers(model) or 0) if is_padded(model) else len(self._layer_bytes)
         self._finish = LogitFinish.of(model)
         self._finish_is_checked = False
         self._reread = reread
@@ -251,25 +249,6 @@ class HuggingFaceModel(LanguageModel):
                 f"{self.name} takes {in_bytes(self.weight_bytes)} of memory beside the model's own weights, and "
                 f"{in_bytes(free)} are free, of which a quarter must stay so; free some, or use another drafter"
             )
-
-    def first_layers(self, count: int) -> HuggingFaceModel:
-        own, total = self.layers, len(self._layer_bytes)
-        if own and not 1 <= count < own:
-            raise OptionError(f"layers must be 1 or more and fewer than the {own} of {self.name}, got {count}")
-        try:
-            if not own:
-                raise UnsupportedModelError("its layers are not one list that could be cut short")
-            numbers = [*range(count), *range(own, own + round((total - own) * count / own))]
-            backend = self._backend.with_layers(numbers)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                f"{self.name} cannot draft for itself with its first layers ({error}); use another drafter"
-            ) from error
-        twin = self._twin(f"{self.name}, {count} of {own} layers", backend)
-        twin._layer_bytes = [self._layer_bytes[number] for number in numbers]
-        twin.layers = count
-        twin.weight_bytes = self.weight_bytes - sum(self._layer_bytes) + sum(twin._layer_bytes)
-        return twin
 
     def _twin(self, name: str, backend: Backend) -> HuggingFaceModel:
         """This model in a cheaper form, over its own caches."""

@@ -226,11 +226,6 @@ def unpadded_width(model: PreTrainedModel) -> int | None:
     return (getattr(model.config, _RECORD, None) or {}).get("width")
 
 
-def unpadded_layers(model: PreTrainedModel) -> int | None:
-    """The layers of the model that a padded one was made from, which come first; None as of `unpadded_width`."""
-    return (getattr(model.config, _RECORD, None) or {}).get("layers")
-
-
 def recorded_fingerprint(model: PreTrainedModel) -> str | None:
     """The fingerprint of the model that a padded one was made from; None where it is not padded or does not say."""
     return (getattr(model.config, _RECORD, None) or {}).get("fingerprint")

@@ -1,4 +1,4 @@
-"""Others' rejection samplers, as `truedraft certify --sampler truedraft.peers.samplers:NAME` calls them.
+"""Others' rejection samplers, as `truedraft certify sampler truedraft.peers.samplers:NAME` calls them.
 
 Each function takes what the contract of `truedraft.certify.samplers.contract` offers, by the names of its parameters,
 and gives back tokens `[batch, k + 1]`, filled up with -1. `transformers`, `vllm` and `sglang` call those libraries' own

@@ -73,15 +73,14 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
 
     What is tried where nothing was chosen: chains of 1 to 12 tokens, of a draft model also a few trees and, where
     chance decides, two to four chains at once; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of
-    them of every length that it was trained for; of drafts made of the target both widths of weights, or a few numbers
-    of layers.
+    them of every length that it was trained for; of drafts made of the target both widths of weights.
 
     Raises:
         TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
             replayed.
     """
     words = Words.parse("drafter", typed)
-    paths = KINDS[words.kind].paths(target) if words.kind in KINDS and words.path is None else ()
+    paths = KINDS[words.kind].paths if words.kind in KINDS and words.path is None else ()
     if paths:
         spelt = [spelled(replace(words, path=path), {}) for path in paths]
         return [replace(each, typed=typed) for full in spelt for each in candidates_of(full, target, params)]

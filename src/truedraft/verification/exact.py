@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,9 +104,9 @@ def target_dist(target: Target, length: int) -> dict[Prefix, float]:
     return dist
 
 
-def distance(left: dict[Prefix, float], right: dict[Prefix, float]) -> float:
-    """Total variation between two distributions of answers."""
-    return 0.5 * sum(abs(left.get(answer, 0.0) - right.get(answer, 0.0)) for answer in left.keys() | right.keys())
+def distance(left: Mapping[Any, float], right: Mapping[Any, float]) -> float:
+    """Total variation between two distributions, of answers or verdicts."""
+    return 0.5 * sum(abs(left.get(each, 0.0) - right.get(each, 0.0)) for each in left.keys() | right.keys())
 
 
 def _drawn(planned: Sequence[PlannedDraw]) -> Iterator[tuple[float, list[DrawnToken]]]:

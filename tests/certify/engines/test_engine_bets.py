@@ -12,7 +12,7 @@ from torch import Tensor
 
 from truedraft import SamplingParams
 from truedraft.certify import faults
-from truedraft.certify.e_process import EProcesses
+from truedraft.certify.e_process import EventTests
 from truedraft.certify.engines.allowance import Allowance
 from truedraft.certify.engines.alternatives import (
     COPIED,
@@ -120,7 +120,7 @@ def test_events_allow_for_odds_within_the_allowance() -> None:
         moved /= moved.sum()
         mean = torch.zeros(22, 1, dtype=torch.float64)
         for token in range(3):
-            test = EProcesses(["event"], 0.0, slack)
+            test = EventTests(["event"], 0.0, slack)
             test.add(torch.tensor([[float(p[members].sum())]]), members[token].view(1, 1))
             mean += moved[token] * test._logs.exp()
         assert float(mean.max()) <= 1.0 + 1e-9
@@ -164,10 +164,10 @@ FAULTS = {
     "top-k off by one token": SamplingParams(temperature=1.0, top_k=3),
     "filters in another order": SamplingParams(temperature=2.0, top_p=0.8),
     "state of another text": SamplingParams(temperature=1.0),
-    "residual replaced by p": SamplingParams(temperature=1.0),
-    "drafts accepted without judging": SamplingParams(temperature=1.0),
-    "draft judged at another temperature": SamplingParams(temperature=1.0),
-    "draft cut by its own probability": SamplingParams(temperature=1.0),
+    "the residual is p": SamplingParams(temperature=1.0),
+    "keeps every drafted token": SamplingParams(temperature=1.0),
+    "judged at another temperature": SamplingParams(temperature=1.0),
+    "drafted tokens of low q are dropped": SamplingParams(temperature=1.0),
 }
 
 
@@ -215,12 +215,12 @@ def test_shared_gumbel_noise_gives_what_drawing_with_it_gives() -> None:
     replaced = (L.residual(p, q).log() + gumbel).argmax(dim=-1)
     tokens = torch.where(kept, drafts, replaced)
     counted = torch.bincount(tokens, minlength=VOCAB) / draws
-    expected = faults.emitted_by_shared_noise(p, q)[0]
+    expected = faults.ONE_GUMBEL.emitted(p, q)[0]
     assert float((expected - p[0]).abs().max()) > 0.01  # it is a fault
     assert (counted - expected).abs().max() < 5.0 * 0.5 / math.sqrt(draws)
 
 
-@pytest.mark.parametrize("fault", ["temperature applied twice", "top-p off by one token", "residual replaced by p"])
+@pytest.mark.parametrize("fault", ["temperature applied twice", "top-p off by one token", "the residual is p"])
 def test_a_fault_is_named_where_only_some_tokens_are_told_apart(fault: str) -> None:
     params = FAULTS[fault]
     generator = torch.Generator().manual_seed(7)
@@ -268,5 +268,5 @@ def test_candidates_are_copied_from_behind_the_same_tokens() -> None:
 
 def test_nothing_is_wrong_with_drawing_where_nothing_was_drawn() -> None:
     names = [one.name for one in alternatives_for(SamplingParams(temperature=1.0), FILTERS, [COPIED])]
-    assert f"{COPIED}: accepted always" in names
-    assert f"{COPIED}: one Gumbel noise" not in names
+    assert f"{COPIED}: whatever the target says" in names
+    assert f"{COPIED}: {faults.ONE_GUMBEL.detail}" not in names

@@ -98,10 +98,10 @@ def pairs(second: torch.Tensor, count: int) -> TwoSamples:
 
 
 def test_engines_that_draw_alike_are_not_told_apart() -> None:
-    assert pairs(P[0], 1000).log10 < 3.0
+    assert pairs(P[0], 1000).process.log10 < 3.0
 
 
 def test_engines_that_draw_otherwise_are_told_apart() -> None:
     samples = pairs(torch.tensor([0.35, 0.3, 0.35], dtype=torch.float64), 1500)
-    assert samples.log10 > 3.0
+    assert samples.process.log10 > 3.0
     assert samples.different > 100

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from truedraft import SamplingParams
+from truedraft.certify import Report
 from truedraft.certify.checks import Status
-from truedraft.certify.engines import EngineReport, certify_engine, compare_engines
+from truedraft.certify.engines import certify_engine, compare_engines
 from truedraft.certify.engines.allowance import EXACT
 from truedraft.certify.engines.alternatives import COPIED, alternatives_for, ngram_candidates
 from truedraft.certify.engines.behaviour import lengths
@@ -68,7 +69,7 @@ class Told(Peer):
         return Reply((token,), None, "length", (-0.5,), (shown,))
 
 
-def compared(one: Answers, two: Answers) -> EngineReport:
+def compared(one: Answers, two: Answers) -> Report:
     prompts = [(token,) for token in one]
     return compare_engines(Told(one), Told(two), prompts, SamplingParams(), sends_seeds=False)
 
@@ -76,14 +77,14 @@ def compared(one: Answers, two: Answers) -> EngineReport:
 def test_greedy_answers_that_part_at_a_near_tie_are_no_deviation() -> None:
     first = {1: (3, 4, 0.01), 2: (5, 6, 2.0)}
     report = compared(first, {1: (4, 3, 0.01), 2: (5, 6, 2.0)})
-    assert not report.deviates and report.findings[0].facts["near_ties"] == 1
-    assert compared(first, {1: (3, 4, 0.01), 2: (6, 5, 2.0)}).deviates
+    assert not report.failures and report.findings[0].facts["near_ties"] == 1
+    assert compared(first, {1: (3, 4, 0.01), 2: (6, 5, 2.0)}).failures
 
 
 def test_a_greedy_answer_that_was_dropped_shifts_no_other() -> None:
     first = {1: (3, 4, 2.0), 2: (5, 6, 2.0)}
     report = compared(first, {1: None, 2: (5, 6, 2.0)})
-    assert not report.deviates and report.findings[0].facts["same"] == 1
+    assert not report.failures and report.findings[0].facts["same"] == 1
 
 
 def test_where_one_has_ended_the_other_tells_whether_that_was_a_near_tie() -> None:
@@ -131,20 +132,20 @@ class Drawing(Peer):
         return replace(reply, **self._changes)
 
 
-def certified(peer: Peer, tokens: int = 400, **more: Any) -> EngineReport:
+def certified(peer: Peer, tokens: int = 400, **more: Any) -> Report:
     params = SamplingParams(temperature=1.0)
     return certify_engine(peer, TARGET, PROMPTS, params, tokens=tokens, sends_seeds=False, together=4, **more)
 
 
-def status_of(report: EngineReport, name: str) -> Status:
+def status_of(report: Report, name: str) -> Status:
     return next(each.status for each in report.findings if each.name == name)
 
 
 def test_an_engine_that_draws_from_the_target_deviates_in_nothing() -> None:
     report = certified(Drawing(), tokens=2000)
-    assert not report.deviates
+    assert not report.failures
     assert status_of(report, "told log-probabilities are the target's") is Status.MEASURED
-    assert report.more["allowance"] < 1e-3
+    assert report.facts["allowance"] < 1e-3
 
 
 def test_long_answers_are_asked_for_as_many_at_once_as_short_ones() -> None:
@@ -169,7 +170,7 @@ def test_log_probabilities_behind_temperature_and_filters_are_not_compared() -> 
     wrong = Drawing("processed", logprobs=tuple([-9.0] * 32))
     report = certified(wrong)
     assert status_of(report, "told log-probabilities are the target's") is Status.DOES_NOT_APPLY
-    assert report.more["allowance"] == pytest.approx(0.015)
+    assert report.facts["allowance"] == pytest.approx(0.015)
 
 
 def test_an_engine_that_refuses_log_probabilities_is_asked_without() -> None:
@@ -180,7 +181,7 @@ def test_an_engine_that_refuses_log_probabilities_is_asked_without() -> None:
     )
     report = certified(peer)
     assert status_of(report, "greedy tokens at their own prefixes") is Status.HOLDS
-    assert not report.dropped
+    assert not report.facts["dropped"]
     peer.asked.clear()
     report = certify_engine(peer, TARGET, PROMPTS, SamplingParams(), tokens=4000, sends_seeds=False, together=4)
     plain_ones = [question for question in peer.asked if question.params.logprobs is None]
@@ -195,7 +196,7 @@ def test_ids_that_the_model_has_not_are_dropped_and_told() -> None:
         Reply((0, 99)) if next(answers) % 9 == 0 else plain(question)
     )
     report = certified(peer)
-    assert report.dropped["it answered token id 99, and the model has 6: its tokenizer is another one"] > 1
+    assert report.facts["dropped"]["it answered token id 99, and the model has 6: its tokenizer is another one"] > 1
 
 
 def test_ids_that_were_read_from_text_call_nothing_a_fault() -> None:
@@ -204,12 +205,12 @@ def test_ids_that_were_read_from_text_call_nothing_a_fault() -> None:
     assert status_of(report, "sampled tokens at their own prefixes") is Status.FAILS
     report = certified(Drawing(**always, unsure="of its text"), tokens=2000)
     assert status_of(report, "sampled tokens at their own prefixes") is Status.NOT_ENOUGH
-    assert not report.deviates
+    assert not report.failures
 
 
 def test_a_draft_that_knows_fewer_ids_and_shorter_texts_is_taken_as_far_as_it_goes() -> None:
     small = MarkovModel.random(4, seed=2, context_length=20)
-    assert not certified(Drawing(), drafts={"small": small}).deviates
+    assert not certified(Drawing(), drafts={"small": small}).failures
 
 
 def test_an_engine_that_fails_at_last_loses_nothing_of_what_was_found() -> None:
@@ -280,8 +281,8 @@ def test_an_engine_whose_answers_are_dropped_for_what_they_say_is_not_called_fau
 
     peer.answer = answer  # type: ignore[method-assign]
     report = certified(peer, tokens=4000)
-    assert sum(report.dropped.values()) > 20
-    assert not report.deviates
+    assert sum(report.facts["dropped"].values()) > 20
+    assert not report.failures
 
 
 def test_two_servers_one_of_which_drops_answers_are_not_called_different() -> None:

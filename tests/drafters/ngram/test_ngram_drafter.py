@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from support.chi_square import p_value
 from support.ngram_tables import table_of
 from truedraft import Engine, SamplingParams
 from truedraft.certify.checks import Check, Context, Stack, Status
@@ -56,41 +54,6 @@ def propose(
     return proposal
 
 
-def drawing(*branching: int, order: int | None = None) -> NgramDrafter:
-    return NgramDrafter(TABLE, branching=branching, order=order, sampled=True)
-
-
-def law_after(text: Sequence[int], params: SamplingParams) -> Tensor:
-    """What is drawn from behind a text, `[vocab]`."""
-    return probs_from_logits(torch.from_numpy(TABLE.probs(text)).log()[None], params)[0]
-
-
-@pytest.mark.parametrize(("params", "kind"), [(WARM, DrawKind.INDEPENDENT), (SEEDED, DrawKind.COUPLED)])
-def test_each_drawn_token_has_the_table_s_distribution_behind_its_own_path(
-    params: SamplingParams, kind: DrawKind
-) -> None:
-    proposal = propose(drawing(1, 1, 1, 1), params)
-    tokens = proposal.tree.host_ids
-    assert len(tokens) == 4 and proposal.kinds == {kind}
-    assert proposal.probs is not None
-    for depth, stored in enumerate(proposal.probs):
-        assert stored.equal(law_after([*TEXT, *tokens[:depth]], params))
-        assert stored[tokens[depth]] > 0.0
-
-
-@pytest.mark.parametrize("branching", [(1, 1), (2, 1)])
-def test_draws_follow_the_distribution_that_is_stored(branching: tuple[int, ...]) -> None:
-    """First tokens of 20,000 proposals; a right drafter fails once in a million runs."""
-    drafter = drawing(*branching)
-    counts = np.zeros(VOCAB, np.int64)
-    requests = [DraftRequest(i, WARM, TEXT) for i in range(50)]
-    for start in range(0, 20_000, 50):
-        noise = [KeyedNoise(start + i, len(TEXT), 0) for i in range(50)]
-        for proposal in drafter.propose(requests, [drafter.limits] * 50, noise):
-            counts[proposal.tree.host_ids[0]] += 1
-    assert p_value(counts, law_after(TEXT, WARM).double().numpy()) > 1e-6
-
-
 SPARSE = count_ngrams([[0, 1, 0, 1, 3], [3, 2, 2]], VOCAB, 3)
 BEHIND = {"known": [0, 1], "backed off": [1, 2], "unseen": [77]}
 """Texts behind which it knows all that it reads, the last token alone, and nothing, for it has no such id."""
@@ -118,51 +81,11 @@ def test_candidates_leave_the_exact_distribution_of_answers_alone(text: list[int
     )
 
 
-@pytest.mark.parametrize("text", BEHIND.values(), ids=BEHIND)
-def test_draws_leave_the_exact_distribution_of_answers_alone(text: list[int]) -> None:
-    """By exact recursion: two draws without replacement, one below each; some tokens have hardly any mass."""
-
-    def scheme(prefix: Sequence[int], drafted: Sequence[int]) -> list[PlannedDraw]:
-        if len(drafted) == 2:
-            return []
-        logits = torch.from_numpy(SPARSE.probs([*text, *prefix])).log()[None]
-        q = probs_from_logits(logits, WARM)[0].double()
-        width = min((2, 1)[len(drafted)], int((q > 0).sum()))  # no more draws than tokens with mass
-        return [PlannedDraw(len(drafted), q / q.sum(), DrawKind.WITHOUT_REPLACEMENT)] * width
-
-    assert (
-        distance(emitted_dist(SpeculativeSampling(), target_behind, scheme, 3), target_dist(target_behind, 3)) < 1e-12
-    )
-
-
 def target_behind(prefix: Sequence[int]) -> Tensor:
     return probs_from_logits(TARGET.probs_after([1, *prefix]).log()[None], WARM)[0]
 
 
-@pytest.mark.parametrize("kind", [DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT])
-def test_the_distribution_of_what_is_emitted_is_the_target_s(kind: DrawKind) -> None:
-    """By exact recursion: every draft that a chain or a tree of the table may make, every verdict on it."""
-    branching = (1, 1) if kind is DrawKind.INDEPENDENT else (2, 1)
-
-    def scheme(prefix: Sequence[int], drafted: Sequence[int]) -> list[PlannedDraw]:
-        if len(drafted) == len(branching):
-            return []
-        q = law_after([*TEXT, *prefix], WARM).double()
-        width = min(branching[len(drafted)], int((q > 0).sum()))  # no more draws than tokens with mass
-        return [PlannedDraw(len(drafted), q / q.sum(), kind)] * width
-
-    def target(prefix: Sequence[int]) -> Tensor:
-        return probs_from_logits(TARGET.probs_after([*TEXT, *prefix]).log()[None], WARM)[0]
-
-    dist = emitted_dist(SpeculativeSampling(), target, scheme, 3)
-    assert distance(dist, target_dist(target, 3)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "drafter",
-    [NgramDrafter(TABLE), NgramDrafter(SPARSE, 3, 5), drawing(1, 1, 1), drawing(2, 2, 1)],
-    ids=["tree", "sparse tree", "drawn chain", "drawn tree"],
-)
+@pytest.mark.parametrize("drafter", [NgramDrafter(TABLE), NgramDrafter(SPARSE, 3, 5)], ids=["tree", "sparse tree"])
 def test_answers_are_certified(drafter: NgramDrafter) -> None:
     stack = Stack(TARGET, drafter, SpeculativeSampling())
     texts = [[1, 2, 3], [4], [4, 4, 0, 2, 1], [3, 1]]
@@ -212,9 +135,6 @@ def test_a_budget_cuts_width_depth_and_what_lies_below_unlikely_tokens() -> None
     assert propose(drafter, GREEDY, budget=Budget(0)).tree.host_ids == []
     for more in ({"min_probability": 1.0}, {"floor": 0.999}):
         assert propose(drafter, GREEDY, budget=Budget(3, **more)).tree.host_ids == text[len(TEXT) : -2]
-    alone = propose(drawing(1, 1, 1), GREEDY)
-    assert alone.tree.host_ids == chain.tree.host_ids, "greedy requests are drafted for without draws"
-    assert len(propose(drawing(2, 1), GREEDY).tree) == 4
 
 
 def test_likeliest_tree_as_its_example_says() -> None:
@@ -224,8 +144,8 @@ def test_likeliest_tree_as_its_example_says() -> None:
 
 
 def test_a_shorter_order_reads_less() -> None:
-    chain = propose(drawing(1, order=2), WARM)
-    assert chain.probs is not None and chain.probs[0].equal(law_after(TEXT[-1:], WARM))
+    short = propose(NgramDrafter(TABLE, 1, 1, order=2), GREEDY)
+    assert short.tree.host_ids == [int(TABLE.probs(TEXT[-1:]).argmax())]
     alone = propose(NgramDrafter(TABLE, 1, 1, order=1), GREEDY)
     assert alone.tree.host_ids == [int(TABLE.probs([]).argmax())]
 
@@ -237,11 +157,9 @@ def test_it_guesses_right_more_often_than_not_at_all() -> None:
     assert answer.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("drafter", [NgramDrafter(TABLE), drawing(1, 1)], ids=["likeliest", "drawn"])
-def test_penalties_change_its_guesses_as_the_target_s(drafter: NgramDrafter) -> None:
+def test_penalties_change_its_guesses_as_the_target_s() -> None:
     params = SamplingParams(max_tokens=30, presence_penalty=1.5)
-    engine = Engine(TARGET, drafter, controller="fixed")
-    answer = engine.generate(TEXT, params)
+    answer = Engine(TARGET, NgramDrafter(TABLE), controller="fixed").generate(TEXT, params)
     assert answer.token_ids == Engine(TARGET).generate(TEXT, params).token_ids
     assert answer.stats.accepted_tokens > 0
 
@@ -290,9 +208,6 @@ def test_a_target_with_more_ids_is_drafted_for_and_one_with_fewer_refused() -> N
         {"nodes": 1025},
         {"order": 0},
         {"order": 4},
-        {"branching": (2, 1)},
-        {"branching": (), "sampled": True},
-        {"branching": (0,), "sampled": True},
     ],
 )
 def test_bad_options(options: dict[str, Any]) -> None:
@@ -303,31 +218,17 @@ def test_bad_options(options: dict[str, Any]) -> None:
 def test_words(tmp_path: Path) -> None:
     file = tmp_path / "code.ngram"
     TABLE.write(file)
-    made = from_spec(f"ngram:{file},branching=3-2,order=2,sampled=true", TARGET)
-    assert isinstance(made, NgramDrafter)
-    assert (made.limits.depth, made.limits.width, made.limits.nodes) == (2, 3, 9)
-    assert made.kinds == {DrawKind.WITHOUT_REPLACEMENT}
-    assert from_spec(f"ngram:{file},branching=1-1,sampled=true", TARGET).kinds == {DrawKind.INDEPENDENT}
-    assert from_spec(f"ngram:{file},sampled=true", TARGET).limits == Budget(2, 3, 6)
-    assert from_spec(f"ngram:{file},sampled=true,nodes=4,num_speculative_tokens=1", TARGET).limits == Budget(1, 3, 4)
-    longer = from_spec(f"ngram:{file},sampled=true,num_speculative_tokens=4", TARGET)
-    assert longer.branching == (3, 1, 1, 1) and longer.limits == Budget(4, 3, 12), "as long as was asked for"
-    assert propose(longer, WARM, budget=longer.limits).tree.shape.depth == 4
-    with pytest.raises(OptionError, match="makes a tree of more than 1024 nodes"):
-        from_spec(f"ngram:{file},sampled=true,num_speculative_tokens=1000", TARGET)
-    with pytest.raises(OptionError, match="branching 3-2 draws 2 tokens below one another, and num_speculative_tokens"):
-        from_spec(f"ngram:{file},sampled=true,branching=3-2,num_speculative_tokens=3", TARGET)
     plain = from_spec(f"ngram:{file}", TARGET)
     assert plain.limits == Budget(4, 7, 7) and plain.kinds == {DrawKind.DETERMINISTIC}
     assert from_spec(f"ngram:{file},num_speculative_tokens=7,nodes=9", TARGET).limits == Budget(7, 9, 9)
-    with pytest.raises(OptionError, match="add sampled=true, or give nodes"):
-        from_spec(f"ngram:{file},branching=3-2", TARGET)
+    assert from_spec(f"ngram:{file},order=2", TARGET).limits == Budget(4, 7, 7)
+    for gone in ("branching=3-2", "sampled=true"):
+        with pytest.raises(OptionError, match="unknown option of drafter 'ngram'"):
+            from_spec(f"ngram:{file},{gone}", TARGET)
     both = from_spec(f"portfolio(ngram:{file};prompt-lookup)", TARGET)
     assert list(both.members) == ["ngram", "prompt-lookup"]
     with pytest.raises(OptionError, match="needs its table: ngram:FILE"):
         from_spec("ngram", TARGET)
-    with pytest.raises(OptionError, match="sampled must be true"):
-        from_spec(f"ngram:{file},sampled=perhaps", TARGET)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ModelError, match="is cut off"):
         from_spec(f"portfolio(ngram:{file};prompt-lookup)", TARGET)
@@ -337,4 +238,3 @@ def test_every_text_of_few_tokens_has_a_draft() -> None:
     drafter = NgramDrafter(TABLE, 2, 2)
     for tokens in itertools.chain.from_iterable(itertools.product(range(VOCAB), repeat=n) for n in (1, 2)):
         assert len(propose(drafter, GREEDY, tokens).tree) == 2
-        assert len(propose(drawing(1, 1), WARM, tokens).tree) == 2

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from truedraft.certify.checks import Deadline, Finding, Part, Status, now
+from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, log_mean
 from truedraft.certify.engines.asked import (
     BEGINNING,
     REPEATED_PROMPTS,
@@ -29,8 +30,8 @@ from truedraft.certify.engines.asked import (
     greedy_answers,
     refuse_unusable,
 )
-from truedraft.certify.engines.evidence import ALARM, CERTAIN
-from truedraft.certify.engines.report import EngineReport, evidence_words
+from truedraft.certify.engines.report import engine_report, facts_of
+from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.peers import Peer, Reply
 
@@ -49,7 +50,7 @@ def compare_engines(
     tokens: int = TOKENS,
     sends_seeds: bool = True,
     tell: Tell = lambda part, done: None,
-) -> EngineReport:
+) -> Report:
     """Check that two engines answer alike, without anybody's weights: the same prompts, asked of both.
 
     Sampled answers by a two-sample test over repeated beginnings, greedy ones by comparison.
@@ -67,20 +68,16 @@ def compare_engines(
     if not params.greedy:
         findings.insert(0, _alike_sampled(both, prompts, params, deadline, tokens, tell))
     tell(Part.AGAINST, 1.0)
-    spent = sum(each.tokens for each in both)
-    dropped = both[0].dropped + both[1].dropped
-    more = {"against": {"name": other.facts.name, "version": other.facts.version, **other.facts.more}}
-    unsure = dict(+(both[0].unsure + both[1].unsure))
-    return EngineReport(findings, peer.facts, params, together, spent, now() - began, dict(dropped), unsure, more)
+    return engine_report(findings, both, params, now() - began, against=facts_of(other.facts))
 
 
 def _alike_sampled(
     both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams, deadline: Deadline, tokens: int,
     tell: Tell,
 ) -> Finding:  # fmt: skip
-    samples = TwoSamples()
+    samples, judged = TwoSamples(), EProcess(pairs=1.0)
     beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in prompts[: 2 * REPEATED_PROMPTS]])
-    first, level, spoiled = 0, 0.0, False
+    spoiled = False
     while sum(each.tokens for each in both) < tokens and not deadline.over:
         beginning = next(beginnings)
         answers = [
@@ -90,20 +87,23 @@ def _alike_sampled(
         spoiled = spoiled or any(each.dropped or any(each.unsure.values()) for each in both)
         for (_, one), (_, two) in zip(*answers, strict=False):
             samples.add(beginning, one.token_ids, two.token_ids)
-        level = level if spoiled else samples.log10
-        if level >= math.log10(ALARM):
-            first = first or sum(each.tokens for each in both)
-        if level >= math.log10(CERTAIN):
+        if not spoiled:
+            judged.see({"pairs": samples.process.most}, sum(each.tokens for each in both))
+        if CERTAIN in judged.reached:
             break
         tell(Part.AGAINST, max(deadline.fraction, sum(each.tokens for each in both) / tokens))
-    summary = f"{samples.pairs:,} pairs of answers, {samples.different:,} different: evidence {evidence_words(level)}"
-    summary += f"; evidence of 1,000 after {first:,} tokens" if first else ""
+    summary = (
+        f"{samples.pairs:,} pairs of answers, {samples.different:,} different: evidence {evidence_words(judged.log10)}"
+    )
+    summary += f"; evidence of 1,000 after {judged.reached[ALARM]:,} tokens" if ALARM in judged.reached else ""
     enough = sum(each.tokens for each in both) >= tokens
-    if spoiled and samples.log10 > level:
-        summary += f"; {evidence_words(samples.log10)} with pairs since answers were dropped or read from their text"
-        enough = enough and samples.log10 < math.log10(ALARM)
-    status = Status.FAILS if level >= math.log10(ALARM) else (Status.HOLDS if enough else Status.NOT_ENOUGH)
-    facts = {"pairs": samples.pairs, "different": samples.different, "log10_evidence": level}
+    if spoiled and samples.process.most > judged.most:
+        summary += (
+            f"; {evidence_words(samples.process.log10)} with pairs since answers were dropped or read from their text"
+        )
+        enough = enough and ALARM not in samples.process.reached
+    status = Status.FAILS if ALARM in judged.reached else (Status.HOLDS if enough else Status.NOT_ENOUGH)
+    facts = {"pairs": samples.pairs, "different": samples.different, "log10_evidence": judged.log10}
     return Finding(Part.AGAINST, "both draw from the same distribution", status, summary, facts)
 
 
@@ -165,14 +165,14 @@ class TwoSamples:
     Attributes:
         pairs: so far.
         different: pairs whose answers differ.
-        most: the largest logarithm of the evidence at any time.
+        process: the evidence, when so many pairs were seen.
     """
 
     def __init__(self) -> None:
         self._counts: tuple[dict[tuple[int, ...], Counter[int]], ...] = (defaultdict(Counter), defaultdict(Counter))
         self._logs = torch.zeros(2 * len(_TRUST), dtype=torch.float64)
         self.pairs = self.different = 0
-        self.most = 0.0
+        self.process = EProcess(guesses=1.0)
 
     def add(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> None:
         """Guess a pair, then learn from it.
@@ -190,7 +190,7 @@ class TwoSamples:
                     odds = self._odds(prompt, one, trust, kind) - self._odds(prompt, other, trust, kind)
                     # log(2 / (1 + exp(-odds))), without overflow
                     self._logs[2 * row + kind] += math.log(2.0) - math.log1p(math.exp(-abs(odds))) + min(0.0, odds)
-            self.most = max(self.most, float(torch.logsumexp(self._logs, dim=0)) - math.log(len(self._logs)))
+            self.process.see({"guesses": log_mean(self._logs)}, self.pairs)
         for number, answer in enumerate((one, other)):
             for kind in (_BEGINNING, _ANYWHERE):
                 for place, token in enumerate(answer):
@@ -209,11 +209,6 @@ class TwoSamples:
             found += math.log((first[token] + trust * both) / (n + trust))
             found -= math.log((second[token] + trust * both) / (m + trust))
         return found
-
-    @property
-    def log10(self) -> float:
-        """The most that the mean e-value ever came to, to the base ten."""
-        return self.most / math.log(10.0)
 
 
 def _node(prompt: Sequence[int], before: Sequence[int], kind: int) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from truedraft.certify import faults
 from truedraft.certify.engines.law import Law
-from truedraft.core import probs as L
 from truedraft.core.params import SamplingParams
 from truedraft.peers import FILTERS
 
@@ -22,6 +21,7 @@ COPIED = "copied from the text"
 """The name of candidates that are copied as n-gram speculation does."""
 _NGRAM = 3
 _CUTS = (0.05, 0.15, 0.3, 0.5)
+_JUDGED_AT = 2.0
 _BEHIND = 2
 """Tokens behind which a state that was not rolled back may show."""
 
@@ -144,43 +144,33 @@ def _of_state() -> list[Alternative]:
 def _of_judging(draft: str) -> list[Alternative]:
     """Drafts accepted, rejected or replaced by a wrong rule. Tokens that no draft stood at bet nothing."""
 
-    def by(emitted: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Law, Mapping[str, Tensor]], Tensor]:
-        return lambda law, drafts: _judged(emitted, law.folded(law.probs), law.folded(drafts[draft]))
+    def by(fault: faults.Fault) -> Alternative:
+        return Alternative(
+            f"{draft}: {fault.detail}",
+            fault.name,
+            lambda law, drafts: _judged(fault, law.folded(law.probs), law.folded(drafts[draft])),
+        )
 
-    def in_bfloat16(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
-        """Sums of many small cells are what is lost there, so all of them are looked at."""
-        return law.folded(_judged(faults.emitted_by_bfloat16, law.probs, drafts[draft]))
-
-    found = [
-        Alternative(f"{draft}: accepted always", "drafts accepted without judging", by(faults.emitted_always)),
-        Alternative(f"{draft}: residual", "residual replaced by p", by(faults.emitted_by_target_residual)),
-        Alternative(f"{draft}: one number twice", "noise used twice", by(faults.emitted_by_one_key)),
-    ]
+    found = [by(each) for each in (faults.KEEPS_ALL, faults.RESIDUAL_IS_P, faults.ONE_NUMBER)]
     if draft == COPIED:  # nothing was drawn, so nothing of the drawing can be wrong
         return found
-    found += [
-        Alternative(f"{draft}: one Gumbel noise", "noise used twice", by(faults.emitted_by_shared_noise)),
-        Alternative(
-            f"{draft}: another temperature",
-            "draft judged at another temperature",
-            by(faults.emitted_at_another_temperature),
-        ),
-        Alternative(f"{draft}: bfloat16", "draft drawn in bfloat16, judged in float32", in_bfloat16),
-    ]
-    for cut in _CUTS:
-        name = f"{draft}: cut below {cut:g}"
-        found.append(Alternative(name, "draft cut by its own probability", by(_hiding(cut))))
-    return found
+    drawing = (faults.ONE_GUMBEL, faults.draft_judged_at(_JUDGED_AT), *map(faults.dropped_below, _CUTS))
+    # Sums of many small cells are what is lost in bfloat16, so all of them are looked at.
+    fine = faults.IN_BFLOAT16
+    whole = Alternative(
+        f"{draft}: {fine.detail}", fine.name, lambda law, drafts: law.folded(_judged(fine, law.probs, drafts[draft]))
+    )
+    return [*found, *map(by, drawing), whole]
 
 
 # ---------------------------------------------------------------------------------------- what they draw from
 
 
-def _judged(emitted: Callable[[Tensor, Tensor], Tensor], p: Tensor, q: Tensor) -> Tensor:
-    """What is emitted of a draft by a rule; where there is no draft, and behind the prompt's own forward, p."""
+def _judged(fault: faults.Fault, p: Tensor, q: Tensor) -> Tensor:
+    """What is emitted of a draft by a faulty rule; where there is no draft, and behind the prompt's own forward, p."""
     drafted = q.sum(dim=-1, keepdim=True) > 0.5
     drafted[0] = False
-    return torch.where(drafted, emitted(p, torch.where(drafted, q, p)), p)
+    return torch.where(drafted, fault.emitted(p, torch.where(drafted, q, p)), p)
 
 
 def _one_hot(probs: Tensor) -> Tensor:
@@ -215,17 +205,6 @@ def _last_again(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
     first = len(law.question.prompt)
     last = torch.tensor(law.text[first - 1 : first - 1 + len(law.tokens)])
     return law.folded(again.scatter_(-1, last[:, None], 1.0))
-
-
-def _hiding(cut: float) -> Callable[[Tensor, Tensor], Tensor]:
-    def emitted(p: Tensor, q: Tensor) -> Tensor:
-        shown = q * (q >= cut)
-        kept = torch.minimum(p, q) * (q >= cut)
-        rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
-        hidden = 1.0 - shown.sum(dim=-1, keepdim=True)
-        return kept + rejected * L.residual(p, q) + hidden * p
-
-    return emitted
 
 
 def ngram_candidates(law: Law) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from truedraft.certify.e_process import log_mean
 from truedraft.certify.engines.alternatives import Alternative
 from truedraft.certify.engines.law import LEAST_SURE, Law
 
@@ -102,7 +103,7 @@ class Bets:
     @property
     def log_evidence(self) -> float:
         """Logarithm of the mean e-value so far."""
-        return float(torch.logsumexp(self._logs.flatten(), dim=0)) - math.log(self._logs.numel())
+        return log_mean(self._logs)
 
     def results(self) -> list[Bet]:
         """What came of each alternative, the most convincing first."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from truedraft.certify.e_process import EProcesses, Events, TestResult
+from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, Events, EventTests, TestResult, log_mean
 from truedraft.certify.engines.alternatives import alternatives_for
 from truedraft.certify.engines.bets import Bet, Bets
 from truedraft.certify.engines.law import Law
@@ -18,24 +17,9 @@ from truedraft.certify.engines.repeated import Repeated
 from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
 
-ALARM, CERTAIN = 1e3, 1e6
-"""Evidence at which a check fails, and at which, if it repeats, an engine is said to deviate."""
 _OUTSIDE = 1e-6
 """Tokens outside what options allow that a sound engine may emit, as a part of all."""
 _FIRM = math.log(20.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Milestone:
-    """When the evidence first reached a bound.
-
-    Attributes:
-        evidence: the bound.
-        tokens: that had been tested by then; None where it never was.
-    """
-
-    evidence: float
-    tokens: int | None
 
 
 class Evidence:
@@ -49,6 +33,7 @@ class Evidence:
         slack: the allowance at the request's temperature.
 
     Attributes:
+        process: all of it together; known faults weigh most, a wager that they are likelier than others.
         dropped: answers so far that were dropped, maybe for what they said: what is left is a choice among all. Bets
             pay for each as if they had lost on all of its tokens; from the first on the evidence of events and counts
             stays where it was, and events go on to say only what would have been seen.
@@ -59,11 +44,10 @@ class Evidence:
     ) -> None:  # fmt: skip
         self._bets = Bets(alternatives_for(params, filters, drafts))
         self._events = Events(vocab, 1)
-        self._processes = EProcesses(self._events.names, 0.0, slack)
-        self._outside = EProcesses(["tokens that the options forbid"])
+        self._processes = EventTests(self._events.names, 0.0, slack)
+        self._outside = EventTests(["tokens that the options forbid"])
         self._repeated = Repeated()
-        self._reached: dict[float, int] = {}
-        self._most = 0.0
+        self.process = EProcess(bets=6.0, events=2.0, counts=1.0, outside=1.0)
         self._slack = slack
         self._events_were: float | None = None
         self._answers = 0
@@ -90,11 +74,7 @@ class Evidence:
         self.sure += int(law.sure.sum())
         self.outside += int(law.outside.sum())
         # Behind whole answers alone: whether one is dropped hangs on its end.
-        log = self.log_evidence
-        self._most = max(self._most, log)
-        for bound in (ALARM, CERTAIN):
-            if log >= math.log(bound):
-                self._reached.setdefault(bound, self.tokens)
+        self.process.see(self.log_parts(), self.tokens)
 
     def lose(self, answers: int, tokens: int) -> None:
         """Go on without answers of at most so many tokens each, whose ids are not known."""
@@ -113,27 +93,11 @@ class Evidence:
 
     def log_parts(self) -> dict[str, float]:
         """The logarithm of each part's evidence so far; each is an e-process, and so is their mean."""
-        events = self._processes.log_evidence()
-        parts = {"events": float(torch.logsumexp(events, dim=0)) - math.log(len(events))}
+        parts = {"events": log_mean(self._processes.log_evidence())}
         if self._events_were is not None:
             parts["events"] = self._events_were
         parts["outside"] = float(self._outside.log_evidence()[0])
         return parts | {"bets": self._bets.log_evidence, "counts": self._repeated.log_evidence}
-
-    @property
-    def log_evidence(self) -> float:
-        """Logarithm of the evidence so far."""
-        return _mean(self.log_parts())
-
-    @property
-    def log10(self) -> float:
-        """The most that it ever came to, to the base ten: what a sound engine's hardly ever reaches at any time."""
-        return self._most / math.log(10.0)
-
-    @property
-    def milestones(self) -> list[Milestone]:
-        """For each bound when it was reached."""
-        return [Milestone(bound, self._reached.get(bound)) for bound in (ALARM, CERTAIN)]
 
     def bets(self) -> list[Bet]:
         """On each alternative, the most convincing first."""
@@ -160,7 +124,7 @@ class Evidence:
     def smallest_detectable(self) -> float:
         """Total variation that some test over all tokens finds with probability 0.99, on the event that it is about."""
         whole = [test for test in self.events() if 2 * test.tokens > self.sure]
-        level = _SHARES["events"] / (ALARM * sum(_SHARES.values()) * max(1, len(self._events.names)))
+        level = self.process.share("events") / (ALARM * max(1, len(self._events.names)))
         return max((test.smallest_detectable(level) for test in whole), default=1.0)
 
     def facts(self) -> dict[str, Any]:
@@ -170,9 +134,9 @@ class Evidence:
             "tokens_away_from_edges": self.sure,
             "tokens_outside": self.outside,
             "answers_dropped": self.dropped,
-            "log10_evidence": self.log10,
+            "log10_evidence": self.process.log10,
             "log10_of_parts": {name: value / math.log(10.0) for name, value in self.log_parts().items()},
-            "tokens_until": {f"{one.evidence:g}": one.tokens for one in self.milestones},
+            "tokens_until": {f"{level:g}": self.process.reached.get(level) for level in (ALARM, CERTAIN)},
             "fault": self.fault,
             "smallest_detectable_tv": self.smallest_detectable(),
             "bets": [
@@ -182,14 +146,3 @@ class Evidence:
             ],
             "answers_alike_log10": self._repeated.log_shared / math.log(10.0),
         }  # fmt: skip
-
-
-def _mean(logs: Mapping[str, float]) -> float:
-    """The logarithm of the mean of e-values, weighted as their parts are."""
-    most = max(logs.values())
-    total = sum(_SHARES[name] for name in logs)
-    return most + math.log(sum(_SHARES[name] * math.exp(each - most) for name, each in logs.items()) / total)
-
-
-_SHARES = {"bets": 6.0, "events": 2.0, "counts": 1.0, "outside": 1.0}
-"""What each part weighs: a wager that known faults are likelier than others."""

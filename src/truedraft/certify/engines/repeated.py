@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 import torch
 from torch import Tensor
 
+from truedraft.certify.e_process import log_mean
 from truedraft.certify.engines.law import Law
 
 _TRUST = (15.0, 60.0, 250.0)
@@ -65,12 +66,12 @@ class Repeated:
     @property
     def log_evidence(self) -> float:
         """Logarithm of the mean e-value so far."""
-        return float(torch.logsumexp(self._logs, dim=0)) - math.log(len(self._logs))
+        return log_mean(self._logs)
 
     @property
     def log_shared(self) -> float:
         """The same of the bets that answers are alike."""
-        return float(torch.logsumexp(self._logs[len(_TRUST) :], dim=0)) - math.log(len(_SAME))
+        return log_mean(self._logs[len(_TRUST) :])
 
 
 def _step(weight: float, ratio: float, distance: float, gain: float) -> float:

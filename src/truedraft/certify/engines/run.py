@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.checks import Deadline, Finding, Part, Status, now
+from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.engines import behaviour
 from truedraft.certify.engines.allowance import Allowance, judging_logits, measured_allowance
 from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
@@ -25,9 +26,10 @@ from truedraft.certify.engines.asked import (
     groups,
     refuse_unusable,
 )
-from truedraft.certify.engines.evidence import ALARM, CERTAIN, Evidence
+from truedraft.certify.engines.evidence import Evidence
 from truedraft.certify.engines.law import Judge, Law, filtered, with_one_end
-from truedraft.certify.engines.report import EngineReport, evidence_words
+from truedraft.certify.engines.report import engine_report
+from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
 from truedraft.models.base import LanguageModel
@@ -53,7 +55,7 @@ def certify_engine(
     tokens: int = TOKENS,
     sends_seeds: bool = True,
     tell: Tell = lambda part, done: None,
-) -> EngineReport:
+) -> Report:
     """Check that an engine answers as a model alone would: its tokens under the model's own forward, and its promises.
 
     Args:
@@ -97,8 +99,7 @@ def certify_engine(
     findings += _promises(asked, prompts, params, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
-    lost = {"dropped": dict(asked.dropped), "unsure": dict(+asked.unsure)}
-    return EngineReport(findings, peer.facts, params, together, asked.tokens, now() - began, **lost, more=more)
+    return engine_report(findings, [asked], params, now() - began, **more)
 
 
 def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
@@ -122,7 +123,7 @@ def _of_greedy(
     ties = evidence.tokens - evidence.sure
     summary = (
         f"{evidence.tokens:,} tokens, {ties} of them at near ties; {evidence.outside} are not the likeliest token by "
-        f"more than rounding: evidence {evidence_words(evidence.log10)}"
+        f"more than rounding: evidence {evidence_words(evidence.process.log10)}"
     )
     facts = evidence.facts() | {"near_ties": ties}
     name = "greedy tokens at their own prefixes"
@@ -134,7 +135,7 @@ def _tokens_finding(
 ) -> Finding:
     """What evidence comes to: a fault only where the engine told its ids itself."""
     status = Status.HOLDS if enough else Status.NOT_ENOUGH
-    if evidence.log10 >= math.log10(ALARM):
+    if ALARM in evidence.process.reached:
         unsure = sum(asked.unsure.values())
         status = Status.NOT_ENOUGH if unsure else Status.FAILS
         if unsure:
@@ -151,7 +152,7 @@ def _sampled(
     kept: list[Answered] = []
     failed: PeerError | None = None
     for questions, repeated in groups(asked, prompts, params):
-        if evidence.tokens >= tokens or deadline.over or evidence.log10 >= math.log10(CERTAIN):
+        if evidence.tokens >= tokens or deadline.over or CERTAIN in evidence.process.reached:
             break
         try:
             answered = asked.ask(questions)
@@ -169,15 +170,15 @@ def _sampled(
 
 def _sampled_finding(evidence: Evidence, judge: Judge, asked: Asked) -> Finding:
     detectable = evidence.smallest_detectable()
-    until = [one.tokens for one in evidence.milestones]
+    until = evidence.process.reached
     summary = (
         f"{evidence.tokens:,} tokens, {evidence.sure:,} of them away from filters' edges: evidence "
-        f"{evidence_words(evidence.log10)}; a total variation of {detectable:.3f} on any of the events would have "
-        f"been found; log-probabilities may be off by {judge.allowance.log_ratio:.2g}"
+        f"{evidence_words(evidence.process.log10)}; a total variation of {detectable:.3f} on any of the events would "
+        f"have been found; log-probabilities may be off by {judge.allowance.log_ratio:.2g}"
     )
-    if until[0] is not None:
-        certain = f", 10^6 after {until[1]:,}" if until[1] is not None else ""
-        summary += f"; evidence of 1,000 after {until[0]:,} tokens{certain}; what it looks like: {evidence.fault}"
+    if ALARM in until:
+        certain = f", 10^6 after {until[CERTAIN]:,}" if CERTAIN in until else ""
+        summary += f"; evidence of 1,000 after {until[ALARM]:,} tokens{certain}; what it looks like: {evidence.fault}"
     if evidence.outside:
         summary += f"; {evidence.outside} tokens that the options forbid"
     if evidence.dropped:

@@ -34,39 +34,19 @@ from truedraft.peers import load_function
 _OFFSET = 3.0
 
 
-def _draft_tokens(rows: Rows, seed: int) -> Tensor:
-    return rows.draft_tokens.clone()
-
-
-def _draft_probs(rows: Rows, seed: int) -> Tensor:
-    return rows.draft_probs.clone()
-
-
-def _target_probs(rows: Rows, seed: int) -> Tensor:
-    return rows.target_probs.clone()
-
-
-def _target_logits(rows: Rows, seed: int) -> Tensor:
-    """Logits are known up to a number for each row: so these are no logarithms of probabilities."""
-    return rows.target_probs.log() + _OFFSET
-
-
 def _uniforms(rows: Rows, seed: int) -> Tensor:
     batch, drafted = rows.draft_tokens.shape
-    return torch.rand(batch, 2 * drafted + 1, dtype=torch.float64, generator=_generator(rows, seed))
-
-
-def _generator(rows: Rows, seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.rand(batch, 2 * drafted + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 _ARGUMENTS: Mapping[str, Callable[[Rows, int], Any]] = {
-    "draft_tokens": _draft_tokens,
-    "draft_probs": _draft_probs,
-    "target_probs": _target_probs,
-    "target_logits": _target_logits,
+    "draft_tokens": lambda rows, seed: rows.draft_tokens.clone(),
+    "draft_probs": lambda rows, seed: rows.draft_probs.clone(),
+    "target_probs": lambda rows, seed: rows.target_probs.clone(),
+    # Logits are known up to a number for each row: so these are no logarithms of probabilities.
+    "target_logits": lambda rows, seed: rows.target_probs.log() + _OFFSET,
     "uniforms": _uniforms,
-    "generator": _generator,
+    "generator": lambda rows, seed: torch.Generator().manual_seed(seed),
 }
 _OF_TARGET = ("target_probs", "target_logits")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
+from truedraft.certify.e_process import CERTAIN
 from truedraft.certify.samplers.evidence import PAIRS, Evidence
 from truedraft.certify.samplers.tally import Tally
 
@@ -13,26 +14,7 @@ UNKNOWN = "none of the known faults"
 DEPENDENT = "rows share their noise"
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What is wrong.
-
-    Attributes:
-        fault: in a few words; `UNKNOWN` where no known fault explains the tokens as well as a free fit of each world.
-        detail: how, or how much.
-        log10_over_next: how much likelier the tokens are under it than under the next known fault of another name.
-        next_fault: which that is.
-        notes: what else was seen, a sentence each.
-    """
-
-    fault: str
-    detail: str
-    log10_over_next: float
-    next_fault: str
-    notes: tuple[str, ...]
-
-
-def diagnose(evidence: Evidence, tallies: Sequence[Tally]) -> Diagnosis:
+def diagnose(evidence: Evidence, tallies: Sequence[Tally]) -> dict[str, Any]:
     """Name the fault.
 
     Every known fault has a likelihood in closed form, and so has the free fit (a Dirichlet average in each world, which
@@ -42,6 +24,11 @@ def diagnose(evidence: Evidence, tallies: Sequence[Tally]) -> Diagnosis:
     Args:
         evidence: of all rows.
         tallies: of the same, world by world.
+
+    Returns:
+        The fault, `UNKNOWN` where no known one explains the tokens as well as a free fit of each world; its detail, how
+        or how much; the next fault of another name, and how much less likely the tokens are under that; what else was
+        seen, a sentence each.
     """
     logs = evidence.log_likelihoods()
     order = logs.argsort(descending=True).tolist()
@@ -51,13 +38,18 @@ def diagnose(evidence: Evidence, tallies: Sequence[Tally]) -> Diagnosis:
     free = sum(evidence.log_e_of_worlds())
     pairs = evidence.log_dependence()
     kind = int(pairs.argmax())
-    notes = tuple(_notes(tallies))
-    if float(pairs[kind]) >= math.log(1e6):
-        return Diagnosis(DEPENDENT, PAIRS[kind], lead, best.fault, notes)
+    found = {
+        "fault": best.fault,
+        "detail": best.detail,
+        "log10_over_next": lead,
+        "next_fault": evidence.suspects[other].fault,
+        "notes": _notes(tallies),
+    }
+    if float(pairs[kind]) >= math.log(CERTAIN):
+        return found | {"fault": DEPENDENT, "detail": PAIRS[kind], "next_fault": best.fault}
     if float(logs[order[0]]) < free:
-        nearest = f"the nearest is {best.fault!r} ({best.detail})"
-        return Diagnosis(UNKNOWN, nearest, lead, evidence.suspects[other].fault, notes)
-    return Diagnosis(best.fault, best.detail, lead, evidence.suspects[other].fault, notes)
+        return found | {"fault": UNKNOWN, "detail": f"the nearest is {best.fault!r} ({best.detail})"}
+    return found
 
 
 def _notes(tallies: Sequence[Tally]) -> list[str]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from truedraft.certify.e_process import EProcess, log_mean
 from truedraft.certify.samplers.suspects import Suspect
 from truedraft.certify.samplers.worlds import SamplerWorld
 
@@ -32,9 +33,6 @@ FLOOR = 2.0**-22
 _CONCENTRATIONS = (4.0, 32.0, 256.0, 2048.0, 16384.0)
 _ELSEWHERE = 0.05  # the share of a prior that is uniform over cells, those without target probability included
 _STRENGTHS = (0.999, 0.5, 0.2, 0.05)
-SHARE_OF_ANY = 0.45
-"""The share that the averages over any distribution have in the e-value."""
-_SHARE_OF_KNOWN, _SHARE_OF_PAIRS = 0.45, 0.1
 PAIRS = ("neighbouring rows of a call share their noise", "calls repeat the noise of the call before")
 
 
@@ -66,6 +64,7 @@ class Evidence:
     Attributes:
         suspects: these.
         counts: of each world.
+        process: the e-value when so many rows were seen.
     """
 
     def __init__(self, worlds: Sequence[SamplerWorld], suspects: Sequence[Suspect]) -> None:
@@ -75,6 +74,7 @@ class Evidence:
             Counts(torch.zeros_like(world.joint), world.joint.new_zeros(len(PAIRS), world.vocab**2)) for world in worlds
         ]
         self._ratios = [_ratios(world, suspects) for world in worlds]
+        self.process = EProcess(known=0.45, any=0.45, pairs=0.1)
 
     @property
     def rows(self) -> int:
@@ -98,12 +98,15 @@ class Evidence:
 
     def log_e(self) -> float:
         """The logarithm of the e-value against "the sampler is lossless"."""
-        parts = (
-            math.log(_SHARE_OF_KNOWN) + _log_mean(self._of_suspects()),
-            math.log(SHARE_OF_ANY) + _log_mean(torch.tensor(self.log_e_of_worlds(), dtype=torch.float64)),
-            math.log(_SHARE_OF_PAIRS) + _log_mean(self._of_pairs()),
-        )
-        return float(torch.logsumexp(torch.tensor(parts, dtype=torch.float64), 0))
+        return self.process.mean(self.log_parts())
+
+    def log_parts(self) -> dict[str, float]:
+        """The logarithm of each kind of r's e-value."""
+        return {
+            "known": log_mean(self._of_suspects()),
+            "any": log_mean(torch.tensor(self.log_e_of_worlds(), dtype=torch.float64)),
+            "pairs": log_mean(self._of_pairs()),
+        }
 
     def log_e_of_worlds(self) -> list[float]:
         """The logarithm of each world's e-value against its joint distribution, whatever else it follows."""
@@ -173,7 +176,3 @@ def _ratios(world: SamplerWorld, suspects: Sequence[Suspect]) -> Tensor:
     mixed = strength * r + (1.0 - strength) * p
     # A cell that neither has is as unlikely under both: it says nothing of this suspect.
     return torch.where(mixed > 0.0, mixed.clamp_min(1e-300).log() - p.clamp_min(FLOOR).log(), 0.0)
-
-
-def _log_mean(logs: Tensor) -> float:
-    return float(torch.logsumexp(logs.flatten(), 0)) - math.log(logs.numel())

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from truedraft.certify.checks import PATIENCE, Deadline, Status, Tell, now
+from truedraft.certify.checks import PATIENCE, Deadline, Finding, Part, Status, Tell, now
+from truedraft.certify.e_process import ALARM, CERTAIN
+from truedraft.certify.report import Report, evidence_words
 from truedraft.certify.samplers.contract import Sampler
 from truedraft.certify.samplers.detectable import smallest_detectable
-from truedraft.certify.samplers.diagnosis import Diagnosis, diagnose
-from truedraft.certify.samplers.evidence import SHARE_OF_ANY, Evidence
+from truedraft.certify.samplers.diagnosis import diagnose
+from truedraft.certify.samplers.evidence import Evidence
 from truedraft.certify.samplers.suspects import suspects
-from truedraft.certify.samplers.tally import Place, Tally, total_variation, variation_by_chance, worst_places
+from truedraft.certify.samplers.tally import Tally, total_variation, variation_by_chance, worst_places
 from truedraft.certify.samplers.worlds import SamplerWorld, sampler_worlds
 from truedraft.errors import OptionError
 
-NOTICED, DEVIATES = 1e3, 1e6
-"""E-values: rows until these are told; a deviation is called one where the second is reached, and again."""
 GOAL = 0.05
 """A sampler is lossless as far as was tested if a total variation of this size would have been found in every world."""
 ROWS = 60_000
@@ -28,82 +30,6 @@ ROWS = 60_000
 _FIRST, _GROWTH, _LARGEST = 2, 1.25, 4096  # rows of a call
 _LEAST = 30_000  # of each world, for which more time is taken
 _NAMED = 1_000  # of each world, to name a fault
-
-
-@dataclass(frozen=True, slots=True)
-class WorldResult:
-    """One world.
-
-    Attributes:
-        name: of it.
-        rows: that were judged.
-        log10_e: of its e-value against the exact distribution, whatever the fault.
-        total_variation: between the tokens and the exact distribution.
-        by_chance: what that would be on average without a fault.
-        smallest_detectable: the total variation that so many rows would have shown.
-    """
-
-    name: str
-    rows: int
-    log10_e: float
-    total_variation: float
-    by_chance: float
-    smallest_detectable: float
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """One of the runs; the second one has other seeds.
-
-    Attributes:
-        log10_e: of the e-value at its end.
-        rows: that were judged.
-        tokens: that were emitted.
-        rows_to: rows until each of the e-values `NOTICED` and `DEVIATES`; None where it was not reached.
-        tokens_to: tokens until then.
-    """
-
-    log10_e: float
-    rows: int
-    tokens: int
-    rows_to: dict[str, int | None]
-    tokens_to: dict[str, int | None]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerCertificate:
-    """What came of a sampler.
-
-    Attributes:
-        name: of it.
-        parameters: what it is called with.
-        status: HOLDS, FAILS, or NOT_ENOUGH evidence.
-        runs: one, or two where the first found a deviation.
-        worlds: of all runs together.
-        places: where tokens are, and how far from what they should be.
-        accepted: drafted tokens kept, for each row.
-        accepted_by_rule: the same of speculative sampling, token by token.
-        diagnosis: what is wrong; None where nothing was found.
-        seed: of the first run.
-        seconds: that it took.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    status: Status
-    runs: tuple[RunResult, ...]
-    worlds: tuple[WorldResult, ...]
-    places: tuple[Place, ...]
-    accepted: float
-    accepted_by_rule: float
-    diagnosis: Diagnosis | None
-    seed: int
-    seconds: float
-
-    @property
-    def smallest_detectable(self) -> float:
-        """The total variation that would have been found in every world."""
-        return max(world.smallest_detectable for world in self.worlds)
 
 
 @dataclass
@@ -116,7 +42,11 @@ class _Run:
     tallies: list[Tally]
     tokens: int = 0
     batch: float = _FIRST
-    reached: dict[float, tuple[int, int]] = field(default_factory=dict)  # rows and tokens, by e-value
+
+    @property
+    def deviates(self) -> bool:
+        """Whether the evidence is such that a second run has to be made, or confirms the first."""
+        return CERTAIN in self.evidence.process.reached
 
     @property
     def rows_of_each(self) -> int:
@@ -136,22 +66,20 @@ class _Run:
                 self.tokens += int((emitted >= 0).sum())
                 cells.append(world.cells(emitted, generator))
             self.evidence.add(number, cells)
-        log_e = self.evidence.log_e()
-        for level in (NOTICED, DEVIATES):
-            if log_e >= math.log(level):
-                self.reached.setdefault(level, (self.evidence.rows, self.tokens))
+        self.evidence.process.see(self.evidence.log_parts(), (self.evidence.rows, self.tokens))
         self.batch = min(_LARGEST, self.batch * _GROWTH)
 
-    def result(self) -> RunResult:
-        """What came of it."""
-        found = {f"1e{math.log10(level):.0f}": self.reached.get(level) for level in (NOTICED, DEVIATES)}
-        return RunResult(
-            self.evidence.log_e() / math.log(10.0),
-            self.evidence.rows,
-            self.tokens,
-            {name: None if each is None else each[0] for name, each in found.items()},
-            {name: None if each is None else each[1] for name, each in found.items()},
-        )
+    def facts(self) -> dict[str, Any]:
+        """What came of it: rows and tokens until each of the e-values, None where it was not reached."""
+        reached = self.evidence.process.reached
+        found = {f"1e{math.log10(level):.0f}": reached.get(level, (None, None)) for level in (ALARM, CERTAIN)}
+        return {
+            "log10_e": self.evidence.log_e() / math.log(10.0),
+            "rows": self.evidence.rows,
+            "tokens": self.tokens,
+            "rows_to": {name: rows for name, (rows, _) in found.items()},
+            "tokens_to": {name: tokens for name, (_, tokens) in found.items()},
+        }
 
 
 def certify_sampler(
@@ -162,7 +90,7 @@ def certify_sampler(
     rows: int = ROWS,
     worlds: Sequence[SamplerWorld] | None = None,
     tell: Tell = lambda done: None,
-) -> SamplerCertificate:
+) -> Report:
     """Check that a sampler's tokens, continued by the target, have the target's joint distribution.
 
     Args:
@@ -193,61 +121,91 @@ def certify_sampler(
 
     def first_done(own: _Run) -> bool:
         limit = time if own.rows_of_each >= _LEAST else patience
-        return DEVIATES in own.reached or own.rows_of_each >= rows or limit.over
+        return own.deviates or own.rows_of_each >= rows or limit.over
 
     def second_done(own: _Run) -> bool:
-        again = DEVIATES in own.reached and own.rows_of_each >= _NAMED
+        again = own.deviates and own.rows_of_each >= _NAMED
         return again or own.rows_of_each >= rows or patience.over
 
     runs = [run(0, first_done)]
-    if DEVIATES in runs[0].reached:
+    if runs[0].deviates:
         runs.append(run(1, second_done))
-    return _certificate(sampler, worlds, runs, seed, now() - started)
+    return _report(sampler, runs, {"parameters": list(sampler.parameters), "seed": seed}, now() - started)
 
 
-def _certificate(
-    sampler: Sampler, worlds: Sequence[SamplerWorld], runs: Sequence[_Run], seed: int, seconds: float
-) -> SamplerCertificate:
-    told = tuple(run.result() for run in runs)
+def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], seconds: float) -> Report:
+    """What the runs come to; those behind the first are merged into it."""
+    facts = [run.facts() for run in runs]
+    found = [run.deviates for run in runs]
     evidence, tallies = runs[0].evidence, runs[0].tallies
     for other in runs[1:]:
         evidence.merge(other.evidence)
         for tally, more in zip(tallies, other.tallies, strict=True):
             tally.merge(more)
-    results = _world_results(worlds, evidence)
-    found = [DEVIATES in run.reached for run in runs]
-    if all(found):
-        status = Status.FAILS
-    elif any(found) or max(each.smallest_detectable for each in results) > GOAL:
-        status = Status.NOT_ENOUGH
-    else:
-        status = Status.HOLDS
+    worlds = _of_worlds(runs[0].worlds, evidence)
+    diagnosis = diagnose(evidence, tallies) if any(found) else {}
     rows = sum(tally.rows for tally in tallies)
-    return SamplerCertificate(
-        sampler.name,
-        sampler.parameters,
-        status,
-        told,
-        tuple(results),
-        tuple(worst_places(tallies, evidence.counts)),
-        sum(tally.accepted for tally in tallies) / rows,
-        sum(tally.accepted_by_rule for tally in tallies) / rows,
-        diagnose(evidence, tallies) if any(found) else None,
-        seed,
-        seconds,
+    kept, by_rule = (sum(getattr(each, name) for each in tallies) / rows for name in ("accepted", "accepted_by_rule"))
+    places = worst_places(tallies, evidence.counts)
+    return Report(
+        "Certificate of a sampler",
+        [_verdict(facts, found, worlds, diagnosis), *worlds, *places],
+        f"{sampler.name}, {rows:,} rows",
+        [*map(_note, itertools.count(1), facts), _kept(kept, by_rule), *diagnosis.get("notes", ())],
+        {**about, "runs": facts, "accepted": kept, "accepted_by_rule": by_rule},
+        seconds=seconds,
     )
 
 
-def _world_results(worlds: Sequence[SamplerWorld], evidence: Evidence) -> list[WorldResult]:
-    needed = math.log(DEVIATES * len(worlds) / SHARE_OF_ANY)
-    return [
-        WorldResult(
-            world.name,
-            counts.rows,
-            log_e / math.log(10.0),
-            total_variation(counts.cells, world.joint),
-            variation_by_chance(counts.rows, world.joint),
-            smallest_detectable(world.joint, counts.rows, needed),
-        )
-        for world, counts, log_e in zip(worlds, evidence.counts, evidence.log_e_of_worlds(), strict=True)
-    ]
+def _verdict(
+    runs: Sequence[Mapping[str, Any]], found: Sequence[bool], worlds: Sequence[Finding], diagnosis: Mapping[str, Any]
+) -> Finding:
+    """A deviation is one that comes again; without any, how small a one would have been found in every world."""
+    least = max(each.facts["smallest_detectable_tv"] for each in worlds)
+    log10 = min(run["log10_e"] for run in runs)
+    facts = {"log10_evidence": log10, "smallest_detectable_tv": least, **diagnosis}
+    status, told = Status.HOLDS, f"a total variation of {least:.3f} in any direction would have been found"
+    if diagnosis:
+        told = (
+            "likeliest: {fault}, {detail}; the next is {next_fault!r}, less likely by a factor of "
+            "1e{log10_over_next:.1f}"
+        ).format(**diagnosis)
+        status = Status.FAILS if all(found) else Status.NOT_ENOUGH
+        if not all(found):
+            told = f"it deviated once, and that did not repeat in the time given; give more --minutes; {told}"
+    elif least > GOAL:
+        status = Status.NOT_ENOUGH
+        told = f"what would have been found begins at {least:.3f}, and not at {GOAL:g}; give more --minutes"
+    summary = f"evidence {evidence_words(log10)}; {told}"
+    return Finding(Part.WORLDS, "tokens have the target's joint distribution", status, summary, facts)
+
+
+def _note(number: int, run: Mapping[str, Any]) -> str:
+    words = [f"run {number}: e-value 1e{run['log10_e']:.1f} after {run['rows']} rows, {run['tokens']} tokens"]
+    for level, rows in run["rows_to"].items():
+        words.append(f"{level} after {rows} rows, {run['tokens_to'][level]} tokens" if rows else f"{level} not reached")
+    return "; ".join(words)
+
+
+def _kept(kept: float, by_rule: float) -> str:
+    return f"{kept:.3f} drafted tokens kept for each row; speculative sampling keeps {by_rule:.3f}, token by token"
+
+
+def _of_worlds(worlds: Sequence[SamplerWorld], evidence: Evidence) -> list[Finding]:
+    """Of each world how far tokens are from the exact distribution, and what so many rows would have shown."""
+    needed = math.log(CERTAIN * len(worlds) / evidence.process.share("any"))
+    found = []
+    for world, counts, log_e in zip(worlds, evidence.counts, evidence.log_e_of_worlds(), strict=True):
+        facts = {
+            "rows": counts.rows,
+            "log10_e": log_e / math.log(10.0),
+            "total_variation": total_variation(counts.cells, world.joint),
+            "by_chance": variation_by_chance(counts.rows, world.joint),
+            "smallest_detectable_tv": smallest_detectable(world.joint, counts.rows, needed),
+        }
+        summary = (
+            "{rows:,} rows: total variation {total_variation:.4f}, by chance {by_chance:.4f}, smallest detectable "
+            "{smallest_detectable_tv:.4f}; log10 e {log10_e:.1f}"
+        ).format(**facts)
+        found.append(Finding(Part.WORLDS, world.name, Status.MEASURED, summary, facts))
+    return found

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from truedraft.certify.checks import Finding, Part, Status
 from truedraft.certify.samplers.evidence import Counts
 from truedraft.certify.samplers.suspects import accepted_by_rule
 from truedraft.certify.samplers.worlds import Rows, SamplerWorld
 from truedraft.core import probs as L
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The tokens of one place, in the world where they are farthest from what they should be.
-
-    Attributes:
-        name: of the place.
-        world: where that is.
-        rows: that have a token there.
-        total_variation: between the observed frequencies and the exact probabilities.
-        by_chance: what that is on average for a lossless sampler, so many rows give no less.
-    """
-
-    name: str
-    world: str
-    rows: int
-    total_variation: float
-    by_chance: float
-
-    @property
-    def excess(self) -> float:
-        """How much farther than by chance, in multiples of that."""
-        if self.by_chance > 0.0:
-            return self.total_variation / self.by_chance
-        return math.inf if self.total_variation > 0.0 else 0.0
 
 
 class Tally:
@@ -91,7 +65,7 @@ class Tally:
         self._recovered += other._recovered
         self._bonus += other._bonus
 
-    def places(self, counts: Counts) -> list[Place]:
+    def places(self, counts: Counts) -> list[Finding]:
         """How far tokens are from the target, by place; of recovered and bonus tokens as speculative sampling has them.
 
         Args:
@@ -108,17 +82,21 @@ class Tally:
         found.append(_place("recovered at the first token", world, self._recovered, recovered))
         expected = self._bonus[1] / self._bonus[1].sum().clamp_min(1.0)
         found.append(_place("bonus", world, self._bonus[0], expected))
-        return [each for each in found if each.rows]
+        return [each for each in found if each.facts["rows"]]
 
 
-def worst_places(tallies: Sequence[Tally], counts: Sequence[Counts]) -> list[Place]:
-    """For each place its worst world."""
-    worst: dict[str, Place] = {}
+def worst_places(tallies: Sequence[Tally], counts: Sequence[Counts]) -> list[Finding]:
+    """Of each place its worst world, by how much farther tokens are than by chance."""
+    worst: dict[str, Finding] = {}
     for tally, own in zip(tallies, counts, strict=True):
         for place in tally.places(own):
-            if place.name not in worst or place.excess > worst[place.name].excess:
-                worst[place.name] = place
+            worst[place.name] = max(worst.get(place.name, place), place, key=_excess)
     return list(worst.values())
+
+
+def _excess(place: Finding) -> float:
+    by_chance, off = place.facts["by_chance"], float(place.facts["total_variation"])
+    return off / by_chance if by_chance else math.inf * off if off else 0.0
 
 
 def total_variation(counts: Tensor, probs: Tensor) -> float:
@@ -131,6 +109,14 @@ def variation_by_chance(rows: int, probs: Tensor) -> float:
     return float((2.0 * probs * (1.0 - probs) / (math.pi * max(rows, 1))).sqrt().sum()) / 2.0
 
 
-def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Place:
+def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Finding:
+    """The tokens of one place in one world: lossless samplers are off as by chance, so many rows give no less."""
     rows = int(observed.sum())
-    return Place(name, world.name, rows, total_variation(observed, exact), variation_by_chance(rows, exact))
+    facts = {
+        "world": world.name,
+        "rows": rows,
+        "total_variation": total_variation(observed, exact),
+        "by_chance": variation_by_chance(rows, exact),
+    }
+    told = "{rows:,} rows: total variation {total_variation:.4f}, by chance {by_chance:.4f}; its worst world: {world}"
+    return Finding(Part.PLACES, name, Status.MEASURED, told.format(**facts), facts)

@@ -24,7 +24,7 @@ class Backend(ABC):
     Attributes:
         fast_paths: what is switched on beyond the plain forward, in words, for reports.
         least_rows: plans are padded to this many tokens and rows, for kernels treat very short products differently
-            and a row must not depend on how many share its forward (DESIGN section 2, row invariance).
+            and a row must not depend on how many share its forward (docs/lossless.md, row invariance).
         any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
             changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
         own_threads: whether forwards run on threads that are not torch's.
@@ -138,19 +138,6 @@ class Backend(ABC):
             UnsupportedModelError: this backend has no products with such weights.
         """
         raise UnsupportedModelError("its forward has no products with such weights")
-
-    def with_layers(self, numbers: Sequence[int]) -> Backend:
-        """The same with some of its layers alone, over the caches of this one; see `LanguageModel.first_layers`.
-
-        Only one of the two may run at a time. The layer at place i reads and writes what this one's layer i does.
-
-        Args:
-            numbers: of the layers, rising from 0.
-
-        Raises:
-            UnsupportedModelError: layers cannot be left out here.
-        """
-        raise UnsupportedModelError("its forward runs all layers")
 
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """One loop over the layers of Llama-like decoders, from the loaded model's own weights.
 
-A small model costs more in the host's work between products than in the products (docs/performance.md), so products
+A small model costs more in the host's work between products than in the products (benchmarks/LOG.md), so products
 of one input are fused, the residual is added inside the product, rotary positions come from a table, and no module
 is called on the way. The result is the model's own up to rounding, which the check at load holds it to.
 """
@@ -64,13 +64,6 @@ class FusedBackend(Backend):
         if len(fewer) == len(products) + 1:
             twin.least_rows = 1  # of these products a row has the same bits whatever their number
         twin.fast_paths = (*self.fast_paths[1:], f"weights of {bits} bits")
-        return twin
-
-    def with_layers(self, numbers: Sequence[int]) -> FusedBackend:
-        twin = copy.copy(self)
-        twin._layers = [self._layers[number] for number in numbers]
-        twin._scorings = [self._scorings[number] for number in numbers]
-        twin.shown_layers = len(numbers)
         return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:

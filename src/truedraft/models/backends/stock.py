@@ -71,9 +71,7 @@ class StockBackend(Backend):
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
         self.any_threads = model.device.type == "cpu" and model.dtype is torch.bfloat16
         self.fast_paths = ()
-        self._place = _layers_place(model)
-        self._layers = decoder_layers(model)
-        self._kept: nn.ModuleList | None = None  # layers that run, where not all do
+        self._layers = _decoder_layers(model)
         self.shown_layers = len(self._layers)
 
     def new_pool(self, limit: int) -> CachePool:
@@ -91,7 +89,7 @@ class StockBackend(Backend):
 
     def _run(self, plan: ForwardPlan, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         self._captured.clear()
-        with self._recurrence.following(plan), self._adapters.following(plan), self._shortened():
+        with self._recurrence.following(plan), self._adapters.following(plan):
             output = self._model(input_ids=plan.tokens, use_cache=False, logits_to_keep=plan.rows, **given)
         logits, vectors = output.logits[0], self._captured.pop()[0]
         return (logits[plan.rows], vectors[plan.rows]) if self._gives_all_rows else (logits, vectors)
@@ -108,28 +106,6 @@ class StockBackend(Backend):
         if multiplies_packed_alone(twin._model):
             twin.least_rows = 1  # of these products a row has the same bits whatever their number
         return twin
-
-    def with_layers(self, numbers: Sequence[int]) -> StockBackend:
-        if self._place is None or self._carries:
-            raise UnsupportedModelError("its layers carry states, or are not one list that could be cut short")
-        twin = copy.copy(self)  # the hook on the LM head fills one list
-        twin._layers = [self._layers[number] for number in numbers]
-        twin._kept, twin.shown_layers = nn.ModuleList(twin._layers), len(numbers)
-        return twin
-
-    @contextmanager
-    def _shortened(self) -> Iterator[None]:
-        """The model has the layers that run alone meanwhile."""
-        if self._kept is None or self._place is None:
-            yield
-            return
-        parent, name = self._place
-        whole = getattr(parent, name)
-        setattr(parent, name, self._kept)
-        try:
-            yield
-        finally:
-            setattr(parent, name, whole)
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         def show(layer: int, output: Any) -> None:
@@ -150,22 +126,11 @@ class StockBackend(Backend):
         return logits[: len(vectors)]
 
 
-def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """The model's layers in order; none where they are not one list, as many as its configuration says."""
-    place = _layers_place(model)
-    return () if place is None else list(getattr(*place))
-
-
-def _layers_place(model: PreTrainedModel) -> tuple[nn.Module, str] | None:
-    """The module that has the list of layers, and its name there; None where there is no such list, or several."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    lists = [
-        (parent, name)
-        for parent in model.base_model.modules()
-        for name, part in parent.named_children()
-        if isinstance(part, nn.ModuleList) and len(part) == count
-    ]
-    return lists[0] if len(lists) == 1 else None
+    lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    return list(lists[0]) if len(lists) == 1 else ()
 
 
 class _PackedAttention:

@@ -115,13 +115,6 @@ class NativeBackend(Backend):
         twin.fast_paths = ("native forward", f"weights of {bits} bits")
         return twin
 
-    def with_layers(self, numbers: Sequence[int]) -> NativeBackend:
-        twin = copy.copy(self)  # as in `quantized`
-        twin._whole = self
-        twin._model = model = CModel.from_buffer_copy(self._model)
-        model.layers, model.layer = len(numbers), (CLayer * len(numbers))(*(self._model.layer[n] for n in numbers))
-        return twin
-
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from launches import Drafting, llamacpp_launch, vllm_launch
+from servers import PORT, Launch, Server, serving
 from truedraft.errors import PeerError
-from truedraft.peers.launches import Drafting, llamacpp_launch, vllm_launch
-from truedraft.peers.servers import PORT, Launch, Server, serving
 
 HEALTHY = """
 import http.server, subprocess, sys, time
@@ -89,7 +89,7 @@ def test_one_that_dies_later_is_noticed(tmp_path: Path) -> None:
 
 
 def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truedraft.peers.servers._NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr("servers._NOTE_EVERY_S", 0.0)
     notes: list[str] = []
     words = r"fake engine does not answer after 1 s; .*fake-engine\.log"
     with (

@@ -1,29 +1,46 @@
 """Systems that answer the same requests in turns, until the interval of their ratio is narrow.
 
 The ratio of a turn is that of the times per emitted token. A round is one pass over all groups of requests; the first
-warms up and is dropped for all systems. The estimate is the geometric mean over rounds, and its interval is Student's t
-over their means. Rounds of one cell should lie apart: this kind of machine changes for half a minute at a time (plain
-decoding of the embedded target was seen to go from 0.9 to 1.3 ms a token while speculation stayed as it was), and turns
-of one moment agree with each other far better than with the next minute. So several cells are visited in turns.
+warms up and is dropped for all systems. The estimate is the geometric mean over rounds with Student's t as its
+interval, or, where single turns may be far off, their median with a bootstrap's.
+
+Rounds of one cell should lie apart: this kind of machine changes for half a minute at a time (plain decoding of the
+embedded target was seen to go from 0.9 to 1.3 ms a token while speculation stayed as it was), and turns of one moment
+agree with each other far better than with the next minute. So several cells are visited in turns.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from deciding_sets import Asked
-from scipy import stats
-
-HALF_WIDTH = 0.02
-_LEAST_ROUNDS = 5  # behind the warm-up
-_CONFIDENCE = 0.95
+_DRAWS = 1_000
+_LOW, _HIGH = 0.025, 0.975  # of a 95 % interval
 
 Clock = Callable[[], float]
+T = TypeVar("T")
+Group = TypeVar("Group")
+"""Whatever systems answer together."""
+_Asked = TypeVar("_Asked", contravariant=True)
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The items, beginning with another one, so that none always goes first."""
+    first = by % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median of at least one value, by drawing values again (percentile bootstrap)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_DRAWS))
+    return medians[round(_LOW * _DRAWS)], medians[round(_HIGH * _DRAWS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +50,12 @@ class Answered:
     Attributes:
         token_ids: of each request.
         prefill_s: of its time, the steps that read a part of a prompt.
+        alike: numbers of the requests that every system must answer alike.
     """
 
     token_ids: list[list[int]]
     prefill_s: float = 0.0
+    alike: Sequence[int] = ()
 
     @property
     def tokens(self) -> int:
@@ -44,12 +63,12 @@ class Answered:
         return sum(map(len, self.token_ids))
 
 
-class System(Protocol):
+class Answering(Protocol[_Asked]):
     """Whatever answers."""
 
     name: str
 
-    def answer(self, group: Sequence[Asked]) -> Answered:
+    def answer(self, group: _Asked) -> Answered:
         """Answer a group together."""
 
 
@@ -61,7 +80,7 @@ class Turn:
         round: its number.
         per_token_s: of each system, seconds of the whole answer per emitted token.
         decode_s: of each system, likewise behind the prompt.
-        compared: greedy answers that could be compared with the first system's.
+        compared: answers that had to be those of the first system.
         different: those that were not identical.
     """
 
@@ -101,7 +120,50 @@ class Estimate:
         return {name: round(value, 4) for name, value in values.items()} | {"turns": self.turns}
 
 
-def estimate(turns: Sequence[Turn], of: str, over: str, *, decoding: bool = False) -> Estimate:
+Middle = Callable[[Sequence[float]], tuple[float, float, float]]
+"""The middle of some values, and its 95 % interval."""
+
+
+def middle_by_mean(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, with the interval of Student's t; an infinite one of a single value."""
+    middle = statistics.fmean(values)
+    if len(values) < 2:
+        return middle, -math.inf, math.inf
+    half = student_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return middle, middle - half, middle + half
+
+
+def middle_by_median(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, with the interval of a bootstrap; an infinite one of a single value."""
+    interval = median_interval(values) if len(values) > 1 else (-math.inf, math.inf)
+    return statistics.median(values), *interval
+
+
+def student_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by bisection over the angle atan(t / sqrt(freedom)).
+
+    Within it lies a closed form's share of the mass (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+
+    def within(angle: float) -> float:
+        odd, total = freedom % 2, 0.0
+        term = math.cos(angle) ** odd
+        for power in range(odd, freedom - 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+        share = math.sin(angle) * total
+        return 2.0 / math.pi * (angle + share) if odd else share
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle) < _HIGH - _LOW else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def estimate(
+    turns: Sequence[Turn], of: str, over: str, *, decoding: bool = False, middle: Middle = middle_by_mean
+) -> Estimate:
     """How much faster one system is than another: above 1, it is.
 
     Args:
@@ -109,17 +171,13 @@ def estimate(turns: Sequence[Turn], of: str, over: str, *, decoding: bool = Fals
         of: name of the system.
         over: name of the one that it is held against.
         decoding: of the time behind the prompts.
+        middle: of the rounds, each the mean of its turns' logarithms.
     """
     by_round: dict[int, list[float]] = defaultdict(list)
     for turn in turns:
         by_round[turn.round].append(_log_ratio(turn, of, over, decoding))
-    means = [statistics.fmean(own) for own in by_round.values()]
-    middle = statistics.fmean(means)
-    if len(means) < 2:
-        return Estimate(math.exp(middle), 0.0, math.inf, len(turns))
-    error = statistics.stdev(means) / math.sqrt(len(means))
-    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(means) - 1)) * error
-    return Estimate(math.exp(middle), math.exp(middle - half), math.exp(middle + half), len(turns))
+    ratio, low, high = middle([statistics.fmean(own) for own in by_round.values()])
+    return Estimate(math.exp(ratio), math.exp(low), math.exp(high), len(turns))
 
 
 def _log_ratio(turn: Turn, of: str, over: str, decoding: bool = False) -> float:
@@ -134,28 +192,32 @@ def ratios(turns: Sequence[Turn], of: str, over: str) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """When a cell is done.
+    """When turns are over.
 
     Attributes:
-        sure_above: a cell whose whole interval is above this is also done with a half-width of 2 % of its ratio: it
-            lies so far above its bar that more turns would change no verdict. It is told apart in the tables.
+        sure_above: where the whole interval is above this, `half_width` times the ratio will do: it lies so far above
+            its bar that more turns would change no verdict.
+        half_width: of the interval, that is wanted.
+        least_rounds: behind the warm-up.
     """
 
-    sure_above: float = 1.10
+    sure_above: float = math.inf
+    half_width: float = 0.02
+    least_rounds: int = 5
 
     def status(self, estimates: Sequence[Estimate], rounds: int, took_s: float, most_s: float) -> str | None:
         """ "reached", "far above", "missed" for want of time, or None where it goes on."""
-        enough = rounds >= _LEAST_ROUNDS
-        if enough and all(each.half_width <= HALF_WIDTH for each in estimates):
+        enough = rounds >= self.least_rounds
+        if enough and all(each.half_width <= self.half_width for each in estimates):
             return "reached"
         if enough and all(self._far(each) for each in estimates):
             return "far above"
         return "missed" if took_s >= most_s and rounds > 1 else None
 
     def _far(self, each: Estimate) -> bool:
-        if each.half_width <= HALF_WIDTH:
+        if each.half_width <= self.half_width:
             return True
-        return each.low > self.sure_above and each.half_width <= HALF_WIDTH * each.ratio
+        return each.low > self.sure_above and each.half_width <= self.half_width * each.ratio
 
 
 @dataclass(slots=True)
@@ -185,7 +247,7 @@ class Measured:
         }
 
 
-class Contest:
+class Contest(Generic[Group]):
     """Systems that take turns, a round at a visit.
 
     Args:
@@ -194,19 +256,26 @@ class Contest:
         pairs: names of systems, each with the one that it is held against.
         stop: when it is over.
         clock: seconds.
+        middle: see `estimate`.
     """
 
     def __init__(
         self,
-        systems: Sequence[System],
-        groups: Sequence[Sequence[Asked]],
+        systems: Sequence[Answering[Group]],
+        groups: Sequence[Group],
         pairs: Sequence[tuple[str, str]],
         stop: Stop,
-        clock: Clock,
+        clock: Clock = time.perf_counter,
+        middle: Middle = middle_by_mean,
     ) -> None:
         self.pairs, self.measured = list(pairs), Measured()
         self._systems, self._groups, self._stop, self._clock = systems, groups, stop, clock
-        self._next = 0
+        self._next, self._middle = 0, middle
+
+    @property
+    def estimates(self) -> list[Estimate]:
+        """Of each pair, behind the first round that counts."""
+        return [estimate(self.measured.turns, *pair, middle=self._middle) for pair in self.pairs]
 
     def visit(self, most_s: float) -> bool:
         """One more round; returns whether it was the last.
@@ -222,28 +291,34 @@ class Contest:
             return False  # it warmed up
         found.turns += turns
         found.rounds += 1
-        estimates = [estimate(found.turns, *pair) for pair in self.pairs]
-        status = self._stop.status(estimates, found.rounds, found.seconds, most_s)
+        status = self._stop.status(self.estimates, found.rounds, found.seconds, most_s)
         found.status = status or found.status
         return status is not None
 
 
-def one_round(systems: Sequence[System], groups: Sequence[Sequence[Asked]], number: int, clock: Clock) -> list[Turn]:
+def take_turns(contests: Iterable[Contest[Group]], seconds: float, clock: Clock = time.perf_counter) -> None:
+    """Visit contests in turns, a round each, until all are over or the time is."""
+    end = clock() + seconds
+    left = list(contests)
+    while left and clock() < end:
+        left = [contest for contest in left if not contest.visit(seconds)]
+
+
+def one_round(systems: Sequence[Answering[Group]], groups: Sequence[Group], number: int, clock: Clock) -> list[Turn]:
     """All groups once, by all systems; the one that goes first changes from group to group and from round to round."""
     turns = []
     for place, group in enumerate(groups):
-        first = (number + place) % len(systems)
         answers, seconds = {}, {}
-        for system in (*systems[first:], *systems[:first]):
+        for system in rotated(systems, number + place):
             began = clock()
             answers[system.name] = system.answer(group)
             seconds[system.name] = clock() - began
-        compared, different = _differences([answers[system.name] for system in systems], group)
+        compared, different = _differences([answers[system.name] for system in systems])
         turns.append(
             Turn(
                 number,
                 {name: seconds[name] / answer.tokens for name, answer in answers.items()},
-                {name: _decode_s(answer, seconds[name], len(group)) for name, answer in answers.items()},
+                {name: _decode_s(answer, seconds[name]) for name, answer in answers.items()},
                 compared,
                 different,
             )
@@ -251,12 +326,12 @@ def one_round(systems: Sequence[System], groups: Sequence[Sequence[Asked]], numb
     return turns
 
 
-def _decode_s(answer: Answered, seconds: float, requests: int) -> float:
+def _decode_s(answer: Answered, seconds: float) -> float:
     """Per token that came behind the prompt, where the first one of each request is not counted."""
-    return (seconds - answer.prefill_s) / max(answer.tokens - requests, 1)
+    return (seconds - answer.prefill_s) / max(answer.tokens - len(answer.token_ids), 1)
 
 
-def _differences(answers: Sequence[Answered], group: Sequence[Asked]) -> tuple[int, int]:
-    greedy = [place for place, asked in enumerate(group) if asked.params.greedy]
-    pairs = [(answers[0].token_ids[place], other.token_ids[place]) for other in answers[1:] for place in greedy]
+def _differences(answers: Sequence[Answered]) -> tuple[int, int]:
+    first = answers[0]
+    pairs = [(first.token_ids[place], other.token_ids[place]) for other in answers[1:] for place in first.alike]
     return len(pairs), sum(one != other for one, other in pairs)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from truedraft.peers.servers import PORT, Launch
+from servers import PORT, Launch
 
 SERVED_NAME = "model"
 """What servers call the model they serve."""

@@ -1,0 +1,121 @@
+"""What several scripts need: files of results, processes that answer, requests over HTTP, and the embedded models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+
+RESULTS = Path(__file__).with_name("results")
+
+
+class Lines:
+    """A file of JSON objects, one a line: what is there, and what comes, written at once so that nothing is lost.
+
+    Args:
+        path: of the file; it need not exist. A line that was torn when a run was killed is left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):
+                self.records.append(json.loads(line))
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Write one."""
+        self.records.append(dict(record))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("\n" if torn else "") + json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+class Child:
+    """A process that answers a line of JSON with a line of JSON.
+
+    Args:
+        words: of its command, behind this Python's.
+        environment: all of it; None is this process's own.
+    """
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def read(self) -> Any:
+        """The next line that it prints.
+
+        Raises:
+            SystemExit: it ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a process that is measured ended early; its message is above")
+        return json.loads(line)
+
+    def ask(self, what: Any) -> Any:
+        """Its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        return self.read()
+
+    def close(self) -> None:
+        """Let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def posted(port: int, body: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """The answer to a request for a completion, over a plain socket so that the client costs little itself."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        head = ("Host: 127.0.0.1", "Connection: close", "Content-Type: application/json")
+        lines = ("POST /v1/completions HTTP/1.1", *head, f"Content-Length: {len(body)}", "", "")
+        writer.write("\r\n".join(lines).encode() + body)
+        await writer.drain()
+        yield reader
+    finally:
+        writer.close()
+
+
+def exported(folder: Path, name: str, pad_to: str | None = None) -> Path:
+    """An embedded model, in bfloat16, as a folder inside another, for engines that know nothing of truedraft.
+
+    It is made where it is not there.
+    """
+    made = folder / f"{name}-{pad_to or 'own'}"
+    if not (made / "config.json").exists():
+        padded = [] if pad_to is None else ["--pad-to", pad_to]
+        command = [sys.executable, "-m", "truedraft", "export", "--model", f"embedded:{name}", "--dtype", "bfloat16"]
+        subprocess.run([*command, "--out", str(made), *padded], check=True)
+    return made
+
+
+def heldout_texts() -> list[str]:
+    """Texts of the held-out prompts that ship with the embedded models."""
+    from truedraft.embedded import heldout_prompts_file
+
+    lines = heldout_prompts_file().read_text(encoding="utf-8").splitlines()
+    return [str(json.loads(line)["text"]) for line in lines if line.strip()]
+
+
+def heldout_ids(target: LanguageModel, most: int) -> list[list[int]]:
+    """The same as token ids, so many at most of each."""
+    from truedraft.engine.prompts import encode_prompt
+
+    return [list(encode_prompt(target, text)[:most]) for text in heldout_texts()]

@@ -1,0 +1,223 @@
+"""Engines that `truedraft certify engine` and `compare` ask: opened, watched, written down, and reported on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from truedraft.certify import Part, Report
+from truedraft.cli.certify import Telling, ids_of, usable_file
+from truedraft.cli.failures import UndecidedError
+from truedraft.cli.prompts import read_prompts
+from truedraft.cli.terminal import Terminal
+from truedraft.errors import DataError, OptionError, PeerError, errors_about
+from truedraft.models.base import LanguageModel, Reader
+from truedraft.peers.asking import Peer, Question, Reply
+from truedraft.progress import Progress
+
+if TYPE_CHECKING:
+    from truedraft.cli.certify_engines import AskedOptions
+
+_STEPS = 1000
+
+
+@contextlib.contextmanager
+def asking(command: str, options: AskedOptions) -> Iterator[Asking]:
+    """All that is open while engines are asked."""
+    _ = options.ask.seconds, options.ask.first_seed  # refused before anything is opened
+    transcript = usable_file("transcript", options.ask.transcript)
+    how = "nothing was decided; with --transcript FILE answers are kept, and the same command goes on from them"
+    if transcript is not None:
+        how = f"what was answered is kept in {options.ask.transcript}; the same command goes on from there"
+    terminal = Terminal()
+    with Telling.of(command, options.report, terminal, how) as telling, contextlib.ExitStack() as opened:
+        yield Asking(options, transcript, terminal, telling, opened)
+
+
+class Asking:
+    """Engines that are being asked, each with its transcript if one is kept.
+
+    Args:
+        options: of the command.
+        transcript: its file; None keeps none.
+        terminal: where progress is shown.
+        telling: tells the report.
+        opened: is closed at the end.
+    """
+
+    def __init__(
+        self,
+        options: AskedOptions,
+        transcript: Path | None,
+        terminal: Terminal,
+        telling: Telling,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        self.terminal = terminal
+        self._options, self._ask = options, options.ask
+        self._transcript, self._telling, self._opened = transcript, telling, opened
+        self._prompts = read_prompts(None, self._ask.prompts)
+        self._peers: list[Peer] = []
+        self._params = replace(options.sampling, seed=self._ask.first_seed)
+
+    def add_function(self, name: str) -> None:
+        """Ask a Python function.
+
+        Raises:
+            OptionError: there is none, or it has no argument for an option.
+        """
+        from truedraft.peers import ProcessPeer, load_function
+
+        function = load_function("process", name)
+        self._reader = reader = self._read()
+        peer = ProcessPeer(function, name=name, vocab_size=reader.vocab_size, eos_token_ids=reader.eos_token_ids)
+        if refused := peer.refuses(self._params):
+            warm = " (the temperature is 1 by default; 0 asks for greedy answers)" if "temperature" in refused else ""
+            raise OptionError(
+                f"{name!r} has no argument {refused}; name it in the function's signature, or leave the option "
+                f"out{warm}",
+                field="process",
+            )
+        self._add(peer, self._transcript)
+
+    def add_servers(self, **urls: str | None) -> None:
+        """Ask servers, by the name of the option that has each one's address; the weights of their model come later.
+
+        Raises:
+            OptionError, PeerError: unusable options, or one cannot be reached.
+        """
+        from truedraft.peers import Endpoint, Patience
+
+        server = self._options.server
+        if not 0.0 < server.timeout < 1e6:
+            raise OptionError(f"must be above 0, got {server.timeout:g}", field="timeout")
+        key = _key(server.api_key_env)
+        self._reader = reader = self._read()
+        # No busy server is waited for longer than the whole run may take.
+        patience = Patience(total_s=min(Patience().total_s, self._ask.seconds))
+        for field, url in urls.items():
+            with errors_about(field):
+                endpoint = Endpoint.open(
+                    url or "",
+                    server.served_model,
+                    api_key=key,
+                    tokenizer=reader.tokenizer,
+                    vocab_size=reader.vocab_size,
+                    eos_token_ids=reader.eos_token_ids,
+                    timeout_s=server.timeout,
+                    patience=patience,
+                    tell=self.terminal.note,
+                )
+            self._opened.enter_context(endpoint)
+            file = self._transcript
+            if file is not None and self._peers:
+                file = file.with_name(f"{file.stem}-{field}{file.suffix}")
+            self._add(endpoint, file)
+
+    def _read(self) -> Reader:
+        from truedraft.cli.session import quiet_hub
+        from truedraft.models.loading import load_reader
+
+        with quiet_hub(), errors_about("model"):
+            return load_reader(self._options.stack.model)
+
+    def _add(self, peer: Peer, file: Path | None) -> None:
+        """A peer whose answers are written down, if that is wanted."""
+        from truedraft.peers import Recorded
+
+        if file is not None:
+            about = {"model": self._options.stack.model, "batch": self._ask.batch, "seed": self._params.seed}
+            peer = self._opened.enter_context(Recorded(peer, file, about))
+        self._peers.append(peer)
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Engine and transcript are open: from here on no argument is at fault."""
+        try:
+            yield
+        except (PeerError, DataError) as error:
+            raise UndecidedError(str(error)) from error
+
+    def report(self, run: Callable[..., Report], parts: Sequence[Part], judge: Sequence[LanguageModel] = ()) -> Report:
+        """Let a certificate ask.
+
+        Args:
+            run: `certify_engine` or `compare_engines`.
+            parts: of it, in the order in which it comes by them.
+            judge: the model that answers are scored by, where it takes one.
+        """
+        ids = ids_of(self._prompts, next(iter(judge), self._reader))
+        with self.terminal.progress("certify", len(parts) * _STEPS) as show:
+            bar = _EngineBar(parts, show)
+            return run(
+                *(_Watched(peer, bar.answered) for peer in self._peers),
+                *judge,
+                ids,
+                self._params,
+                together=self._ask.batch,
+                seconds=self._ask.seconds,
+                tokens=self._ask.tokens,
+                sends_seeds=self._ask.seed_per_request,
+                tell=bar.tell,
+            )
+
+    def told(self, report: Report) -> int:
+        """Tell it; the exit status."""
+        from truedraft.machine import machine_facts
+
+        about = {"model": self._options.stack.model, "prompts": self._ask.prompts, "seed": self._params.seed}
+        return self._telling.told(report, about | {"machine": machine_facts()})
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise OptionError(f"names a variable that is not set: {variable}", field="api_key_env")
+    return key
+
+
+class _EngineBar:
+    """How far a run has come, and how many answers it has: a round of a slow engine's takes minutes.
+
+    Args:
+        parts: of the run, in their order.
+        show: moves the bar.
+    """
+
+    def __init__(self, parts: Sequence[Part], show: Progress) -> None:
+        self._parts, self._show = parts, show
+        self._part, self._done, self._answers = parts[0], 0, 0
+
+    def tell(self, part: Part, done: float) -> None:
+        """A part has come so far."""
+        self._part, self._done = part, int((self._parts.index(part) + done) * _STEPS)
+        self.answered(0)
+
+    def answered(self, count: int = 1) -> None:
+        """So many answers came."""
+        self._answers += count
+        self._show(self._done, f"{self._part.value}; {self._answers:,} came in all")
+
+
+class _Watched(Peer):
+    """A peer that tells of each answer as it comes."""
+
+    def __init__(self, peer: Peer, tell: Callable[[], None]) -> None:
+        self.facts = peer.facts
+        self._peer = peer
+        self._tell = tell
+
+    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
+        found = dict(self.answers(questions))
+        return [found[number] for number in range(len(questions))]
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        for answer in self._peer.answers(questions):
+            self._tell()
+            yield answer
