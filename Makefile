@@ -41,7 +41,7 @@ test-browser: $(STAMP)
 	fi
 	$(BIN)/python -m pytest -m browser tests/browser -rs
 
-# Every family of models that transformers has, small and with random weights: docs/conformance.md.
+# Every family of models that transformers has, small and with random weights: docs/models.md.
 conformance: $(STAMP)
 	$(PYTHON) benchmarks/conformance.py --page
 
@@ -90,7 +90,7 @@ $(LLAMACPP)/.built: $(LLAMACPP)/.unpacked
 	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake --build $(LLAMACPP)/build --target llama-server > /dev/null
 	touch $@
 
-# Certificates for other engines: docs/certify_peers.md. Some hours; a rerun goes on behind what is there.
+# Certificates for other engines: docs/certify_engines.md. Some hours; a rerun goes on behind what is there.
 certify-peers: $(STAMP) $(VLLM)/bin/vllm $(LLAMACPP)/.built
 	$(BIN)/python benchmarks/certify_peers.py $(PEERS)
 
@@ -114,7 +114,7 @@ results: $(STAMP)
 	$(BIN)/$(COMPARE) --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --temperature 1 --drafter redrafter,beams=4,length=4,nodes=8 | tail -n 1 >> $(RESULTS)/heldout.jsonl
 
-# What each lossy rule gives up, and what it brings: docs/lossy_rules.md.
+# What each lossy rule gives up, and what it brings: docs/lossless.md.
 LOSSY := $(RESULTS)/lossy.jsonl
 results-lossy: $(STAMP)
 	rm -f $(LOSSY)
@@ -136,7 +136,7 @@ certify-short: $(STAMP)
 	rm -f out/certificates.jsonl
 	$(BIN)/python benchmarks/certify_embedded.py --short --minutes 0.6 --out out/certificates.jsonl
 
-# Published rejection samplers on worlds whose answer is known, and how soon faults are found: docs/certify_samplers.md.
+# Published rejection samplers on worlds whose answer is known, and how soon faults are found: docs/certify_engines.md.
 # Counts only, a quarter of an hour; vLLM's are added from its own environment.
 results-samplers: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/certify_samplers.py > /dev/null

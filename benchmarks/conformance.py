@@ -51,7 +51,8 @@ from truedraft.verification.specs import rule_from_spec as rule_of
 HERE = Path(__file__).parent
 SHAPES = HERE / "conformance_shapes.json"
 OUT = HERE / "results" / "conformance.jsonl"
-PAGE = HERE.parent / "docs" / "conformance.md"
+PAGE = HERE.parent / "docs" / "models.md"
+BEGIN, END = "<!-- conformance: make conformance -->\n", "<!-- end of conformance -->\n"
 DTYPES = ("float32", "bfloat16")
 COUNT = 16
 NOISE = 0.05  # on the draft's weights, of their spread
@@ -445,10 +446,19 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(line["family"] for line in lines))
     counted = Counter(by[name, "float32"]["outcome"] for name in names if (name, "float32") in by)
     told = [", ".join(f"{count} {outcome}" for outcome, count in counted.most_common()), "", _share(by, names), ""]
-    told += ["| family | runs | float32 | bfloat16 |", "|---|---|---|---|"]
+    runs: dict[str, list[str]] = {}
+    others = []
     for name in names:
+        cells = [_cell(by.get((name, dtype))) for dtype in DTYPES]
         mechanism = by.get((name, "float32"), {}).get("mechanism", "")
-        told.append(f"| {name} | {mechanism} | {' | '.join(_cell(by.get((name, dtype))) for dtype in DTYPES)} |")
+        if set(cells) == {"exact"}:
+            runs.setdefault(mechanism, []).append(name.replace(", encoder-decoder", ""))
+        else:
+            told_of = cells[0] if len(set(cells)) == 1 else f"float32: {cells[0]}; bfloat16: {cells[1]}"
+            others.append(f"| {name} | {mechanism} | {told_of} |")
+    told += ["| runs | families that are exact in both dtypes |", "|---|---|"]
+    told += [f"| {mechanism} | {', '.join(dict.fromkeys(runs[mechanism]))} |" for mechanism in sorted(runs)]
+    told += ["", "| other families | runs | outcome |", "|---|---|---|", *others]
     unlike = [
         f"{line['family']} ({line['transformers_apart']:.2g})"
         for line in lines
@@ -472,39 +482,36 @@ def _share(by: Mapping[tuple[str, str], Mapping[str, Any]], names: Sequence[str]
     )
 
 
-INTRODUCTION = """# Which families were tried, and what came of it
+INTRODUCTION = """
+`make conformance` makes this section. It builds every family of text models that the installed transformers
+({version}) has, small and with random weights (`benchmarks/conformance_shapes.json`), loads it as a user does, and runs
+it with drafters, rules, ways of sampling and batches. One family of each way to run goes through all {every} cells, in
+both dtypes: {fully}.
+The others go through the {cells} cells at the end of this section, in which every two values of two of these meet
+(`make conformance-full` runs the other {rest}, too). `benchmarks/results/conformance.jsonl` has all outcomes.
 
-Made by `make conformance`: every family of text models that the installed transformers has ({version}), built
-small with random weights (`benchmarks/conformance_shapes.json`), loaded as a user loads it, and run with
-drafters, rules, ways of sampling and batches. One family of each way to run goes through all {every} cells, in both
-dtypes: {fully}. The others go through the {cells} at the end of
-this page, in which every two values of two of these meet; their other {rest} follow from these and from the family
-that runs the same way (`make conformance-full` runs them too).
-
-*exact* says that no cell failed: greedy and seeded answers are those of plain decoding, and where they part the
-place is a near tie by the margin and the rounding measured there; greedy ones in float32 are those of
-transformers' `generate`, where a token leads the next by more than transformers' own forwards (with a cache,
-without, in float32) lie apart on the same text; of sampled tokens the probability is that of transformers'
-forward, up to {rounds:g} times what they lie apart. In bfloat16 up to {far:.0%} of a cell's tokens may be further off
-and are told as *rounding*: a router that picks another expert is a jump. *near tie* and *rounding* say in how many
-cells there were any. *refused* quotes what the user reads at load. *not built*: transformers itself could not
-build it from these sizes, or not generate with it.
-
-Families of all mechanisms run in `make test`, a few cells each. All outcomes, with the cells that were run, are
-lines of `benchmarks/results/conformance.jsonl`.
+- *exact*: no cell failed. Greedy and seeded answers are those of plain decoding; where they part, the place is a near
+  tie by the margin and the rounding measured there. Greedy answers in float32 are those of transformers' `generate`,
+  wherever a token leads the next by more than transformers' own forwards (with a cache, without, in float32) differ on
+  the same text. The probability of a sampled token is that of transformers' forward, up to {rounds:g} times what these
+  forwards differ by.
+- *near tie*, *rounding*: in how many cells there were any. In bfloat16 up to {far:.0%} of a cell's tokens may be
+  further off, because a router that picks another expert jumps.
+- *refused* quotes the error at load. *not built*: transformers could not build the model from these sizes, or not
+  generate with it.
 """
 
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
-    """docs/conformance.md."""
+    """The section of docs/models.md."""
     ways = {line["family"]: line.get("mechanism", "not built") for line in reversed(lines)}
     told = INTRODUCTION.format(
         version=transformers.__version__, cells=len(PAIRWISE), every=len(EVERY), rounds=ROUNDINGS, far=MOST_FAR,
-        fully="; ".join(f"{name}, {ways.get(name, 'not run')}" for name in FULLY), rest=len(EVERY) - len(PAIRWISE),
+        fully=", ".join(f"{name} ({ways.get(name, 'not run')})" for name in FULLY), rest=len(EVERY) - len(PAIRWISE),
     )  # fmt: skip
     ran = "\n".join(f"| {' | '.join(cell.name.split(', '))} |" for cell in PAIRWISE)
-    table = f"## The {len(PAIRWISE)} cells\n\n| drafter | rule | sampling | requests |\n|---|---|---|---|\n{ran}\n"
-    return f"{told}\n{report(lines)}\n\n{table}"
+    table = f"The {len(PAIRWISE)} cells:\n\n| drafter | rule | sampling | requests |\n|---|---|---|---|\n{ran}\n"
+    return f"{told}\n{report(lines)}\n\n{table}\n"
 
 
 def _cell(line: Mapping[str, Any] | None) -> str:
@@ -549,7 +556,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report", action="store_true", help="examine nothing, print the tables")
-    parser.add_argument("--page", action="store_true", help="write docs/conformance.md")
+    parser.add_argument("--page", action="store_true", help="write the section of docs/models.md")
     asked = parser.parse_args()
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     done = {line["family"] for line in lines}
@@ -564,7 +571,9 @@ def main() -> int:
     lines.sort(key=lambda line: (places.get(line["family"], len(places)), DTYPES.index(line["dtype"])))
     print(report(lines))
     if asked.page:
-        PAGE.write_text(page(lines))
+        text = PAGE.read_text()
+        head, rest = text.split(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}{page(lines)}{END}{rest.split(END)[1]}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The map of DESIGN section 1, held: who may import whom, and what loads when."""
+"""The map of docs/structure.md, held: who may import whom, and what loads when."""
 
 from __future__ import annotations
 

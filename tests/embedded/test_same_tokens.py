@@ -2,7 +2,7 @@
 
 Over 10,000 tokens of each kind, in bfloat16, on held-out prompts: alone against in batches, chains against trees. Where
 a kernel let a row depend on its neighbours, near ties of the argmax would break this at about one token in a hundred
-(DESIGN section 2). The models are loaded as users load them, with the fast paths that this machine has.
+(docs/lossless.md). The models are loaded as users load them, with the fast paths that this machine has.
 """
 
 from __future__ import annotations

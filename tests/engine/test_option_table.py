@@ -91,9 +91,9 @@ def page(record: dict[str, object]) -> str:
 
 TEXT = """# Options, drafters and rules
 
-Every sampling option beside every drafter, each under the rules `speculative` and `block`. Tests make this page
-(`make results-options`): each cell is proven on a language model of four tokens whose distributions can be written
-down, and drafters that are right at times and wrong at others.
+This page says which sampling options stay exact with which drafters, under the rules `speculative` and `block`. Tests
+make it (`make results-options`): each cell is proven on a language model of four tokens whose distributions can be
+written down, and drafters that are right at times and wrong at others.
 
 - **=** At temperature 0, and with a seed at temperature 1.2, the tokens, finish reasons and logprobs are those of plain
   decoding by the same engine, bit for bit.
@@ -106,8 +106,8 @@ down, and drafters that are right at times and wrong at others.
 
 {table}
 
-Lossy rules (`typical`, `speculative,lenience=L`) obey the same bans, biases and penalties, for they judge by the same
-changed distributions; what they give up is stated [there](lossy_rules.md). Refused whatever drafts: a `seed` with a
-lossy rule above temperature 0, `structured` with `ignore_eos`, `n` above 1 in `Engine.stream` (ask for each sample by
-`submit`), and options about ids that the model has not.
+Lossy rules (`typical`, `speculative,lenience=L`) obey the same bans, biases and penalties, because they judge by the
+same changed distributions; [Lossless](lossless.md#lossy-rules) says what they give up. Refused whatever drafts: a
+`seed` with a lossy rule above temperature 0, `structured` with `ignore_eos`, `n` above 1 in `Engine.stream` (ask for
+each sample by `submit`), and options about ids that the model does not have.
 """

@@ -1,4 +1,4 @@
-"""In bfloat16 a row's logits do not depend, to the last bit, on what shares its forward (DESIGN section 2).
+"""In bfloat16 a row's logits do not depend, to the last bit, on what shares its forward (docs/lossless.md).
 
 Without it, "the same tokens with and without speculation" would fail at every near tie. It holds for the model's own
 modules and for the fast paths alike.

@@ -112,7 +112,7 @@ def exact(pair: Pair, params: SamplingParams) -> dict[tuple[int, int], float]:
     }
 
 
-# Across tokenizers transformers leaves the target's distribution: docs/certify_peers.md.
+# Across tokenizers transformers leaves the target's distribution: docs/certify_engines.md.
 @pytest.mark.parametrize("way", ["plain", "lookup", "assisted"])
 def test_sampled_answers_follow_the_target_in_this_order_of_filters(pair: Pair, way: str) -> None:
     """Chi-square over pairs of tokens; seeds are fixed, so it cannot fail by chance. Another law is told apart."""

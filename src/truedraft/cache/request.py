@@ -8,7 +8,7 @@ every step would pay that at every step. So products run over more positions tha
 The same library adds up products over up to 1,024 keys in one go and longer ones in blocks of 512, which rounds
 differently. Up to 512 keys both give the same bits, so lengths in between are taken as 1,088: then a row's result
 does not depend on whether its neighbours in the forward lie before or behind that border. Measured bit for bit to
-8,192 keys (docs/performance.md); tests hold it.
+8,192 keys (benchmarks/LOG.md); tests hold it.
 """
 
 from __future__ import annotations

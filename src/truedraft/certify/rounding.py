@@ -1,7 +1,7 @@
 """How far rounding moves a target's logits when one text is computed in other shapes.
 
 Floating-point sums depend on their order, and kernels choose the order by how many rows share a product. Where a
-target's rows are invariant (DESIGN section 2) nothing moves. Elsewhere two answers may part where two tokens are
+target's rows are invariant (docs/lossless.md) nothing moves. Elsewhere two answers may part where two tokens are
 nearly as likely, and a certificate must tell that from a fault. A fault of drafted rows (a wrong mask, wrong positions,
 a wrong entry of the cache) moves logits too. So the yardstick is what *plain* decoding's own shapes make of a text:
 committed tokens alone, with as many rows as drafted steps have and under the masks of a prompt, whose rows a drafted

@@ -81,7 +81,7 @@ class OthersOptions:
     junit: Path | None = option(None, "Write the checks of a server as JUnit's XML.", "FILE")
     sampler: str | None = option(
         None,
-        "A rejection sampler, called on worlds whose exact answer is known; docs/certify_samplers.md says what it is "
+        "A rejection sampler, called on worlds whose exact answer is known; docs/certify_engines.md says what it is "
         "given. Of the other options it takes --minutes, --seed, --out and --json.",
         "MODULE:FUNCTION",
     )

@@ -1,7 +1,7 @@
 """The goodput controller: at every step the drafters and budgets from which most tokens a second are expected.
 
 What a decision looks at. Everything is known before the step drafts anything, so whether a draw exists never depends
-on its token (DESIGN section 2, predictable choice). Tokens of greedy and seeded requests hang on no budget, and no two
+on its token (docs/concepts.md, predictable choice). Tokens of greedy and seeded requests hang on no budget, and no two
 others share noise, so what became of one request's drafts may decide about any other.
 """
 

@@ -1,4 +1,4 @@
-"""The tokens with the largest log p + G of a distribution under keyed noise (DESIGN section 4, coupled sampling).
+"""The tokens with the largest log p + G of a distribution under keyed noise (docs/concepts.md, coupled sampling).
 
 The definition is `choices_by_definition`: noise for the whole vocabulary, and two logarithms for each token of it. A
 device does just that, for all rows at once. On the CPU it would cost more than a small model's forward, so there

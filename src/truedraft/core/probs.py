@@ -1,6 +1,6 @@
 """Distributions over the vocabulary, and what verification needs of them.
 
-A distribution is a tensor `[..., vocab]` of float32 or float64 that sums to 1 along its last axis. DESIGN section 4.
+A distribution is a tensor `[..., vocab]` of float32 or float64 that sums to 1 along its last axis.
 
 The nucleus (top-p): the likeliest tokens whose mass reaches p, the crossing one included; ties: lowest id first.
 

@@ -221,7 +221,7 @@ def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]
     """Merge proposals for one request into one tree; at each tree row the draws of earlier proposals come first.
 
     Nodes with equal paths become one. Draws are kept even where they repeat a token: each was drawn, so each is
-    judged. Exact, because whether a draw exists depends only on tokens above it (DESIGN section 2). Which nodes are
+    judged. Exact, because whether a draw exists depends only on tokens above it (docs/concepts.md). Which nodes are
     equal depends on the tokens, so those of proposals on a device are waited for.
 
     Worked example: the chains [5, 7] and [5, 8] merge into node 0 = 5 with two draws at the root that both name

@@ -328,7 +328,7 @@ class Drafter(ABC):
         """Guess for each request, within its budget; at budget zero no work is done and the proposal is empty.
 
         Whether a draw exists may depend on tokens already in the proposal, never on the token that it draws
-        (DESIGN section 2, predictable choice).
+        (docs/concepts.md, predictable choice).
 
         Distributions that draws name are distributions (finite, not negative, sum 1) and give something to each token
         drawn; other draws are not judged, and their request goes on undrafted. A distribution that no draw names may

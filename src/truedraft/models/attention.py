@@ -4,7 +4,7 @@ Plain matrix products with a softmax in float32 or better give each query the sa
 product, which fused kernels do not promise. Sums over keys are another matter: their result depends on the order of
 the terms, down to the last bits. In a chain a row's keys always come in the order of their positions, with nothing
 between them. In a tree siblings stand between, so each row's keys and values are first brought into the order of its
-own path: a node then gets the very bits that it would get in a chain (DESIGN section 2, row invariance).
+own path: a node then gets the very bits that it would get in a chain (docs/lossless.md, row invariance).
 
 Products run over spans of slots, the key/value positions of a cache (`cache.key_span`), which are longer than what is
 filled; the rest is masked.

@@ -294,7 +294,7 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
     """The native forward where it fits, else the fused loop, else the model's own modules with packed weights.
 
     On a CUDA device recorded forwards where they fit, else the model's own modules, as in dtypes that cannot be
-    packed. What was measured: docs/performance.md.
+    packed. What was measured: benchmarks/LOG.md.
     """
     patterns = probe_patterns(model)
     llama = Llama.of(model, patterns)

@@ -1,7 +1,7 @@
 """Linear layers and experts whose weights oneDNN has laid out for its kernels once, instead of at every call.
 
 In bfloat16 this is worth 1.5 to 2 times at few rows; in float32 the stock product of 2 to 32 rows collapses and this
-one does not (docs/performance.md). A packed weight cannot be copied or saved: the layer keeps it as a plain
+one does not (benchmarks/LOG.md). A packed weight cannot be copied or saved: the layer keeps it as a plain
 attribute, and the original can be freed.
 """
 

@@ -70,7 +70,7 @@ class ForwardPlan:
             segments: the requests' shares.
             device: where tokens and positions go.
             least_rows: pad to this many tokens and rows. Kernels treat very short products differently, and a row
-                must not depend on how many share its forward (DESIGN section 2, row invariance).
+                must not depend on how many share its forward (docs/lossless.md, row invariance).
 
         Raises:
             ModelError: a segment has more or fewer tokens than new nodes.

@@ -1,7 +1,7 @@
 """Who gets the CPU's threads: forwards, torch's own kernels between them, or nobody while they wait for each other.
 
 The threads of torch's own kernels meet after every product. Where another program takes a core, all wait for the one
-thread that lost it, dozens of times in a forward, and one thread alone is many times faster (docs/performance.md). The
+thread that lost it, dozens of times in a forward, and one thread alone is many times faster (benchmarks/LOG.md). The
 native forward has its own threads and needs none of this.
 """
 

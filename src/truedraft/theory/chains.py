@@ -5,7 +5,7 @@ a forward over gamma + 1 tokens costs as much as one over a single token; `predi
 assumption and take measured costs. Probabilities are sequences of plain numbers over one vocabulary: this package needs
 no torch.
 
-Trace replay (DESIGN section 4): the first k drafted tokens are accepted with probability sum over x_1..x_k of
+Trace replay (docs/planning.md): the first k drafted tokens are accepted with probability sum over x_1..x_k of
 prod min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor
 of a token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on average for one token, but its product is
 not for several. At temperature 0 the factor is 1 or 0 and replay is exact.

@@ -2,7 +2,7 @@
 
 It takes the same decisions as the batched walk, by the same parts of the rule. It is here because that walk is slower
 on the CPU, by 65 to 330 microseconds a step for one request: its operations on a few numbers, and what it takes to say
-where to look, cost more than this walk's few lines of Python (docs/performance.md, "One house"). A device cannot afford
+where to look, cost more than this walk's few lines of Python (benchmarks/LOG.md, "One house"). A device cannot afford
 this walk: each look would wait.
 """
 

@@ -301,7 +301,7 @@ def _on_host(guesses: TopK) -> tuple[NDArray[Any], NDArray[Any]]:
 def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequence[Noise], ranks: int) -> TopK:
     """The likeliest choices of a target that draws by coupled noise, as far as heads know (arXiv 2408.07978).
 
-    The target's choice is argmax(log p + G), with noise G that is known before anything is drafted (DESIGN section 2).
+    The target's choice is argmax(log p + G), with noise G that is known before anything is drafted (docs/concepts.md).
     A head's own candidate for it would be argmax(log q + G) with its distribution q at the request's temperature T,
     which is the argmax of its logits plus T G. But a head does not know the tokens between, so its distribution is a
     mixture: the target's is sharper, and its noise decides less often. So the noise is weighed by `noise_weight`, and

@@ -31,7 +31,7 @@ DEFAULT_BEAMS, DEFAULT_NODES = 8, 16
 """Sizes that nobody chose; what is best depends on the machine and is measured (planning)."""
 DRAWN_FROM = 0.8
 """The temperature from which on drawn paths brought more than chosen ones, where both were measured
-(benchmarks/results/drawn_beams.jsonl, docs/redrafter.md)."""
+(benchmarks/results/drawn_beams.jsonl, docs/drafters.md)."""
 
 
 _CHOSEN, _DRAWN = frozenset({DrawKind.DETERMINISTIC}), frozenset({DrawKind.WITHOUT_REPLACEMENT})

@@ -9,7 +9,7 @@ child has the node's own score, and the next ones ever smaller ones: below the s
 
 which no more depends on *which* token is drawn than the maximum of Gumbel variables on the argument that attains it.
 So the children can be drawn first, one after another without replacement, and their scores after. Cutting by score is
-then a predictable choice (DESIGN section 2): recursive rejection stays exact.
+then a predictable choice (docs/concepts.md): recursive rejection stays exact.
 """
 
 from __future__ import annotations

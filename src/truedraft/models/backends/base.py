@@ -24,7 +24,7 @@ class Backend(ABC):
     Attributes:
         fast_paths: what is switched on beyond the plain forward, in words, for reports.
         least_rows: plans are padded to this many tokens and rows, for kernels treat very short products differently
-            and a row must not depend on how many share its forward (DESIGN section 2, row invariance).
+            and a row must not depend on how many share its forward (docs/lossless.md, row invariance).
         any_threads: whether up to 32 rows have the same bits on any number of torch's threads, so that it may be
             changed from one forward to the next. The native forward has threads of its own, and leaves this as it is.
         own_threads: whether forwards run on threads that are not torch's.

@@ -1,6 +1,6 @@
 """One loop over the layers of Llama-like decoders, from the loaded model's own weights.
 
-A small model costs more in the host's work between products than in the products (docs/performance.md), so products
+A small model costs more in the host's work between products than in the products (benchmarks/LOG.md), so products
 of one input are fused, the residual is added inside the product, rotary positions come from a table, and no module
 is called on the way. The result is the model's own up to rounding, which the check at load holds it to.
 """
