@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from truedraft.costs.bandwidth import read_bandwidth
 from truedraft.engine import StepRecord
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
+from truedraft.planning.predictions import ratio_over_prompts
 
 PLAIN, DEFAULT, HEURISTIC, PORTFOLIO = "plain", "default", "heuristic", "portfolio"
 LONG_DRAFT = "draft,num_speculative_tokens=12"
@@ -40,7 +40,6 @@ _WAITING = 4  # times as many requests as run together, of row s
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
 _MIXED_GROUPS = 5  # of a pass at batch 1: one of each domain
 _PLAN_S = 600.0
-_DRAWS = 1_000
 # A cell whose interval lies this far above its bar need not be known to 0.02.
 _SURE_ABOVE = {("c", MIX): 1.15, ("d", MIX): 1.15, ("h", 8): 1.5, ("h", 16): 1.25}
 
@@ -376,32 +375,22 @@ def cost_summary(costs: Sequence[tuple[float, float, int]], batch: int) -> Found
         costs: of each step the seconds of deciding, of the step, and its requests.
         batch: requests at once.
     """
-    requests = statistics.fmean(each[2] for each in costs)
-    share = math.fsum(each[0] for each in costs) / math.fsum(each[1] for each in costs)
-    draw, parts = random.Random(0), _parts(costs, 20)
-    drawn = []
-    for _ in range(_DRAWS):
-        some = draw.choices(parts, k=len(parts))
-        drawn.append(sum(each[0] for each in some) / sum(each[1] for each in some))
-    drawn.sort()
+    # Neighbouring steps are not independent of each other, so stretches of them are drawn again.
+    size = max(1, len(costs) // 20)
+    parts = [costs[first : first + size] for first in range(0, len(costs), size)]
+    deciding_s, steps_s = ([math.fsum(each[kind] for each in part) for part in parts] for kind in (0, 1))
+    share = ratio_over_prompts(deciding_s, steps_s)
     return {
-        "share": round(share, 5),
-        "low": round(drawn[round(0.025 * _DRAWS)], 5),
-        "high": round(drawn[round(0.975 * _DRAWS)], 5),
+        "share": round(share.value, 5),
+        "low": round(share.low, 5),
+        "high": round(share.high, 5),
         "per_step_s": statistics.fmean(each[0] for each in costs),
         "per_step_median_s": statistics.median(each[0] for each in costs),
         "step_s": statistics.fmean(each[1] for each in costs),
-        "requests": round(requests, 2),
+        "requests": round(statistics.fmean(each[2] for each in costs), 2),
         "steps": len(costs),
         "status": "reached",
     }
-
-
-def _parts(costs: Sequence[tuple[float, float, int]], count: int) -> list[tuple[float, float]]:
-    """Sums over stretches of neighbouring steps, which are not independent of each other."""
-    size = max(1, len(costs) // count)
-    pieces = [costs[first : first + size] for first in range(0, len(costs), size)]
-    return [(sum(each[0] for each in piece), sum(each[1] for each in piece)) for piece in pieces]
 
 
 CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest]] = {
