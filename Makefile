@@ -186,7 +186,7 @@ bench-busy-auto: $(STAMP)
 # What the default decides and brings, against plain decoding and fixed drafts: docs/performance.md. Eighty minutes a
 # sitting on an otherwise idle machine, two sittings; the second goes on where the first one stopped.
 bench-deciding: $(STAMP)
-	$(BIN)/python benchmarks/deciding.py --minutes 80 --plots out/deciding $(DECIDING) > $(RESULTS)/deciding.md
+	$(BIN)/python benchmarks/deciding.py --minutes 80 $(DECIDING) > $(RESULTS)/deciding.md
 
 # The same on a CUDA device, at the cost of a 7 B model.
 bench-gpu: $(STAMP)

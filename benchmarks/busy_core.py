@@ -1,4 +1,4 @@
-"""Forwards, or whole steps of an engine, on all threads while another process takes one core: `make bench-busy`.
+"""Forwards on all threads while another process takes one core: `make bench-busy`.
 
 Systems take turns of about a second: idle, then beside each kind of load, round after round, so that a slow moment of
 the machine meets all of them. Another checkout of this repository may take its turns too (`--against`). With `--auto`
@@ -74,9 +74,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["500M"], help="padding sizes, or own")
     parser.add_argument("--threads", nargs="+", type=int, default=[2])
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--drafter", help="measure the steps of an engine with it (or none), in place of forwards")
     parser.add_argument("--temperature", type=float, default=0.0, help="of an engine's requests")
-    parser.add_argument("--requests", type=int, default=1, help="of an engine at once")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turn-s", type=float, default=1.0)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=[each for each in LOADS if each not in FOR_AUTO])
@@ -102,7 +100,7 @@ def be_measured(options: argparse.Namespace) -> None:
     if who != FORWARDS:
         compute = answers_of(model, who, options.temperature)
     else:
-        compute = forwards_of(model, options.rows) if options.drafter is None else steps_of(model, options)
+        compute = forwards_of(model, options.rows)
     began = time.perf_counter()
     first = compute() / (time.perf_counter() - began)
     told = {"fast_paths": model.fast_paths, "dtype": str(model.dtype), "first_per_s": round(first, 2)}
@@ -134,19 +132,6 @@ def forwards_of(model: LanguageModel, rows: int) -> Callable[[], int]:
         return 1
 
     return compute
-
-
-def steps_of(model: LanguageModel, options: argparse.Namespace) -> Callable[[], int]:
-    """Answers of an engine, all together; returns the target calls of the longest one."""
-    from truedraft import Engine, SamplingParams
-    from truedraft.drafters import from_spec
-
-    engine = Engine(model, from_spec(options.drafter, model), controller="fixed")
-    prompts = [
-        [(place * 7919 + number) % model.vocab_size for place in range(16)] for number in range(options.requests)
-    ]
-    params = SamplingParams(max_tokens=ANSWER, temperature=options.temperature, ignore_eos=True)
-    return lambda: max(answer.stats.target_calls for answer in engine.generate(prompts, params))
 
 
 def answers_of(model: LanguageModel, drafter: str, temperature: float) -> Callable[[], int]:
@@ -239,19 +224,12 @@ def unit(options: argparse.Namespace) -> str:
     if options.auto:
         name = Path(options.model).name
         return f"tokens a second of answers of {ANSWER} tokens by {name}, temperature {options.temperature}"
-    if options.drafter is None:
-        return f"forwards of {options.rows} rows a second, behind {CONTEXT} tokens"
-    return (
-        f"target calls a second of {options.requests} requests at once, {ANSWER} tokens, drafter {options.drafter}, "
-        f"temperature {options.temperature}"
-    )
+    return f"forwards of {options.rows} rows a second, behind {CONTEXT} tokens"
 
 
 def start(folder: Path, size: str, threads: int, who: str, options: argparse.Namespace) -> Child:
     """A system of a checkout, loaded: forwards, or the answers of a drafter."""
-    words = ["--rows", options.rows, "--temperature", options.temperature, "--requests", options.requests]
-    words += ["--model", options.model]
-    words += ["--drafter", options.drafter] if options.drafter else []
+    words = ["--rows", options.rows, "--temperature", options.temperature, "--model", options.model]
     environment = os.environ | BACKENDS[options.backend] | {"PYTHONPATH": str(folder / "src")}
     environment.pop("OMP_NUM_THREADS", None)
     system = [size, str(threads), options.backend, who]

@@ -98,9 +98,13 @@ def compare(other: Path, size: str, seconds: float) -> dict[str, Any]:
     found = {}
     for case, contest in zip(cases, contests, strict=True):
         name = f"{case[0]} | {case[1]} | temperature {case[2]:g} | batch {case[3]}"
-        record = {**contest.estimates[0].as_dict(), **contest.measured.as_dict()} if contest.measured.turns else {}
-        found[name] = record | {"same_tokens": not any(turn.different for turn in contest.measured.turns)}
-        print(f"{size:5s} {name:75s} {record.get('ratio')} +- {record.get('half_width')}", file=sys.stderr)
+        turns = contest.measured.turns
+        if not turns:
+            print(f"{size:5s} {name:75s} not measured, the time was over", file=sys.stderr)
+            continue
+        same = {"same_tokens": not any(turn.different for turn in turns)}
+        found[name] = record = contest.estimates[0].as_dict() | contest.measured.as_dict() | same
+        print(f"{size:5s} {name:75s} {record['ratio']} +- {record['half_width']}", file=sys.stderr)
     return found
 
 

@@ -1,7 +1,7 @@
 """What the default decides and what it brings: `make bench-deciding`, two sittings of 80 minutes on two cores.
 
     python benchmarks/deciding.py [--minutes 80] [--only "a | 110M"] [--key NAME]
-    python benchmarks/deciding.py --report [--plots FOLDER]
+    python benchmarks/deciding.py --report
 
 Every cell of the table is a line of JSON, written as soon as it is done; a rerun goes on behind what is there for the
 same version. Systems answer the same requests in turns, so a slow moment of the machine meets all of them. Exit status
@@ -11,21 +11,19 @@ same version. Systems answer the same requests in turns, so a slow moment of the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, most_s, parcels
+from deciding_cells import ROWS, Cell, Kept, SkippedError, all_cells, last_key, most_s, parcels
+from deciding_report import markdown
 from truedraft.bench.turns import Clock
-
-if TYPE_CHECKING:
-    from deciding_rows import Lab
+from truedraft.errors import TruedraftError
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).with_name("results") / "deciding.jsonl"
@@ -51,10 +49,6 @@ class Running(Protocol):
 
 
 Begin = Callable[[Cell, Mapping[str, Any] | None], Running]
-
-
-class SkippedError(Exception):
-    """A cell cannot be measured with this version; says why."""
 
 
 def version_key(files: Iterable[Path]) -> str:
@@ -106,7 +100,7 @@ class Sitting:
         began = self._clock()
         try:
             return self._begin(cell, before)
-        except SkippedError as error:
+        except (SkippedError, TruedraftError) as error:
             self._skip(cell, str(error))
             return None
         finally:
@@ -125,7 +119,7 @@ class Sitting:
                 began = self._clock()
                 try:
                     found = own.visit(most_s(cell, self._kept.cells.values()), self._left())
-                except SkippedError as error:
+                except (SkippedError, TruedraftError) as error:
                     self._skip(cell, str(error))
                     del running[cell]
                     continue
@@ -164,7 +158,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report", action="store_true", help="measure nothing; print the tables of what is there")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the heat maps into it")
     parser.add_argument("--list", action="store_true", help="print the cells and what they measure")
     asked = parser.parse_args()
     if asked.list:
@@ -173,14 +166,14 @@ def main() -> int:
     key = asked.key or (asked.report and last_key(asked.out)) or version_key((ROOT / "src").rglob("*.py"))
     kept = Kept(asked.out, key)
     skipped = 0 if asked.report else _sitting(kept, asked)
-    _report(kept, asked.plots)
+    print(markdown(kept))
     return 1 if skipped else 0
 
 
 def _sitting(kept: Kept, asked: argparse.Namespace) -> int:
     import torch
 
-    from deciding_rows import Lab
+    from deciding_rows import Lab, begin
     from truedraft.machine import machine_facts
 
     cells = kept.left(all_cells(), asked.only)
@@ -191,55 +184,13 @@ def _sitting(kept: Kept, asked: argparse.Namespace) -> int:
     kept.add({"what": "sitting", "machine": machine_facts(), "threads": asked.threads, "dtype": "bfloat16"})
     sitting = Sitting(
         kept,
-        functools.partial(_begun, Lab()),
+        functools.partial(begin, Lab()),
         asked.minutes * 60.0,
         time.monotonic,
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     sitting.measure(cells)
     return sitting.skipped
-
-
-class _Guarded:
-    """A cell whose failure is told in a sentence, and costs no other cell."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-
-    @property
-    def next_s(self) -> float:
-        return self._running.next_s
-
-    def visit(self, most_s: float, left_s: float) -> Mapping[str, Any] | None:
-        with _told():
-            return self._running.visit(most_s, left_s)
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    from deciding_rows import UnavailableError
-    from truedraft.errors import TruedraftError
-
-    try:
-        yield
-    except (UnavailableError, TruedraftError) as error:
-        raise SkippedError(str(error)) from error
-
-
-def _begun(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Running:
-    from deciding_rows import begin
-
-    with _told():
-        return _Guarded(begin(lab, cell, before))
-
-
-def _report(kept: Kept, plots: Path | None) -> None:
-    from deciding_report import draw, markdown
-
-    print(markdown(kept))
-    if plots is not None:
-        for file in draw(kept, plots):
-            print(f"drawn: {file}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ _LONGEST = 3.0  # times its share
 _OF_SAVED = 0.25  # of what others left, for one cell
 
 
+class SkippedError(Exception):
+    """A cell cannot be measured with this version; says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One measurement, one line of the file.

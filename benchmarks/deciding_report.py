@@ -1,12 +1,10 @@
-"""What `make bench-deciding` found: tables as Markdown, each bar with whether it holds, and heat maps."""
+"""What `make bench-deciding` found: tables as Markdown, each bar with whether it holds."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deciding_cells import BATCHES, ROWS, SIZES, Cell, Kept, all_cells
@@ -16,7 +14,6 @@ from truedraft.bench.turns import median_interval
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
-_RATIO_ROWS = ("a", "b", "c", "d", "e", "s", "h")
 _LEAST_EVER, _LEAST_SURE, _LEAST_POOLED = 0.97, 0.98, 0.99  # of row a
 _LEAST_OF_BEST = 0.95  # of row b
 _MIX_GAIN, _HEURISTIC_LOSS, _PORTFOLIO_LOSS = 1.05, 0.98, 0.97  # of rows c and d
@@ -24,8 +21,6 @@ _PLAN_ERROR = 0.10
 _LEAST_LOADED = 0.95  # of row f, also of what it was before, once the neighbour is gone
 _SHARE, _SHARE_OWN = 0.01, 0.03  # of row g
 _STEP_S, _FURTHER_S = 60e-6, 10e-6  # of row g at own size: a step, and each further request
-_WIDEST = 4.0  # ratio at the ends of the colours
-_WHITE_FROM = 0.8  # logarithm of a ratio from which its cell is dark
 _LARGE = {8: 1.4, 16: 1.15}  # of row h, by batch
 
 
@@ -354,47 +349,3 @@ def _place(record: Record) -> str:
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [list(head), ["---"] * len(head), *map(list, lines)]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)
-
-
-def draw(kept: Kept, folder: Path) -> list[Path]:
-    """Heat maps as PNG: of row a by set, size and batch, and of each other row that holds ratios by set and size."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for row in _RATIO_ROWS:
-        cells = [cell for cell in all_cells() if cell.row == row]
-        if any(cell.name in kept.cells for cell in cells):
-            files.append(_heat_map(row, cells, kept, folder / f"deciding_{row}.png"))
-    return files
-
-
-def _heat_map(row: str, cells: Sequence[Cell], kept: Kept, file: Path) -> Path:
-    import matplotlib as mpl
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
-    columns = list(dict.fromkeys(_column(cell) for cell in cells))
-    names = list(dict.fromkeys(cell.set for cell in cells))
-    values = [[float("nan")] * len(columns) for _ in names]
-    figure = Figure(figsize=(2.5 + 1.1 * len(columns), 1.9 + 0.55 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    for cell in cells:
-        record = kept.cells.get(cell.name)
-        if record is not None:
-            line, column = names.index(cell.set), columns.index(_column(cell))
-            values[line][column] = record["ratio"]
-            mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
-            dark = abs(math.log(record["ratio"])) > _WHITE_FROM
-            words = f"{record['ratio']:.2f}{mark}"
-            axes.text(column, line, words, ha="center", va="center", color="white" if dark else "black", fontsize=9)
-    # Even is white, and twice as fast is as far from it as half as fast.
-    image = axes.imshow(values, cmap=mpl.colormaps["RdBu"], norm=LogNorm(1 / _WIDEST, _WIDEST), aspect="auto")
-    axes.set_xticks(range(len(columns)), [column.replace(", ", "\n") for column in columns], fontsize=8)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_title(f"{row}: {ROWS[row]}", fontsize=9, wrap=True)
-    axes.set_facecolor("#dddddd")  # what was not measured
-    ticks = [1 / _WIDEST, 0.5, 0.75, 1, 1.5, 2, _WIDEST]
-    bar = figure.colorbar(image, ax=axes, ticks=ticks)
-    bar.ax.set_yticklabels([f"{tick:.2g}" for tick in ticks])
-    bar.ax.minorticks_off()
-    figure.savefig(file, dpi=150)
-    return file

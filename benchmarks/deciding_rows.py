@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from common import heldout_texts
-from deciding_cells import Cell
+from deciding_cells import Cell, SkippedError
 from deciding_load import Neighbour, Stream, watch
 from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, prompt_sets
 from deciding_sweep import NONE, best, coarse, finer
@@ -28,8 +27,9 @@ from truedraft.bench.turns import Answered, Contest, Stop, estimate, one_round, 
 from truedraft.control import Controller, FixedBudget
 from truedraft.costs.bandwidth import read_bandwidth
 from truedraft.engine import StepRecord
-from truedraft.errors import ModelError, TruedraftError
+from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
+from truedraft.planning.predictions import ratio_over_prompts
 
 PLAIN, DEFAULT, HEURISTIC, PORTFOLIO = "plain", "default", "heuristic", "portfolio"
 LONG_DRAFT = "draft,num_speculative_tokens=12"
@@ -40,13 +40,8 @@ _WAITING = 4  # times as many requests as run together, of row s
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
 _MIXED_GROUPS = 5  # of a pass at batch 1: one of each domain
 _PLAN_S = 600.0
-_DRAWS = 1_000
 # A cell whose interval lies this far above its bar need not be known to 0.02.
 _SURE_ABOVE = {("c", MIX): 1.15, ("d", MIX): 1.15, ("h", 8): 1.5, ("h", 16): 1.25}
-
-
-class UnavailableError(Exception):
-    """This version of the package cannot do what a cell measures; says what is missing."""
 
 
 class EngineSystem:
@@ -144,13 +139,9 @@ class Lab:
             slots: requests that run together; others wait.
 
         Raises:
-            UnavailableError: there is no such drafter or controller yet.
+            TruedraftError: there is no such drafter or controller yet.
         """
-        target = self.target(size)
-        try:
-            return EngineSystem(name, Engine(target, words, None, controller, max_batch=slots))
-        except TruedraftError as error:
-            raise UnavailableError(f"{name} cannot be made ({error})") from error
+        return EngineSystem(name, Engine(self.target(size), words, None, controller, max_batch=slots))
 
 
 def _at(asked: Asked, temperature: float) -> Asked:
@@ -260,11 +251,11 @@ def plan_kept(lab: Lab, cell: Cell, most_s: float) -> Found:
     It answers all prompts in one way, so `mix` has the prompts of all domains, answered greedily.
 
     Raises:
-        UnavailableError: there is no such command yet, or it failed, or does not say what it predicted and measured.
+        SkippedError: there is no such command yet, or it failed, or does not say what it predicted and measured.
     """
     command = [sys.executable, "-m", "truedraft", "plan"]
     if subprocess.run([*command, "--help"], capture_output=True, check=False).returncode != 0:
-        raise UnavailableError("this version has no `truedraft plan`")
+        raise SkippedError("this version has no `truedraft plan`")
     asked = lab.asked(cell)
     sampling = asked[0].params
     with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +268,7 @@ def plan_kept(lab: Lab, cell: Cell, most_s: float) -> Found:
         words += [] if cell.size == "own" else ["--pad-to", cell.size]
         done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=_PLAN_S, check=False)
     if done.returncode != 0 or not done.stdout.strip():
-        raise UnavailableError(f"`truedraft plan` ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+        raise SkippedError(f"`truedraft plan` ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
     return plan_record(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -285,12 +276,12 @@ def plan_record(told: Mapping[str, Any]) -> Found:
     """What a cell's line says of what `truedraft plan --json` printed: its `check`, on prompts that it had not seen.
 
     Raises:
-        UnavailableError: it does not hold what it predicted and measured.
+        SkippedError: it does not hold what it predicted and measured.
     """
     check = told.get("check") or {}
     predicted, measured = check.get("predicted_speedup"), check.get("speedup")
     if not predicted or not measured:
-        raise UnavailableError("`truedraft plan --json` printed no predicted_speedup and speedup in its check")
+        raise SkippedError("`truedraft plan --json` printed no predicted_speedup and speedup in its check")
     ratio, low, high = (round(measured[name] / predicted["value"], 4) for name in ("value", "low", "high"))
     return {
         "predicted": round(predicted["value"], 4),
@@ -373,7 +364,7 @@ def _controller_of(engine: Engine) -> Controller:
     """The controller that an engine made itself; it has no public name for it."""
     found = getattr(engine, "controller", None) or getattr(getattr(engine, "_drafting", None), "_controller", None)
     if not isinstance(found, Controller):
-        raise UnavailableError("the engine's controller is not where this script looks for it, engine/drafting.py")
+        raise SkippedError("the engine's controller is not where this script looks for it, engine/drafting.py")
     return found
 
 
@@ -384,32 +375,22 @@ def cost_summary(costs: Sequence[tuple[float, float, int]], batch: int) -> Found
         costs: of each step the seconds of deciding, of the step, and its requests.
         batch: requests at once.
     """
-    requests = statistics.fmean(each[2] for each in costs)
-    share = math.fsum(each[0] for each in costs) / math.fsum(each[1] for each in costs)
-    draw, parts = random.Random(0), _parts(costs, 20)
-    drawn = []
-    for _ in range(_DRAWS):
-        some = draw.choices(parts, k=len(parts))
-        drawn.append(sum(each[0] for each in some) / sum(each[1] for each in some))
-    drawn.sort()
+    # Neighbouring steps are not independent of each other, so stretches of them are drawn again.
+    size = max(1, len(costs) // 20)
+    parts = [costs[first : first + size] for first in range(0, len(costs), size)]
+    deciding_s, steps_s = ([math.fsum(each[kind] for each in part) for part in parts] for kind in (0, 1))
+    share = ratio_over_prompts(deciding_s, steps_s)
     return {
-        "share": round(share, 5),
-        "low": round(drawn[round(0.025 * _DRAWS)], 5),
-        "high": round(drawn[round(0.975 * _DRAWS)], 5),
+        "share": round(share.value, 5),
+        "low": round(share.low, 5),
+        "high": round(share.high, 5),
         "per_step_s": statistics.fmean(each[0] for each in costs),
         "per_step_median_s": statistics.median(each[0] for each in costs),
         "step_s": statistics.fmean(each[1] for each in costs),
-        "requests": round(requests, 2),
+        "requests": round(statistics.fmean(each[2] for each in costs), 2),
         "steps": len(costs),
         "status": "reached",
     }
-
-
-def _parts(costs: Sequence[tuple[float, float, int]], count: int) -> list[tuple[float, float]]:
-    """Sums over stretches of neighbouring steps, which are not independent of each other."""
-    size = max(1, len(costs) // count)
-    pieces = [costs[first : first + size] for first in range(0, len(costs), size)]
-    return [(sum(each[0] for each in piece), sum(each[1] for each in piece)) for piece in pieces]
 
 
 CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest]] = {
@@ -465,7 +446,7 @@ def begin(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> OneVisit | 
     """Make what a cell needs.
 
     Raises:
-        UnavailableError: this version has not got it.
+        SkippedError: this version has not got it.
     """
     lab.target(cell.size)
     return Rounds(CONTESTS[cell.row](lab, cell, before)) if cell.row in CONTESTS else OneVisit(lab, cell)

@@ -164,12 +164,7 @@ def main() -> int:
         found += 1
         if (before := wanted.get(case)) != what:
             different += 1
-            names = (
-                [name for name in what if before is None or before[name] != what[name]]
-                if isinstance(what, dict)
-                else []
-            )
-            print(f"DIFFERENT {case}: {', '.join(names) or what}")
+            print(f"DIFFERENT {case}: {differences(before, what)}")
     missing = len(wanted) - found
     print(f"{found} cases compared, {different} different" + (f", {missing} missing" if missing else ""))
     return 1 if different or missing else 0

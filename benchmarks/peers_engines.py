@@ -20,13 +20,13 @@ from transformers.generation.candidate_generator import AssistantToTargetTransla
 
 from common import exported
 from launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
+from relabelled import save_relabelled
 from servers import Launch, serving
 from truedraft.errors import PeerError
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Peer
 from truedraft.peers.endpoint import Endpoint
 from truedraft.peers.generate import GeneratePeer, Way, assisted_way, lookup_way, plain_way, universal_way
-from truedraft.peers.relabelled import save_relabelled
 from truedraft.peers.transformers import AssistedSetting
 from truedraft.text import Tokenizer
 

@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cli.tiny import save_tiny_llama
+from relabelled import save_relabelled
 from truedraft import Engine, load_model
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
@@ -20,7 +21,6 @@ from truedraft.errors import ModelError, PeerError
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.peers.asking import Question, Reply
 from truedraft.peers.generate import GeneratePeer, Way, assisted_way, lookup_way, plain_way, universal_way
-from truedraft.peers.relabelled import save_relabelled
 from truedraft.peers.transformers import AssistedSetting, load_stock
 
 GREEDY = SamplingParams(max_tokens=12)
