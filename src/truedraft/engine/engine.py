@@ -246,10 +246,12 @@ class Engine:
                 found.append(samples)
         return found
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, scope: Hashable = None
+    ) -> Iterator[Piece]:
         """Answer one prompt piece by piece; leaving the loop early cancels the request.
 
-        The last piece carries the whole answer.
+        The last piece carries the whole answer. `scope` is as for `submit`.
 
         Raises:
             OptionError: several samples are asked for; call `submit` for each, and read their pieces.
@@ -259,7 +261,7 @@ class Engine:
             raise OptionError(
                 f"must be 1 for a stream, got {params.n}; call submit for each sample and read its pieces", field="n"
             )
-        return self._pieces(self.prepare(prompt, params))
+        return self._pieces(self.prepare(prompt, params, scope=scope))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         self.enqueue(request)
