@@ -168,6 +168,22 @@ def test_answers_do_not_suffer_from_the_states_that_others_came_to(
     assert forms.found(structured) is not begun, "or the limit was never met"
 
 
+def test_a_spent_form_that_is_dear_to_make_fails_one_answer_and_is_made_for_the_next(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truedraft.text.forms._LIMITS", {"max_lexer_states": 200})
+    monkeypatch.setattr("truedraft.text.forms._MADE_IN_A_STEP_S", -1.0)
+    structured = Structured("regex", "([a-z]{1,30}[0-9]|[A-Z]{1,30}-){1,60}")
+    for seed in range(6):
+        state = forms.start(structured, tokens := [0], 1)
+        if walk(state, tokens, 30, seed) < 30:
+            break
+    assert state.problem().endswith("some of which other answers had used; ask once more")
+    assert forms.found(structured) is None
+    tokens = [0]
+    assert walk(forms.start(structured, tokens, 1), tokens, 30, seed) == 30
+
+
 def test_an_answer_that_needs_too_many_states_says_so(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truedraft.text.forms._LIMITS", {"max_lexer_states": 400})
     structured = Structured("regex", "([a-z]*[aeiou][a-z]{20}|[a-z]*[xyz][a-z]{21})+")
