@@ -225,9 +225,8 @@ def budgets_are_felt() -> bool:
 def lost_pieces_are_missed() -> bool:
     stream = Engine.stream
 
-    def losing(engine: Engine, *arguments: object, **more: object) -> object:
-        pieces = stream(engine, *arguments, **more)  # type: ignore[arg-type]
-        yield from (piece for number, piece in enumerate(pieces) if number != 1)
+    def losing(engine: Engine, *arguments: Any, **more: Any) -> object:
+        yield from (piece for n, piece in enumerate(stream(engine, *arguments, **more)) if n != 1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "stream", losing)
