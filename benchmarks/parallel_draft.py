@@ -1,6 +1,6 @@
 """Drafting while the target verifies, against the same draft in turn with it: `python benchmarks/parallel_draft.py`.
 
-    python benchmarks/parallel_draft.py [--sizes own 110M 500M] [--prompts 6] [--rounds 3] [--outcomes 4]
+    python benchmarks/parallel_draft.py [--sizes own 110M 500M] [--prompts 6] [--rounds 3]
                                         [--draft embedded:draft] [--out FILE]
 
 For each cost of the target (its own, and padded to larger models: three ratios of draft to target) and for greedy,
@@ -115,13 +115,12 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--outcomes", type=int, default=4)
     parser.add_argument("--draft", default="embedded:draft")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
     lines = heldout_prompts_file().read_text(encoding="utf-8").splitlines()
     prompts = [str(json.loads(line)["text"]) for line in lines[: asked.prompts]]
-    draft = f"draft:{asked.draft},async=1,outcomes={asked.outcomes}"
+    draft = f"draft:{asked.draft},async=1"
     rows = []
     for size in asked.sizes:
         target = load_model("embedded:target", pad_to=None if size == "own" else size)
