@@ -16,7 +16,7 @@ from truedraft.control import RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.probs import batch_probs
 from truedraft.core.stats import Counters
-from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters import DraftModel, PromptLookup, SuffixDrafter
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.engine import verifier
 from truedraft.models.base import LanguageModel
@@ -56,7 +56,11 @@ def findings(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafter", [chain, tree, lambda: PromptLookup(min_ngram=1)], ids=["chain", "tree", "lookup"])
+@pytest.mark.parametrize(
+    "drafter",
+    [chain, tree, lambda: PromptLookup(min_ngram=1), SuffixDrafter],
+    ids=["chain", "tree", "lookup", "one that learns from answers"],
+)
 def test_correct_stacks_are_invariant(drafter: type[Drafter], kind: str) -> None:
     found = findings(stack(markov(0), drafter()), KINDS[kind])
     if kind == "sampled":
@@ -190,8 +194,8 @@ def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does(
 def test_pieces_that_do_not_add_up_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Engine.stream
 
-    def losing(self: Engine, *arguments: object) -> object:
-        for number, piece in enumerate(stream(self, *arguments)):  # type: ignore[arg-type]
+    def losing(self: Engine, *arguments: object, **more: object) -> object:
+        for number, piece in enumerate(stream(self, *arguments, **more)):  # type: ignore[arg-type]
             if number != 1:
                 yield piece
 

@@ -50,6 +50,7 @@ def answering(server: ScriptedServer, made: Made) -> None:
 def test_an_answer_comes_whole_however_it_is_sent(server: ScriptedServer, talk: Talk) -> None:
     usage = {"choices": [], "usage": {"completion_tokens": 7}, "speculation": {"mean_acceptance_length": 2.5}}
     odd = [{"choices": None}, {"choices": [5, {"delta": None}]}, {"choices": [], "usage": 3}, said(["x"]), said(None)]
+    odd.append({"choices": [], "usage": {"completion_tokens": 10**400}})
     for made in (
         events(said("a\u2028b "), said("é"), said("", "stop"), usage),
         events(said("a\u2028b "), said("é", "length"), usage, end=b""),  # without [DONE]

@@ -168,9 +168,37 @@ def test_answers_do_not_suffer_from_the_states_that_others_came_to(
     assert forms.found(structured) is not begun, "or the limit was never met"
 
 
+def test_a_spent_form_that_is_dear_to_make_fails_one_answer_and_is_made_for_the_next(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truedraft.text.forms._LIMITS", {"max_lexer_states": 200})
+    monkeypatch.setattr("truedraft.text.forms._MADE_IN_A_STEP_S", -1.0)
+    structured = Structured("regex", "([a-z]{1,30}[0-9]|[A-Z]{1,30}-){1,60}")
+    for seed in range(6):
+        state = forms.start(structured, tokens := [0], 1)
+        if walk(state, tokens, 30, seed) < 30:
+            break
+    assert state.problem().endswith("some of which other answers had used; ask once more")
+    assert forms.found(structured) is None
+    tokens = [0]
+    assert walk(forms.start(structured, tokens, 1), tokens, 30, seed) == 30
+
+
 def test_an_answer_that_needs_too_many_states_says_so(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truedraft.text.forms._LIMITS", {"max_lexer_states": 400})
     structured = Structured("regex", "([a-z]*[aeiou][a-z]{20}|[a-z]*[xyz][a-z]{21})+")
     state = forms.start(structured, tokens := [0], 1)
     assert walk(state, tokens, 200, 0) < 200
     assert state.problem() == "it exceeds the states that its expressions may come to (max_lexer_states)"
+
+
+def test_a_multiple_with_more_digits_than_are_read_is_refused(forms: Forms) -> None:
+    with pytest.raises(OptionError, match="structured cannot be read"):
+        forms.grammar(Structured("grammar", 'start: %json {"multipleOf": ' + "1" * 5000 + "}"))
+
+
+def test_a_schema_is_an_object_or_true() -> None:
+    assert Structured("json_schema", True) == Structured("json_schema", "true") == Structured("json_schema", {})
+    for schema in (False, None, [], [["a", 1]], 7, "[]", "null", "{", "[" * 100_000):
+        with pytest.raises(OptionError, match="structured cannot be read"):
+            Structured("json_schema", schema)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from truedraft.verification import Rule, SpeculativeSampling
 
 PATIENCE = 4.0
 """So many times its time a check may take to come to the least evidence that says anything; then it says so."""
-_SEEDS = 1 << 63
+_SEEDS = 1 << 64
 
 # ---------------------------------------------------------------------------------------- checks and their findings
 
@@ -85,7 +86,8 @@ class Stack:
         coupled_rule: judges greedy and seeded requests; None compares, as engines do.
         controller: says how much is drafted; each engine gets a copy of it. None is all that the drafter may, and every
             drafter of a portfolio in turn (`InTurn`).
-        entropy: of each engine.
+        entropy: of the first engine; the others' count up, for drafters that learn from answers must not meet the noise
+            that these were drawn by.
     """
 
     target: LanguageModel
@@ -94,9 +96,10 @@ class Stack:
     coupled_rule: Rule | None = None
     controller: Controller | None = None
     entropy: int = 0
+    _engines: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
-    def engine(self, batch: int) -> Engine:
-        """An engine with speculation, of at most `batch` requests in a step."""
+    def engine(self, batch: int, entropy: int | None = None) -> Engine:
+        """An engine with speculation, of at most `batch` requests in a step; `entropy` in place of its own."""
         return Engine(
             self.target,
             self.drafter,
@@ -104,7 +107,7 @@ class Stack:
             InTurn() if self.controller is None else copy.deepcopy(self.controller),
             max_batch=batch,
             coupled_rule=self.coupled_rule,
-            entropy=self.entropy,
+            entropy=self.entropy + next(self._engines) if entropy is None else entropy,
         )
 
     def plain(self, batch: int) -> Engine:

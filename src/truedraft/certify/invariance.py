@@ -19,7 +19,6 @@ from truedraft.certify.checks import (
     Stack,
     Status,
     answer_of,
-    answers_in_time,
     numbered,
 )
 from truedraft.certify.equality import Comparison, enough_prompts
@@ -98,7 +97,7 @@ class _Asking:
 
     def __init__(self, context: Context) -> None:
         self._prompts = [list(prompt) for prompt in context.prompts]
-        self._batch, self._params = context.batch, context.params
+        self._batch, self._params, self._seconds = context.batch, context.params, context.seconds
         lossless = context.stack.rule.lossless
         self._has_margins = self._params.seeded or (self._params.greedy and lossless)
         self._stack = context.stack if self._has_margins else context.stack.but(controller=None)
@@ -113,6 +112,7 @@ class _Asking:
                 self._ways[name] = partial(self._ask, self._stack.but(controller=controller))
         self._comparisons = {name: Comparison() for name in self._ways}
         self._texts: list[list[int]] = []
+        self._largest: float | None = None  # difference between logits of one text, once that is measured
         self._deadline = Deadline(math.inf)
 
     def compare(self, number: int, deadline: Deadline) -> None:
@@ -133,11 +133,16 @@ class _Asking:
 
     def _engine(self, stack: Stack, batch: int, number: int) -> Engine:
         """A new engine; a prompt's number fixes the noise of its first request without a seed."""
-        return stack.but(entropy=stack.entropy + number).engine(batch)
+        return stack.engine(batch, stack.entropy + number)
 
     def _ask(self, stack: Stack, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """The answer, or how it failed."""
-        return answers_in_time(self._engine(stack, 1, number), [prompt], [own], self._deadline)[0]
+        engine = self._engine(stack, 1, number)
+        request = _prepared(engine, prompt, own)
+        with _ended(engine) as queued:
+            engine.enqueue(request)
+            queued.append(request)
+            return self._finished(request, engine)
 
     def _neighbours(self, number: int, engine: Engine, which: Sequence[int]) -> list[Request]:
         """Queue other requests, of other lengths and with other options; who sits where changes with the prompt."""
@@ -148,13 +153,14 @@ class _Asking:
                 others[(place + number) % len(others)],
                 max_tokens=max(1, self._params.max_tokens * (2 + place % 4) // 3),
             )
-            found.append(engine.submit(self._prompts[(number + 1 + place) % len(self._prompts)], options))
+            found.append(_prepared(engine, self._prompts[(number + 1 + place) % len(self._prompts)], options))
+            engine.enqueue(found[-1])
         return found
 
     def _beside(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Some neighbours are at work when the request comes, others come later."""
         half, engine = self._batch // 2, self._engine(self._stack, self._batch, number)
-        request = engine.prepare(list(prompt), own)
+        request = _prepared(engine, prompt, own)
         with _ended(engine) as queued:
             queued += self._neighbours(number, engine, range(half))
             self._deadline.step(engine)
@@ -168,7 +174,7 @@ class _Asking:
     def _streamed(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """The pieces must also add up to the answer that comes with the last of them."""
         pieces: list[Piece] = []
-        for piece in self._engine(self._stack, 1, number).stream(list(prompt), own):
+        for piece in self._engine(self._stack, 1, number).stream(list(prompt), own, scope=object()):
             pieces.append(piece)
             if self._deadline.over:
                 break
@@ -183,10 +189,11 @@ class _Asking:
     def _cancelled(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Cancelled half-way, asked again while others run."""
         engine = self._engine(self._stack, self._batch, number)
-        again = engine.prepare(list(prompt), own)
+        again, first = (_prepared(engine, prompt, own) for _ in range(2))
         with _ended(engine) as queued:
             queued += self._neighbours(number, engine, range(self._batch - 1))
-            queued.append(first := engine.submit(list(prompt), own))
+            engine.enqueue(first)
+            queued.append(first)
             while first.finish_reason is None and first.emitted < own.max_tokens // 2:
                 self._deadline.step(engine)
             engine.cancel(first)
@@ -242,10 +249,12 @@ class _Asking:
         """
         drafts = [member.model for member in self._stack.drafter.members.values()]
         models = [model for model in (self._stack.target, *drafts) if model is not None]
-        texts = sorted(self._texts, key=len)[-2:]
-        measured = [measure_rounding(each, texts, self._batch, self._params, self._limits) for each in models]
-        largest = max(rounding.largest_difference for rounding in measured)
-        expected = tokens * _DECISIONS * 2.0 * largest / (self._params.temperature or 1.0)
+        if self._largest is None:
+            texts = sorted(self._texts, key=len)[-2:]
+            how = self._batch, self._params, self._limits
+            measured = [measure_rounding(each, texts, *how, seconds=self._seconds) for each in models]
+            self._largest = max(rounding.largest_difference for rounding in measured)
+        expected = tokens * _DECISIONS * 2.0 * self._largest / (self._params.temperature or 1.0)
         return expected + 6.0 * math.sqrt(expected) + 3.0 if expected else 0.0
 
 
@@ -259,7 +268,7 @@ def _controllers(limits: Budget) -> dict[str, Controller]:
 
 def _other_options(params: SamplingParams, *, lossless: bool) -> list[SamplingParams]:
     """Options that neighbours of a request have; under a lossy rule none has a seed."""
-    seed = (params.seed or 0) + 1_000_003 if lossless else None
+    seed = numbered(replace(params, seed=params.seed or 0), 1_000_003).seed if lossless else None
     warm = 1.5 if params.greedy else 2.0 * params.temperature
     return [
         SamplingParams(temperature=warm),
@@ -268,6 +277,11 @@ def _other_options(params: SamplingParams, *, lossless: bool) -> list[SamplingPa
         SamplingParams(temperature=0.7, seed=seed),
         SamplingParams(temperature=0.9, top_p=0.5, min_p=0.05),
     ]
+
+
+def _prepared(engine: Engine, prompt: Sequence[int], own: SamplingParams) -> Request:
+    """A request that shares nothing: drafters that learn from answers know none of those that it is compared with."""
+    return engine.prepare(list(prompt), own, scope=object())
 
 
 @contextmanager

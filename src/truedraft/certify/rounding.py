@@ -389,7 +389,8 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
         limits: of the drafter; nothing may be drafted within a zero budget.
         batch: requests of a step.
     """
-    depth, nodes = min(limits.depth, limits.nodes), min(limits.nodes, _MOST_NODES)
+    nodes = min(limits.nodes, _MOST_NODES)
+    depth = min(limits.depth, nodes)
     if limits.is_zero:
         return []
     found = [

@@ -40,7 +40,7 @@ class CheckOptions:
         None,
         "Decides all noise. With --seeded and --seed-per-request seeds of requests count up from it.",
         "S",
-        shown_default="drawn",
+        shown_default="drawn; 0 with --seed-per-request",
         least=0,
     )
     seeded: bool = flag("Certify requests that have a seed, whose tokens must be plain decoding's.")

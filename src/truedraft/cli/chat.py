@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -380,4 +379,4 @@ def _object(found: object) -> Mapping[str, Any]:
 
 
 def _number(found: object) -> float | None:
-    return float(found) if isinstance(found, int | float) and abs(found) < math.inf else None
+    return float(found) if isinstance(found, int | float) and abs(found) <= sys.float_info.max else None

@@ -383,7 +383,7 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
     pairs = [(_rate(drafted[key]), _rate(plain[key])) for key in both]
     pairs = [pair for pair in pairs if pair[0][0] and pair[1][0]]
     speedup = ratio_of_rates(*zip(*pairs, strict=True)) if pairs else None
-    counted = [drafted[key][0].outcome.counters for key in both]
+    counted = [row.outcome.counters for key in both for row in drafted[key]]
     counters = sum((each for each in counted if each is not None), Counters())
     agree = params.greedy or params.seeded
     same = all(each.outcome.token_ids == plain[key][0].outcome.token_ids for key in both for each in drafted[key])
@@ -404,8 +404,8 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
 
 
 def _rate(rows: Sequence[Any]) -> tuple[float, float]:
-    """Tokens behind the first ones in the median run, and its seconds for them."""
-    median = sorted(rows, key=lambda row: row.decode_s)[(len(rows) - 1) // 2]
+    """Tokens behind the first ones in the run of median speed, and its seconds for them."""
+    median = sorted(rows, key=lambda row: row.decode_tokens_per_s)[(len(rows) - 1) // 2]
     return round(median.decode_tokens_per_s * median.decode_s), median.decode_s
 
 

@@ -109,14 +109,13 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
 
     with errors_about("plan"):
         found = read_plan(plan)
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-        kept, here = found.sampling.get(name), getattr(params, name)
-        if name == "seed":  # any is as good as another
-            kept, here = (None if each is None else "set" for each in (kept, here))
+    names = ("temperature", "top_k", "top_p", "min_p")
+    pairs = [(f"{name} {found.sampling.get(name)}", f"{name} {getattr(params, name)}") for name in names]
+    with_seed = bool(found.sampling.get("temperature")) and found.sampling.get("seed") is not None
+    pairs.append(("a seed" if with_seed else "no seed", "a seed" if params.seeded else "no seed"))
+    for kept, here in pairs:
         if kept != here:
-            warn(
-                f"the plan was made with {name} {kept}, and this is {here}; its recommendation may not be the best here"
-            )
+            warn(f"the plan was made with {kept}, and this has {here}; its recommendation may not be the best here")
     return found.recommended()
 
 

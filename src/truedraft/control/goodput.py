@@ -2,7 +2,7 @@
 
 What a decision looks at. Everything is known before the step drafts anything, so whether a draw exists never depends
 on its token (DESIGN section 2, predictable choice). Tokens of greedy and seeded requests hang on no budget, and no two
-others share noise, so what became of one request's drafts may decide about any other.
+others share noise in an engine, so what became of one request's drafts may decide about any other.
 """
 
 from __future__ import annotations

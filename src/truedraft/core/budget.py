@@ -127,8 +127,8 @@ class Hint:
 class RequestView:
     """What a controller may look at before a step, of one request that may be drafted for.
 
-    No two requests without a seed share noise, and tokens of one with a seed hang on no budget. So what becomes of a
-    request's drafts may decide how much is drafted for others (DESIGN section 2, predictable choice).
+    No two requests without a seed share noise in an engine, and tokens of one with a seed hang on no budget. So what
+    becomes of a request's drafts may decide how much is drafted for others (DESIGN section 2, predictable choice).
 
     Attributes:
         id: unique in this process.

@@ -263,7 +263,7 @@ def measure_drafter(
 
 @torch.inference_mode()
 def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> None:
-    """Let a drafter draft once, so that what it makes the first time, as weights, is not made in somebody's answer.
+    """Let a drafter draft for a made-up request: what it makes the first time, as weights, is not made in an answer.
 
     Raises:
         CompositionError: the drafter does not fit the target.

@@ -63,7 +63,8 @@ class Engine:
         coupled_rule: how greedy and seeded requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
         entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
-            which they are submitted or prepared; None draws it from the operating system.
+            which they are submitted or prepared; None draws it from the operating system. Engines that share a drafter
+            which learns from answers need different ones, or it has seen what their noise draws.
 
     One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
 
@@ -246,10 +247,12 @@ class Engine:
                 found.append(samples)
         return found
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, scope: Hashable = None
+    ) -> Iterator[Piece]:
         """Answer one prompt piece by piece; leaving the loop early cancels the request.
 
-        The last piece carries the whole answer.
+        The last piece carries the whole answer. `scope` is as for `submit`.
 
         Raises:
             OptionError: several samples are asked for; call `submit` for each, and read their pieces.
@@ -259,7 +262,7 @@ class Engine:
             raise OptionError(
                 f"must be 1 for a stream, got {params.n}; call submit for each sample and read its pieces", field="n"
             )
-        return self._pieces(self.prepare(prompt, params))
+        return self._pieces(self.prepare(prompt, params, scope=scope))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         self.enqueue(request)
@@ -353,7 +356,7 @@ class Engine:
         return request
 
     def _fresh_seed(self) -> int:
-        """What keys the noise of a request without a seed; no other one has it."""
+        """What keys the noise of a request without a seed; no other one of this engine has it."""
         return secrets.randbits(64) if self.entropy is None else mix(mix(GOLDEN, self.entropy), next(self._unseeded))
 
     def enqueue(self, request: Request) -> None:

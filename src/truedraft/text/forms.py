@@ -10,6 +10,7 @@ import json
 import math
 import re
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from truedraft.text.schemas import map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.trial import Trial
 
-_MOST_CHARACTERS = 1 << 16
+MOST_CHARACTERS = 1 << 16
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is laid out where its schema does not say: on one line, as Python's json.dumps does.
 
@@ -68,6 +69,8 @@ _QUICK_RULES = 300
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*-?([0-9.]+)')
 _MEETING = ('"allOf"', '"anyOf"', '"oneOf"', "$ref", "patternProperties")
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_MADE_IN_A_STEP_S = 0.3
+"""Seconds of a processor that making a form once more may take while other requests wait."""
 _AHEAD = 256
 """Bytes that are looked ahead where the form leaves no choice."""
 _KNOWN_BY = 4
@@ -83,12 +86,14 @@ class Prepared:
     Attributes:
         matcher: of llguidance; copies share what it has worked out.
         held: bytes of memory, as far as that can be told.
-        grammar: it can be made of again in a moment; None where that takes longer.
+        grammar: it is made of.
+        made_s: seconds of a processor that this took.
     """
 
     matcher: Any
     held: int
-    grammar: str | None
+    grammar: str
+    made_s: float
 
 
 class Forms:
@@ -174,13 +179,13 @@ class Forms:
         from llguidance import LLMatcher
 
         size = sum(map(len, structured.value)) if structured.kind == "choice" else len(str(structured.value))
-        if size > _MOST_CHARACTERS:
-            raise OptionError(f"has {size} characters, of at most {_MOST_CHARACTERS}", field="structured")
+        if size > MOST_CHARACTERS:
+            raise OptionError(f"has {size} characters, of at most {MOST_CHARACTERS}", field="structured")
         try:
             grammar = _grammar_of(structured, LLMatcher)
+            return grammar, _is_quick(grammar, structured.kind)
         except (ValueError, RecursionError) as error:
             raise OptionError(f"cannot be read ({error})", field="structured") from error
-        return grammar, _is_quick(grammar, structured.kind)
 
     def make(self, structured: Structured, grammar: str, is_quick: bool, trial: Trial) -> Prepared:
         """Make a form of its grammar; one that may take more than the library bounds is first tried elsewhere.
@@ -206,7 +211,13 @@ class Forms:
                 raise _refusal(found, grammar)
             held = found or held  # which not every system tells
         self._make_room(held)
-        prepared = Prepared(self._matcher(grammar), held, grammar if is_quick else None)
+        return self._prepared(structured, grammar, held)
+
+    def _prepared(self, structured: Structured, grammar: str, held: int) -> Prepared:
+        """A form that is made here, for whoever asks for it from now on."""
+        began = time.thread_time()
+        matcher = self._matcher(grammar)
+        prepared = Prepared(matcher, held, grammar, time.thread_time() - began)
         with self._lock:
             self._alive[structured] = prepared
             self._keep(structured, prepared)
@@ -223,13 +234,16 @@ class Forms:
             raise _refusal(matcher.get_error(), grammar)
         return matcher
 
-    def _anew(self, structured: Structured, spent: Prepared) -> Prepared:
-        """The form as it was before other answers came to states of it, for one answer; and for all that come."""
+    def _anew(self, structured: Structured, spent: Prepared) -> Prepared | None:
+        """The form as it was before other answers came to states of it, for one answer and for all that come.
+
+        None where making it takes too long for a step; then who asks for it next prepares it.
+        """
         with self._lock:
             if self._alive.get(structured) is spent:
                 del self._alive[structured]
                 self._kept.pop(structured, None)
-        return Prepared(self._matcher(spent.grammar or ""), spent.held, spent.grammar)
+        return self._prepared(structured, spent.grammar, spent.held) if spent.made_s < _MADE_IN_A_STEP_S else None
 
     def _keep(self, structured: Structured, prepared: Prepared) -> None:
         """Keep a form for who asks next, and as many others as there is room for; the lock is held."""
@@ -278,7 +292,7 @@ class FormState:
         eos_id: ends an answer whose form is complete.
         tokens: prompt and answer so far, which somebody else owns and grows.
         prompt_tokens: how many of these, the first, are the prompt.
-        anew: makes the form once more, where earlier answers used it up.
+        anew: makes the form once more, where earlier answers used it up; None where that takes too long.
     """
 
     def __init__(
@@ -288,7 +302,7 @@ class FormState:
         eos_id: int,
         tokens: Sequence[int],
         prompt_tokens: int,
-        anew: Callable[[Prepared], Prepared],
+        anew: Callable[[Prepared], Prepared | None],
     ) -> None:
         self._prepared = prepared  # held, for while there is such a state its memory is taken
         self._matcher = prepared.matcher.deep_copy()
@@ -429,9 +443,12 @@ class FormState:
 
     def _began_anew(self) -> bool:
         """Read the answer again with a form that no other answer has brought to its limit of states."""
-        if self._is_anew or self._prepared.grammar is None or "too many states" not in self._error:
+        if self._is_anew or "too many states" not in self._error:
             return False
-        self._prepared, self._is_anew = self._anew(self._prepared), True
+        fresh = self._anew(self._prepared)
+        if fresh is None:
+            return False
+        self._prepared, self._is_anew = fresh, True
         self._matcher, self._last = self._prepared.matcher.deep_copy(), ((), None)
         self._matcher.consume_tokens(list(self._tokens[self._prompt_tokens : self._read]))
         return True
@@ -440,7 +457,11 @@ class FormState:
         self._go_on()
         self._masks.pop((), None)
         self._mask(())
-        return f"it exceeds {_exceeded(self._error) or _first_line(self._error)}" if self._error else ""
+        if not self._error:
+            return ""
+        shared = not self._is_anew and "too many states" in self._error
+        again = ", some of which other answers had used; ask once more" if shared else ""
+        return f"it exceeds {_exceeded(self._error) or _first_line(self._error)}{again}"
 
 
 def _grammar_of(structured: Structured, matcher: Any) -> str:

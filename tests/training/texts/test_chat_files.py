@@ -75,11 +75,15 @@ def said(role: object, content: object = "x") -> dict[str, object]:
     return {"messages": [{"role": "user", "content": "x"}, {"role": role, "content": content}]}
 
 
+def calling(calls: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"messages": []}, "a .json file of training data is an array of texts or chats; rename it to .txt"),
-        ([OPENAI, said("bard")], "entry 2, message 2: the role 'bard' is unknown; known: system, user, human, "),
+        ([OPENAI, said("bard")], "entry 2, message 2: the role 'bard' is unknown; known: system, developer, user, "),
         ([said("user", None)], 'entry 1, message 2: there is no "content" or "value" that is a text'),
         ([said("user", [{"type": "image"}])], "entry 1, message 2: training reads text alone"),
         ([{"messages": ["hi"]}], 'entry 1, message 1: an object with "role" and "content".*, got \'hi\''),
@@ -87,6 +91,8 @@ def said(role: object, content: object = "x") -> dict[str, object]:
         ([{"instruction": "a", "output": "b"}], 'entry 1: the object has no "text" field .* nor the "messages"'),
         ([[{"role": "tool", "content": "4"}]], "entry 1: the chat template of .* refuses .*a tool begins"),
         ([said("assistant") | {"tools": [1]}], 'entry 1: its tools or "tool_calls" are not in OpenAI\'s form'),
+        ([calling([{"name": "x"}])], 'entry 1: its tools or "tool_calls" are not in OpenAI\'s form'),
+        ([calling(3)], 'entry 1: its tools or "tool_calls" are not in OpenAI\'s form'),
     ],
 )
 def test_what_is_no_chat_is_named(chatty: Any, tmp_path: Path, content: object, message: str) -> None:

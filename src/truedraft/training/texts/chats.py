@@ -14,6 +14,7 @@ from truedraft.text.tokenizer import Tokenizer
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -60,13 +61,15 @@ class ChatTexts:
         turns = next((more[name] for name in FIELDS if name in more), record)
         if not isinstance(turns, list) or not turns:
             raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(turns)}")
-        messages = [_message(turn, f"{place}, message {number}") for number, turn in enumerate(turns, start=1)]
-        if isinstance(more.get("system"), str) and more["system"] and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": more["system"]})
         try:
+            messages = [_message(turn, f"{place}, message {number}") for number, turn in enumerate(turns, start=1)]
+            if isinstance(more.get("system"), str) and more["system"] and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": more["system"]})
             tools = self._form.tools(_read(more.get("tools")) or ())
             fitted = self._form.fitted(messages, notation_of(self._tokenizer.chat_template))
             return self._tokenizer.conversation_text(fitted, tools or None)
+        except DataError:
+            raise
         except PromptError as error:
             raise DataError(f"{place}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
