@@ -41,10 +41,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_draft_of_another_process(target: MarkovModel, loaded: list[str]) -> None:
-    drafter = from_spec("draft:some/folder,num_speculative_tokens=3,min_probability=0.25,async=1,outcomes=2", target)
+    drafter = from_spec("draft:some/folder,num_speculative_tokens=3,min_probability=0.25,async=1", target)
     assert isinstance(drafter, ParallelDraft)
     assert drafter.limits == DraftModel(MarkovModel.random(6, seed=2), 3, min_probability=0.25).limits
-    assert (drafter.name, drafter.outcomes, loaded) == ("draft", 2, ["some/folder float64 cpu"])
+    assert (drafter.name, loaded) == ("draft", ["some/folder float64 cpu"])
     assert isinstance(from_spec("draft,async=0", target), DraftModel)
     params = SamplingParams(max_tokens=12)
     assert (
@@ -100,9 +100,7 @@ def test_auto_of_a_model_without_weights_is_prompt_lookup_alone(target: MarkovMo
         ("draft,min_probability=2", OptionError, "min_probability"),
         ("draft,min_probability=x", OptionError, "'x'"),
         ("draft,async=yes", OptionError, "async must be 1 .* or 0, got 'yes'"),
-        ("draft,outcomes=3", OptionError, "outcomes is of drafts with async=1"),
-        ("draft,async=1,outcomes=x", OptionError, "'x'"),
-        ("draft,async=1,outcomes=0", OptionError, "outcomes must be 1 or more"),
+        ("draft,async=1,outcomes=2", UnknownOptionError, "outcomes"),
         ("draft,async=1,branching=3-2", OptionError, "async drafts one chain, and branching or chains make trees"),
         ("none:folder", OptionError, "takes no path"),
         ("none,depth=3", UnknownOptionError, "depth"),
@@ -156,7 +154,7 @@ def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: lis
 def test_the_table_of_words_has_the_options_of_the_drafters(word: str, made: object, left_out: tuple[str, ...]) -> None:
     """With their defaults, where these are numbers; branching and tree are ways to say which trees."""
     parameters = {name: each for name, each in inspect.signature(made).parameters.items() if name not in left_out}  # type: ignore[arg-type]
-    ways = {"medusa": {"branching", "tree"}, "draft": {"async", "outcomes"}}.get(word, set())
+    ways = {"medusa": {"branching", "tree"}, "draft": {"async"}}.get(word, set())
     assert set(KINDS[word].options) == set(parameters) | ways
     for name, each in parameters.items():
         if type(each.default) in (int, float):

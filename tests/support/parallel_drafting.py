@@ -11,7 +11,7 @@ import torch
 
 from truedraft.drafters import DraftModel, ParallelDraft
 from truedraft.drafters.parallel import AheadDrafter
-from truedraft.drafters.parallel.ahead import Begun, Call, Reply
+from truedraft.drafters.parallel.ahead import Call, Reply
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
 
@@ -34,9 +34,6 @@ class SameProcess:
         self.drafter = drafter
         self.replies: list[Reply] = []
 
-    def begin(self, begun: Begun) -> None:
-        self.drafter.begin(pickle.loads(pickle.dumps(begun)))
-
     def propose(self, calls: Sequence[Call]) -> Reply:
         reply: Reply = pickle.loads(pickle.dumps(self.drafter.propose(pickle.loads(pickle.dumps(calls)))))
         self.replies.append(reply)
@@ -47,18 +44,26 @@ class SameProcess:
         self.drafter.end(request)
 
 
-def beside(
-    model: LanguageModel, length: int = 4, outcomes: int = 4, min_probability: float = 0.0
-) -> tuple[ParallelDraft, SameProcess]:
+def beside(model: LanguageModel, length: int = 4, min_probability: float = 0.0) -> tuple[ParallelDraft, SameProcess]:
     """A drafter that drafts ahead in this process, and its worker."""
     drafts = [DraftModel(model, length, min_probability=min_probability) for _ in range(2)]
-    worker = SameProcess(AheadDrafter(drafts[1], outcomes))
-    return ParallelDraft(drafts[0], worker, outcomes), worker
+    worker = SameProcess(AheadDrafter(drafts[1]))
+    return ParallelDraft(drafts[0], worker), worker
 
 
 def markov(seed: int = 2, sharpness: float = 1.5) -> MarkovModel:
     """A table; the same one for the same numbers, in every process."""
     return MarkovModel.random(VOCAB, seed=seed, sharpness=sharpness)
+
+
+def near(target: MarkovModel) -> MarkovModel:
+    """A draft that mostly thinks as the target does, so that whole chains are accepted now and then."""
+    return MarkovModel(0.7 * target.probs + 0.3 * markov().probs, context_length=target.context_length)
+
+
+def near_markov() -> MarkovModel:
+    """The draft that is near the first table, in every process."""
+    return near(markov(1))
 
 
 def tiny_llama() -> LanguageModel:
@@ -68,9 +73,9 @@ def tiny_llama() -> LanguageModel:
     return packed("llama")
 
 
-def slow_markov(seed: int = 2) -> LanguageModel:
+def slow_markov() -> LanguageModel:
     """The same table, whose forwards take as long as they like: mostly nothing, now and then 30 milliseconds."""
-    model, calls = markov(seed), iter(range(1 << 30))
+    model, calls = near_markov(), iter(range(1 << 30))
 
     def forward(segments: Sequence[Segment]) -> ForwardOutput:
         time.sleep(0.03 if next(calls) % 7 == 3 else 0.0)
@@ -81,7 +86,7 @@ def slow_markov(seed: int = 2) -> LanguageModel:
 
 def dying_markov(forwards: int) -> LanguageModel:
     """A draft whose process dies in its so-manieth forward."""
-    model, calls = markov(), iter(range(forwards))
+    model, calls = near_markov(), iter(range(forwards))
 
     def forward(segments: Sequence[Segment]) -> ForwardOutput:
         if next(calls, None) is None:

@@ -33,7 +33,6 @@ _STORED = 1 << 20
 # Of a target that may draft for itself in `auto`: with 3 MB a forward of 4 bits takes three quarters of its own, and as
 # long as what surrounds it; with 31 MB half of it (benchmarks/results/self_draft.json).
 _LEAST_OWN_BYTES = 16 << 20
-_OUTCOMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +143,8 @@ def draft_from_spec(
 
 def _unbranched(words: Words) -> None:
     words.check(KINDS["draft"].options, takes_path=True)
-    for name in ("async", "outcomes"):
-        if name in words.options:
-            raise OptionError(
-                f"{name} is of drafts that are judged as chains, and a beam search has none; leave it out"
-            )
+    if "async" in words.options:
+        raise OptionError("async is of drafts that are judged as chains, and a beam search has none; leave it out")
     for name in ("branching", "chains", "min_probability"):
         if name in words.options:
             raise OptionError(
@@ -356,13 +352,10 @@ def _draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
     if typed not in ("0", "1"):
         raise OptionError(f"async must be 1 (another process drafts ahead) or 0, got {typed!r}")
     if typed == "0":
-        if "outcomes" in options:
-            raise OptionError("outcomes is of drafts with async=1; add that, or leave it out")
         return _draft(replace(words, options=options), target)
-    outcomes = read_whole("outcomes", options.pop("outcomes", str(_OUTCOMES)))
     draft = _draft(replace(words, options=options), target)
-    make = partial(ahead_drafter, _loading(words, target), draft.limits.depth, draft.limits.min_probability, outcomes)
-    return ParallelDraft(draft, DraftProcess(make), outcomes)
+    make = partial(ahead_drafter, _loading(words, target), draft.limits.depth, draft.limits.min_probability)
+    return ParallelDraft(draft, DraftProcess(make))
 
 
 def _self(words: Words, target: LanguageModel) -> Drafter:
@@ -478,12 +471,10 @@ KINDS: Mapping[str, DrafterKind] = {
             "branching": "3-2-1",
             "min_probability": "0",
             "async": "1",
-            "outcomes": str(_OUTCOMES),
         },
         "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, several chains that "
         "are merged where they agree, or by branching a tree of so many guesses at each depth; no further below a "
-        "token of less than min_probability; with async=1 another process drafts on for so many outcomes while the "
-        "target verifies",
+        "token of less than min_probability; with async=1 another process drafts on while the target verifies",
         _draft_or_parallel,
         {"num_speculative_tokens": "12"},
     ),

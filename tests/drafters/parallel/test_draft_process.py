@@ -19,6 +19,7 @@ from support.parallel_drafting import (
     dying_markov,
     failing_markov,
     markov,
+    near_markov,
     slow_markov,
     tiny_llama,
 )
@@ -36,17 +37,22 @@ GREEDY = SamplingParams(max_tokens=40)
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.8)
 WAYS = [GREEDY, SAMPLED, replace(SAMPLED, seed=1)]
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 0], [3, 1]]
-LENGTH, OUTCOMES = 3, 4
+LENGTH = 3
 
 
 def made(load: Callable[[], LanguageModel], own: LanguageModel | None = None) -> tuple[ParallelDraft, DraftProcess]:
     """A drafter whose process has the model that `load` makes there; here it has `own`, or the same."""
-    process = DraftProcess(partial(ahead_drafter, load, LENGTH, 0.0, OUTCOMES))
-    return ParallelDraft(DraftModel(own or load(), LENGTH), process, OUTCOMES), process
+    process = DraftProcess(partial(ahead_drafter, load, LENGTH, 0.0))
+    return ParallelDraft(DraftModel(own or load(), LENGTH), process), process
 
 
 def seen(answer: Answer) -> tuple[object, ...]:
     return answer.token_ids, answer.finish_reason, answer.origins, answer.warnings, answer.stats
+
+
+def in_turn() -> Engine:
+    """With the same draft in this process."""
+    return Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3)
 
 
 def runs(pid: int) -> bool:
@@ -68,7 +74,7 @@ def wait_until_gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def drafter() -> Iterator[ParallelDraft]:
-    made_drafter, process = made(markov)
+    made_drafter, process = made(near_markov)
     yield made_drafter
     assert process.alive and not made_drafter.holding
     process.close()
@@ -77,7 +83,7 @@ def drafter() -> Iterator[ParallelDraft]:
 @pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "seeded"])
 def test_answers_and_counts_are_those_of_the_draft_alone(drafter: ParallelDraft, params: SamplingParams) -> None:
     target = markov(1)
-    plain = Engine(target, DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
+    plain = Engine(target, DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
     answers = Engine(target, drafter, controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     report = drafter.report
@@ -130,11 +136,11 @@ def test_a_certificate(drafter: ParallelDraft, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "seeded"])
 def test_a_process_that_dies_costs_no_answer(params: SamplingParams) -> None:
     """In the middle of drafting, with four requests under way: they go on in this process, with the same tokens."""
-    ahead, process = made(partial(dying_markov, 30), markov())
+    ahead, process = made(partial(dying_markov, 30), near_markov())
     pid = process.pid
     with pytest.warns(RuntimeWarning, match="'draft' goes on without async: .* ended with status 7") as told:
         answers = Engine(markov(1), ahead, controller="fixed", entropy=3).generate(TEXTS, params)
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
+    plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     assert len(told) == 1 and not process.alive and not runs(pid) and not ahead.holding
     assert 0 < ahead.report["proposals"] < sum(each.stats.target_calls for each in answers)
@@ -143,7 +149,7 @@ def test_a_process_that_dies_costs_no_answer(params: SamplingParams) -> None:
 
 
 def test_one_that_is_killed_between_two_steps() -> None:
-    ahead, process = made(markov)
+    ahead, process = made(near_markov)
     engine = Engine(markov(1), ahead, controller="fixed", entropy=3)
     request = engine.submit([1, 2, 3], SAMPLED)
     for _ in range(4):
@@ -152,21 +158,25 @@ def test_one_that_is_killed_between_two_steps() -> None:
     with pytest.warns(RuntimeWarning, match="ended with status -9"):
         while not request.closed:
             engine.step()
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
+    plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(
+        [1, 2, 3], SAMPLED
+    )
     assert request.tokens[3:] == plain.token_ids and not request.warnings and engine.check_idle() == []
 
 
 def test_a_draft_that_cannot_be_loaded_there_drafts_here() -> None:
-    ahead, process = made(failing_markov, markov())
+    ahead, process = made(failing_markov, near_markov())
     with pytest.warns(RuntimeWarning, match=r"cannot be loaded in a process of its own \(FileNotFoundError: no such"):
         answer = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
+    plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(
+        [1, 2, 3], GREEDY
+    )
     assert seen(answer) == seen(plain) and not process.alive and ahead.report == {}
 
 
 def test_a_draft_whose_forwards_fail_there_leaves_requests_undrafted() -> None:
     """As any drafter that fails; the process is asked again for the next request."""
-    ahead, process = made(broken_markov, markov())
+    ahead, process = made(broken_markov, near_markov())
     answer = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
     assert answer.token_ids == Engine(markov(1)).generate([1, 2, 3], GREEDY).token_ids
     assert "RuntimeError: the draft is broken" in answer.warnings[0] and process.alive
@@ -174,7 +184,7 @@ def test_a_draft_whose_forwards_fail_there_leaves_requests_undrafted() -> None:
 
 
 def test_ctrl_c_while_it_is_waited_for_begins_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, process = made(markov)
+    ahead, process = made(near_markov)
     engine = Engine(markov(1), ahead, controller="fixed", entropy=3)
     request = engine.submit([1, 2, 3], SAMPLED)
     for _ in range(3):
@@ -191,7 +201,9 @@ def test_ctrl_c_while_it_is_waited_for_begins_a_new_one(monkeypatch: pytest.Monk
     assert process.alive and process.pid != old and not runs(old)
     while not request.closed:  # drafted for here
         engine.step()
-    plain = Engine(markov(1), DraftModel(markov(), LENGTH), controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
+    plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(
+        [1, 2, 3], SAMPLED
+    )
     assert request.tokens[3:] == plain.token_ids and not request.warnings
     asked = ahead.report["proposals"]
     again = Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], SAMPLED)
@@ -201,7 +213,7 @@ def test_ctrl_c_while_it_is_waited_for_begins_a_new_one(monkeypatch: pytest.Monk
 
 
 def test_it_ends_with_the_drafter() -> None:
-    ahead, process = made(markov)
+    ahead, process = made(near_markov)
     Engine(markov(1), ahead, controller="fixed", entropy=3).generate([1, 2, 3], GREEDY)
     pid = process.pid
     assert runs(pid)
@@ -218,8 +230,8 @@ from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, ParallelDraft
 from truedraft.drafters.parallel import DraftProcess, ahead_drafter
 
-process = DraftProcess(partial(ahead_drafter, markov, 3, 0.0, 4))
-engine = Engine(markov(1), ParallelDraft(DraftModel(markov(), 3), process, 4), controller="fixed", entropy=3)
+process = DraftProcess(partial(ahead_drafter, markov, 3, 0.0))
+engine = Engine(markov(1), ParallelDraft(DraftModel(markov(), 3), process), controller="fixed", entropy=3)
 engine.generate([1, 2, 3], SamplingParams(max_tokens=8))
 print(process.pid, flush=True)
 """

@@ -95,13 +95,13 @@ class EveryNoise:
 
 
 def dist_of_answers(
-    monkeypatch: pytest.MonkeyPatch, every: EveryNoise, target: MarkovModel, draft: MarkovModel, outcomes: int
+    monkeypatch: pytest.MonkeyPatch, every: EveryNoise, target: MarkovModel, draft: MarkovModel
 ) -> tuple[dict[tuple[int, ...], float], float]:
     """Of all runs: the distribution of answers, and how many proposals of a run were hits in the mean."""
     monkeypatch.setattr(KeyedNoise, "uniform", lambda *given: every.uniform(*given))
     dist: dict[tuple[int, ...], float] = defaultdict(float)
     hits = 0.0
-    ahead, worker = beside(draft, 1, outcomes)
+    ahead, worker = beside(draft, 1)
     engine = Engine(target, ahead, controller="fixed")
     params = SamplingParams(max_tokens=LENGTH, temperature=1.0)
     for _ in itertools.count():
@@ -115,13 +115,10 @@ def dist_of_answers(
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "seed"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 2)],
-)
-def test_the_distribution_of_answers_is_the_targets(monkeypatch: pytest.MonkeyPatch, outcomes: int, seed: int) -> None:
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_distribution_of_answers_is_the_targets(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     target, draft = quarters(seed), halves(seed + 10)
-    dist, hits = dist_of_answers(monkeypatch, EveryNoise(), target, draft, outcomes)
+    dist, hits = dist_of_answers(monkeypatch, EveryNoise(), target, draft)
     assert sum(dist.values()) == pytest.approx(1.0, abs=1e-12)
     assert distance(dist, target_dist(lambda prefix: target.probs_after([*PROMPT, *prefix]), LENGTH)) < EXACT
     assert 0.05 < hits < 0.95  # runs of both sorts
@@ -130,6 +127,6 @@ def test_the_distribution_of_answers_is_the_targets(monkeypatch: pytest.MonkeyPa
 def test_noise_that_decided_another_token_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting for an outcome with the number that draws it, which a careless drafter might."""
     target, draft = quarters(2), halves(12)
-    dist, hits = dist_of_answers(monkeypatch, EveryNoise(shares=True), target, draft, 3)
+    dist, hits = dist_of_answers(monkeypatch, EveryNoise(shares=True), target, draft)
     assert sum(dist.values()) == pytest.approx(1.0, abs=1e-12) and hits > 0.0
     assert distance(dist, target_dist(lambda prefix: target.probs_after([*PROMPT, *prefix]), LENGTH)) > 0.01

@@ -1,17 +1,10 @@
 """A draft model that drafts ahead: what lives in the other process, and what the two processes tell each other.
 
-Behind a chain that is being judged lies a tree of outcomes: for each one guessed its recovered or bonus token hangs
-below the last drafted token that it accepts, and below that the chain which the next step would be asked for:
-
-    text - d1 - d2 - d3 - d4 - b      all accepted, then the bonus token b
-               |               - c1 - c2 - c3 - c4
-               - r                    d1 accepted, then r in place of d2
-                 - e1 - e2 - e3 - e4
-
-Each of these chains is drawn with the noise of the next step at its own position, by the same code as any other: it
-is, number for number, the chain that would be drafted if it were asked for then. So whether it is used, a *hit*, or
-drafted anew changes when a token is drafted, and never which one. How much is drafted ahead is settled before the
-round: the number of outcomes and the budget that was asked for last.
+Behind a chain that is being judged the likeliest outcome is that all of it stays, and that the token behind it is the
+one which the draft would take there. So that is taken to be the text, and the chain that the next step would be asked
+for is drafted behind it, with the noise of that step, by the same code as any other: it is, number for number, what
+would be drafted if it were asked for then. Whether it is used, a *hit*, or drafted anew changes when a token is
+drafted, and never which one. How much is drafted ahead is settled before the round, by the budget asked for last.
 """
 
 from __future__ import annotations
@@ -24,35 +17,15 @@ from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
-from truedraft.core.noise import KeyedNoise, NoiseKey
+from truedraft.core.noise import KeyedNoise, NoiseKey, Purpose
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Draw, Proposal
-from truedraft.core.tree import TokenTree, shape_of
+from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import DraftRequest, TokenView
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.drafters.parallel.outcomes import likeliest_outcomes
-from truedraft.drafters.tree_builder import TreeBuilder, draw_level
-from truedraft.errors import DrafterError
-from truedraft.models.base import LanguageModel, Segment
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A request that starts.
-
-    Attributes:
-        id: of the request.
-        params: its options; they change no logits of single tokens.
-        tokens: its text.
-    """
-
-    id: int
-    params: SamplingParams
-    tokens: tuple[int, ...]
+from truedraft.models.base import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +34,15 @@ class Call:
 
     Attributes:
         id: of the request.
-        tokens: that its text gained since it was told of last.
+        params: its options; they change no logits of single tokens.
+        tokens: that its text gained since it was told of last; all of it at the first call.
         budget: of the chain; not zero.
         noise: its key, see `KeyedNoise.key`.
         limit: of its cache, in tokens.
     """
 
     id: int
+    params: SamplingParams
     tokens: tuple[int, ...]
     budget: Budget
     noise: NoiseKey
@@ -114,9 +89,8 @@ class Chain:
                 if number == length or not budget.goes_on(probability, survival):
                     length, ends = number, True
                     break
-        return self._first(length, budget) if ends and length <= len(self.tokens) else None
-
-    def _first(self, length: int, budget: Budget) -> Chain:
+        if not ends or length > len(self.tokens):
+            return None
         probs = None if self.probs is None else self.probs[:length]
         confidence = self.confidence[:length] if budget.looks else ()
         return Chain(self.tokens[:length], (*self.draws[:length], ()), probs, confidence)
@@ -155,9 +129,6 @@ class AheadWorker(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def begin(self, begun: Begun) -> None:
-        """A request starts."""
-
     def propose(self, calls: Sequence[Call]) -> Reply:
         """A chain for each of some requests; raises DrafterError where there is none."""
 
@@ -166,100 +137,39 @@ class AheadWorker(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Branch:
-    """An outcome, and the chain drafted behind it.
-
-    Attributes:
-        emitted: tokens that the step emits in this outcome.
-        builder: draws the chain.
-        noise: with which.
-        node: of the tree: the last one that was fed.
-    """
-
-    emitted: tuple[int, ...]
-    builder: TreeBuilder
-    noise: NoiseKey
-    node: int
-
-
-@dataclass(slots=True, eq=False)
 class _Text:
     """A request.
 
     Attributes:
         request: as the draft model sees it.
-        tokens: that it looks at.
         call: that it was asked for last.
-        chain: that it was answered with; empty once it was drafted ahead of, or could not be.
-        outcomes: what is drafted ahead of it.
+        tokens: its text as far as it was told, and behind that what is taken to follow.
+        told: how many it was told.
+        chain: that it was answered with.
+        ahead: the chain behind what is taken to follow; None where there is none.
     """
 
     request: DraftRequest
+    call: Call
     tokens: list[int]
-    call: Call | None = None
+    told: int = 0
     chain: list[int] = field(default_factory=list)
-    outcomes: OutcomeTree | None = None
+    ahead: Chain | None = None
+
+    def key(self, further: int, step: int = 0, member: int | None = None) -> NoiseKey:
+        """Of the noise so many tokens and steps behind that of the call, or of another member there."""
+        root, position, steps, own, shared = self.call.noise
+        return root, position + further, steps + step, own if member is None else member, shared
 
 
-class OutcomeTree:
-    """The tree below the last token of a text, in a draft's cache: the judged chain, its outcomes and what follows.
+class _Verdicts(KeyedNoise):
+    """The noise of verdicts, with which the draft draws the token behind a chain just as the bonus token is drawn.
 
-    Node 0 is that last token itself, node i the i-th drafted one. All of them are uncommitted.
-
-    Args:
-        cache: of the draft; what it holds behind the text's last token but one is dropped.
-        text: its last token.
-        drafted: the chain that is being judged.
+    That decides nothing: which token the target draws with that number depends on the target's distribution alone.
     """
 
-    def __init__(self, cache: RequestCache, text: int, drafted: Sequence[int]) -> None:
-        self.cache = cache
-        self.drafted = tuple(drafted)
-        self.branches: list[_Branch] = []
-        self._first = [text, *drafted]
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-
-    def chain(self) -> Segment:
-        """The judged chain and what it hangs on, with logits at each."""
-        return self._feed(self._first, range(-1, len(self.drafted)))
-
-    def grow(self, branches: Sequence[_Branch], tokens: Sequence[int]) -> Segment:
-        """One more token for each of some branches, with logits at it."""
-        segment = self._feed(tokens, [branch.node for branch in branches])
-        for branch, node in zip(branches, range(len(self._tokens) - len(tokens), len(self._tokens)), strict=True):
-            branch.node = node
-        return segment
-
-    def _feed(self, tokens: Sequence[int], parents: Sequence[int]) -> Segment:
-        written = len(self._tokens)
-        self._tokens += tokens
-        self._parents += parents[: len(tokens)]
-        shape = shape_of(tuple(self._parents))
-        return Segment(self.cache, torch.tensor(list(tokens)), shape, range(len(tokens)), written)
-
-    def settle(self, emitted: Sequence[int]) -> None:
-        """Commit what the text became, as far as it was fed, and drop the rest."""
-        node, path = 0, [0]
-        for token in emitted:
-            children = (each for each in range(node + 1, len(self._tokens)) if self._parents[each] == node)
-            found = next((each for each in children if self._tokens[each] == token), None)
-            if found is None:
-                break
-            path.append(node := found)
-        self.cache.commit(path if self.cache.uncommitted == len(self._tokens) else ())
-
-    def hit(self, call: Call, within: Budget) -> Chain | None:
-        """The chain that was drafted for just this call; None where none was.
-
-        Args:
-            call: the tokens emitted, and the noise.
-            within: its budget, cut to what the draft may do.
-        """
-        for branch in self.branches:
-            if branch.emitted == call.tokens and branch.noise == call.noise:
-                return Chain.of(branch.builder.proposal()).within(within)
-        return None
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        return super().uniform(Purpose.BONUS, depth, index)
 
 
 class AheadDrafter:
@@ -267,15 +177,13 @@ class AheadDrafter:
 
     Args:
         drafter: drafts chains; its model carries no states from token to token.
-        outcomes: most outcomes of a step that are drafted for.
         clock: seconds of processor time.
     """
 
     alive = True
 
-    def __init__(self, drafter: DraftModel, outcomes: int, clock: Callable[[], float] = time.process_time) -> None:
+    def __init__(self, drafter: DraftModel, clock: Callable[[], float] = time.process_time) -> None:
         self.drafter = drafter
-        self._outcomes = outcomes
         self._clock = clock
         self._began_s = clock()
         self._texts: dict[int, _Text] = {}
@@ -284,23 +192,27 @@ class AheadDrafter:
         self._ahead_s = 0.0
         self._failure: str | None = None
 
-    def begin(self, begun: Begun) -> None:
-        """A request starts. It shares what it begins with with nobody, for it is not known who may."""
-        tokens = list(begun.tokens)
-        request = DraftRequest(begun.id, begun.params, TokenView(tokens), scope=begun.id)
-        self._texts[begun.id] = _Text(request, tokens)
-        self.drafter.begin(request)
+    def _text(self, call: Call) -> _Text:
+        """A request, begun at its first call. It shares what it begins with with nobody: nobody knows who may."""
+        if call.id not in self._texts:
+            tokens: list[int] = []
+            request = DraftRequest(call.id, call.params, TokenView(tokens), scope=call.id)
+            self.drafter.begin(request)
+            self._texts[call.id] = _Text(request, call, tokens)
+        return self._texts[call.id]
 
     def end(self, request: int) -> None:
         """A request is over."""
         text = self._texts.pop(request, None)
         if text is not None:
             self._open = [each for each in self._open if each is not text]
+            del text.tokens[text.told :]
+            self.drafter.rewind(text.request)
             self.drafter.end(text.request)
 
     def propose(self, calls: Sequence[Call]) -> Reply:
         """A chain for each call: what was drafted ahead for it, or drafted now."""
-        texts = [self._texts[call.id] for call in calls]
+        texts = [self._text(call) for call in calls]
         self._open = []
         chains = [self._take(text, call) for text, call in zip(texts, calls, strict=True)]
         missed = [place for place, chain in enumerate(chains) if chain is None]
@@ -308,7 +220,7 @@ class AheadDrafter:
             drafted = self.drafter.propose(
                 [texts[place].request for place in missed],
                 [calls[place].budget for place in missed],
-                [_noise(calls[place].noise, texts[place].request) for place in missed],
+                [_noise(calls[place].noise, calls[place].params) for place in missed],
             )
             for place, proposal in zip(missed, drafted, strict=True):
                 chains[place] = Chain.of(proposal)
@@ -322,85 +234,62 @@ class AheadDrafter:
 
     def _take(self, text: _Text, call: Call) -> Chain | None:
         """Read on to where a request is now; the chain that was drafted ahead for it, if one was."""
-        ahead, text.outcomes = text.outcomes, None
-        text.tokens += call.tokens
+        assumed, ahead, text.ahead = tuple(text.tokens[text.told :]), text.ahead, None
+        if assumed != call.tokens:
+            pairs = enumerate(zip(assumed, call.tokens, strict=False))
+            same = next((place for place, (one, other) in pairs if one != other), min(len(assumed), len(call.tokens)))
+            del text.tokens[text.told + same :]
+            self.drafter.rewind(text.request)
+            text.tokens += call.tokens[same:]
+        text.told = len(text.tokens)
         cache = self.drafter.caches[call.id]
         if cache.limit != call.limit:
             (cache.allow if cache.length else cache.limit_to)(call.limit)
-        if ahead is None:
+        followed = call.noise == text.key(len(assumed), step=1)
+        if ahead is None or assumed != call.tokens or not followed:
             return None
-        ahead.settle(call.tokens)
-        return ahead.hit(call, self.drafter.within(call.budget, text.request))
+        return ahead.within(self.drafter.within(call.budget, text.request))
 
     def draft_ahead(self) -> None:
-        """Draft for the likeliest outcomes of the step that judges what was handed out last.
+        """Draft for the likeliest outcome of the step that judges what was handed out last.
 
         A failure loses no answer: then it is drafted when it is asked for.
         """
         texts, self._open = self._open, []
         began_s = self._clock()
         try:
-            self._draft_behind(texts)
+            if texts:
+                self._draft_behind(texts)
             self._failure = None
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
-            for text in texts:
-                text.outcomes = None
         self._ahead_s += self._clock() - began_s
 
     def _draft_behind(self, texts: Sequence[_Text]) -> None:
-        """Feed the judged chains, guess outcomes, and draft a chain behind each, all requests together."""
-        trees = [self._tree(text) for text in texts]
-        if not trees:
-            return
-        model = self.drafter.model
-        logits = model.forward([tree.chain() for tree in trees]).logits
-        parts = logits.split([1 + len(tree.drafted) for tree in trees])
-        for text, tree, own in zip(texts, trees, parts, strict=True):
-            tree.branches = self._branches(text, tree, own)
-        growing = [(tree, branch) for tree in trees for branch in tree.branches]
-        tokens = [branch.emitted[-1] for _, branch in growing]
-        while growing:
-            segments = []
-            for tree in trees:
-                own = [place for place, (each, _) in enumerate(growing) if each is tree]
-                if own:
-                    segments.append(tree.grow([growing[place][1] for place in own], [tokens[place] for place in own]))
-            draw_level([branch.builder for _, branch in growing], model.forward(segments).logits)
-            growing = [each for each in growing if each[1].builder.grows]
-            tokens = [branch.builder.last_token for _, branch in growing]
-        for text, tree in zip(texts, trees, strict=True):
-            text.outcomes = tree
-            self._ahead_tokens += sum(len(branch.builder.proposal().tree) for branch in tree.branches)
-
-    def _tree(self, text: _Text) -> OutcomeTree:
-        cache = self.drafter.caches[text.request.id]
-        if cache.length < len(text.tokens) - 1:
-            raise DrafterError(f"the draft has read {cache.length} of {len(text.tokens)} tokens")
-        cache.rollback(len(text.tokens) - 1)
-        return OutcomeTree(cache, text.tokens[-1], text.chain)
-
-    def _branches(self, text: _Text, tree: OutcomeTree, logits: Tensor) -> list[_Branch]:
-        """The outcomes to draft for, from the draft's logits `[drafted + 1, vocab]` along the judged chain."""
-        request, call = text.request, text.call
-        assert call is not None
-        root, position, step, member, shared = call.noise
-        judges = _noise((root, position, step, 0, shared), request)
-        branches = []
-        for accepted, token in likeliest_outcomes(logits, tree.drafted, request.params, judges, self._outcomes):
-            emitted = (*tree.drafted[:accepted], token)
-            budget = _ahead(self.drafter.within(call.budget, request, len(emitted)), len(tree.drafted))
-            if not budget.is_zero:
-                noise = (root, position + len(emitted), step + 1, member, shared)
-                builder = TreeBuilder(
-                    tree.cache, request, budget, _noise(noise, request), self.drafter.branching, logits.device
-                )
-                branches.append(_Branch(emitted, builder, noise, accepted))
-        return branches
+        """Take each chain and the draft's own token behind it to be the text, and draft on, all requests together."""
+        for text in texts:
+            cache = self.drafter.caches[text.request.id]
+            cache.commit(range(min(cache.uncommitted, len(text.chain))))
+            text.tokens += text.chain
+        noises = [
+            _Verdicts.of_key(text.key(len(text.chain), member=0), greedy=text.request.params.greedy) for text in texts
+        ]
+        ends = self.drafter.propose([text.request for text in texts], [Budget(1)] * len(texts), noises)
+        for text, end in zip(texts, ends, strict=True):
+            text.tokens += end.tree.host_ids
+        texts = [text for text, end in zip(texts, ends, strict=True) if len(end.tree)]
+        drafted = self.drafter.propose(
+            [text.request for text in texts],
+            [_ahead(self.drafter.within(text.call.budget, text.request), len(text.chain)) for text in texts],
+            [_noise(text.key(len(text.chain) + 1, step=1), text.request.params) for text in texts],
+        )
+        for text, proposal in zip(texts, drafted, strict=True):
+            text.ahead = Chain.of(proposal)
+            self._ahead_tokens += len(proposal.tree)
 
 
 def ahead_drafter(
-    load: Callable[[], LanguageModel], num_speculative_tokens: int, min_probability: float, outcomes: int
+    load: Callable[[], LanguageModel], num_speculative_tokens: int, min_probability: float
 ) -> AheadDrafter:
     """What drafts in the other process.
 
@@ -408,10 +297,8 @@ def ahead_drafter(
         load: the model; each call loads it anew.
         num_speculative_tokens: length of a chain.
         min_probability: draft no further below a token that the draft itself gave less than this.
-        outcomes: of a step for which it drafts ahead.
     """
-    draft = DraftModel(load(), num_speculative_tokens, min_probability=min_probability)
-    return AheadDrafter(draft, outcomes)
+    return AheadDrafter(DraftModel(load(), num_speculative_tokens, min_probability=min_probability))
 
 
 def _ahead(budget: Budget, drafted: int) -> Budget:
@@ -429,5 +316,5 @@ def _ahead(budget: Budget, drafted: int) -> Budget:
     return replace(budget.cut(drafted + 1), min_probability=sys.float_info.min, floor=0.0)  # looks, and never stops
 
 
-def _noise(key: NoiseKey, request: DraftRequest) -> KeyedNoise:
-    return KeyedNoise.of_key(key, greedy=request.params.greedy)
+def _noise(key: NoiseKey, params: SamplingParams) -> KeyedNoise:
+    return KeyedNoise.of_key(key, greedy=params.greedy)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from truedraft.cache import Prefixes, RequestCache
-from truedraft.core.budget import Budget, Hint, check_nodes
+from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.drafters.parallel.ahead import AheadWorker, Begun, Call, Reply
+from truedraft.drafters.parallel.ahead import AheadWorker, Call, Reply
 from truedraft.errors import CompositionError, DrafterError, OptionError
 from truedraft.models.base import LanguageModel
 
@@ -27,7 +27,7 @@ class _Sent:
         drafted: that it drafted behind these the last time.
     """
 
-    tokens: int
+    tokens: int = 0
     drafted: int = 0
 
 
@@ -42,25 +42,22 @@ class ParallelDraft(Drafter):
     Args:
         draft: drafts chains in this process, of the same model and with the same options.
         worker: drafts in the other one.
-        outcomes: of a step for which it drafts ahead.
 
     Raises:
-        OptionError: `draft` makes trees, or `outcomes` is out of range.
+        OptionError: `draft` makes trees.
     """
 
     name: ClassVar[str] = "draft"
     told_late = True
     is_inner = False  # a round's noise is not what it drafts ahead with
 
-    def __init__(self, draft: DraftModel, worker: AheadWorker, outcomes: int) -> None:
+    def __init__(self, draft: DraftModel, worker: AheadWorker) -> None:
         if draft.limits.width > 1:
             raise OptionError("async drafts one chain, and branching or chains make trees; leave one of them out")
-        check_nodes("outcomes", outcomes)
         self.limits: Budget = draft.limits
         self.model: LanguageModel = draft.model
         self.caches: Mapping[int, RequestCache] = draft.caches
         self.prefixes: Prefixes = draft.prefixes
-        self.outcomes = outcomes
         self._here = draft
         self._worker = worker
         self._sent: dict[int, _Sent] = {}
@@ -78,9 +75,8 @@ class ParallelDraft(Drafter):
         return self._here.cache_bytes + (self._last.cache_bytes if self._last is not None and self._sent else 0)
 
     def cache_tokens(self, tokens: int) -> int:
-        """The most in the cache for a request of so many tokens: a chain, and what is drafted behind its outcomes."""
-        ahead = self.outcomes * (1 + self.limits.depth)
-        return self._here.cache_tokens(tokens) + 1 + ahead
+        """The most in the cache for a request of so many tokens: a chain, a token, and the chain drafted ahead."""
+        return self._here.cache_tokens(tokens) + 1 + self.limits.depth
 
     @property
     def report(self) -> Mapping[str, float]:
@@ -125,16 +121,10 @@ class ParallelDraft(Drafter):
         return replace(hint, behind=max(len(request.tokens) - sent.tokens - max(sent.drafted - 1, 0), 1))
 
     def begin(self, request: DraftRequest) -> None:
-        """Tell the process of a request that it can serve."""
+        """The process is told of a request that it can serve when it is first asked."""
         self._here.begin(request)
         if request.shaping is None and not request.inputs and self._worker.alive:
-            tokens = tuple(request.tokens)
-            try:
-                self._worker.begin(Begun(request.id, request.params, tokens))
-            except DrafterError as error:
-                self._go_on_here(error)
-                return
-            self._sent[request.id] = _Sent(len(tokens))
+            self._sent[request.id] = _Sent()
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -164,7 +154,7 @@ class ParallelDraft(Drafter):
             return None
         tokens = tuple(request.tokens[sent.tokens :])
         sent.tokens += len(tokens)
-        return Call(request.id, tokens, budget, noise.key, self.caches[request.id].limit)
+        return Call(request.id, request.params, tokens, budget, noise.key, self.caches[request.id].limit)
 
     def _ask(self, calls: Sequence[Call]) -> Reply | None:
         """What the process drafted; None where it is gone.

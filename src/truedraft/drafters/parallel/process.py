@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import torch
 
-from truedraft.drafters.parallel.ahead import AheadDrafter, Begun, Call, Reply
+from truedraft.drafters.parallel.ahead import AheadDrafter, Call, Reply
 from truedraft.errors import DrafterError
 
 _MAIN = "from truedraft.drafters.parallel.process import main; main()"
@@ -60,14 +60,6 @@ class DraftProcess:
     def pid(self) -> int:
         """Of the process."""
         return self._process.pid
-
-    def begin(self, begun: Begun) -> None:
-        """A request starts.
-
-        Raises:
-            DrafterError: the process is gone.
-        """
-        self._tell(pickle.dumps(("begin", begun), protocol=5))
 
     def end(self, request: int) -> None:
         """A request is over; nothing happens where the process is gone."""
@@ -192,8 +184,6 @@ def _serve(drafter: AheadDrafter, calls: IO[bytes], replies: IO[bytes]) -> None:
                     reply = f"{type(error).__name__}: {error}"
                 _answer(replies, reply)
                 drafter.draft_ahead()
-        elif kind == "begin":
-            drafter.begin(given)
         else:
             drafter.end(given)
 
