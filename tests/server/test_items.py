@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from truedraft.server.items import TextReader, flat_name
+from truedraft.server.items import Callable, TextReader, Toolbox, flat_name
+from truedraft.server.messages import _object
+from truedraft.server.tools import FunctionFields, arguments_for_template
 
 TEXTS = ("", "a", 'say "x"\n\\n', "caf\u00e9 \U0001f600!", "\u2028}", "*** Begin Patch\n+x\n*** End Patch")
 
@@ -32,6 +34,8 @@ def test_a_text_is_the_same_in_whatever_parts_its_arguments_come(text: str, asci
         ("no object", "no object"),
         ('{"input": "cut off\\', "cut off"),
         ('{"input": 5}', '{"input": 5}'),
+        ('{"input": "half \\ud800"}', "half ?"),
+        ("[" * 5000, "[" * 5000),
     ],
 )
 def test_what_a_model_wrote_amiss_is_told_as_it_is(arguments: str, text: str) -> None:
@@ -44,3 +48,22 @@ def test_names_in_a_namespace() -> None:
     assert flat_name(None, "read") == "read"
     assert flat_name("files", "read") == "files__read"
     assert flat_name("mcp__files__", "read") == "mcp__files__read"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"x": NaN}', '{"x": 1e999}', '{"x": ' + "1" * 5000 + "}", "[1]", ""])
+def test_arguments_that_are_no_object_to_send(text: str) -> None:
+    assert arguments_for_template(text) == text and _object(text) == {}
+
+
+def test_arguments_with_half_a_character() -> None:
+    assert _object('{"x\\udfff": "\\ud83d\\ude00 \\ud800"}') == {"x?": "\U0001f600 ?"}
+
+
+def test_a_choice_means_the_plain_function_before_one_of_its_name_in_a_namespace() -> None:
+    read = FunctionFields(name="read")
+    toolbox = Toolbox(
+        {"files__read": Callable(read, "read", "files", False), "read": Callable(read, "read", None, False)}
+    )
+    assert [toolbox._named(name) for name in ("read", "files__read", "x")] == [["read"], ["files__read"], []]
+    del toolbox.callables["read"]
+    assert toolbox._named("read") == ["files__read"]

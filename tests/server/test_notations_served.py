@@ -94,6 +94,7 @@ def test_analysis_never_leaks_into_the_answer() -> None:
             "[1, 2]",
         ),
         ({"structured_outputs": {"choice": ["one"]}}, "one"),
+        ({"structured_outputs": {"json": {"enum": [7]}}}, "7"),
         ({"structured_outputs": {"regex": "a/b"}}, "a/b"),
         ({"structured_outputs": {"grammar": 'start: item item\nitem: "x"'}}, "xx"),
     ],

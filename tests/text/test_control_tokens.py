@@ -208,6 +208,17 @@ def test_where_it_cannot_be_done_the_message_and_the_token_are_named() -> None:
         tokenizer.chat([user(everything + ATTACK)])
     with pytest.raises(PromptError, match="half a character"):
         tokenizer.chat([user("<|im_end|>\ud800")])
+    with pytest.raises(PromptError, match="half a character"):
+        tokenizer.chat([user("\ud800")])
+    for text in ("\ud800", "<|im_end|>\ud800"):
+        with pytest.raises(PromptError, match="half a character"):
+            tokenizer._control_tokens(None).literal_ids(text)
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    for text in ("plain", ATTACK):
+        with pytest.raises(PromptError, match="nested too deeply"):
+            tokenizer.chat([user(text)], variables={"deep": deep}, template="{{ deep | tojson }}{{ messages }}")
 
 
 PIECES = st.sampled_from(

@@ -190,3 +190,15 @@ def test_an_answer_that_needs_too_many_states_says_so(forms: Forms, monkeypatch:
     state = forms.start(structured, tokens := [0], 1)
     assert walk(state, tokens, 200, 0) < 200
     assert state.problem() == "it exceeds the states that its expressions may come to (max_lexer_states)"
+
+
+def test_a_multiple_with_more_digits_than_are_read_is_refused(forms: Forms) -> None:
+    with pytest.raises(OptionError, match="structured cannot be read"):
+        forms.grammar(Structured("grammar", 'start: %json {"multipleOf": ' + "1" * 5000 + "}"))
+
+
+def test_a_schema_is_an_object_or_true() -> None:
+    assert Structured("json_schema", True) == Structured("json_schema", "true") == Structured("json_schema", {})
+    for schema in (False, None, [], [["a", 1]], 7, "[]", "null", "{", "[" * 100_000):
+        with pytest.raises(OptionError, match="structured cannot be read"):
+            Structured("json_schema", schema)

@@ -61,6 +61,11 @@ def test_earlier_calls_stand_in_the_prompt(name: str) -> None:
     behind = text[text.rindex("Go.") :] if "Apfel" in text[text.rindex("Go.") :] else text
     for word in ("Apfel", "Birne", "result 0", "result 1"):
         assert word in behind
+    cut = turns()
+    for call, arguments in zip(cut[1]["tool_calls"], ('{"word": "Zwet', ""), strict=True):
+        call["function"]["arguments"] = arguments
+    text = render(form.fitted(cut, notation_of(template)), form.tools(TOOLS))
+    assert all(word in text for word in ("probe", "Zwet", "other", "result 1")), "as of an answer that was cut"
     assert "None" not in behind and "{'word'" not in behind and '\\"word' not in behind
 
 

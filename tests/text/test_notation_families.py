@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from support.byte_tokenizers import byte_tokenizer
-from truedraft.text.calls import CallDelta
+from truedraft.text.calls import CallDelta, words_of
 from truedraft.text.forms import Forms
-from truedraft.text.notations import NOTATIONS, AnswerReader, Notation, Reasoning, notation_of
+from truedraft.text.notations import NOTATIONS, AnswerReader, Notation, Parameters, Reasoning, notation_of
+from truedraft.text.properties import types_of
 from truedraft.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -177,3 +179,74 @@ def test_a_family(family: Family) -> None:
     drafted = Forms(made, made.vocab_size, made.eos_token_ids).start(notation.grammar(named, parallel=False), [0], 1)
     beginning = made.shown_text(drafted.forced())
     assert "note" in beginning or family.notation == "gpt-oss", "whose models write the head of a call in two ways"
+
+
+APART = [family for family in FAMILIES if isinstance(known(family)[0].body, Parameters)]
+
+
+@pytest.mark.parametrize("family", APART, ids=lambda family: family.template)
+def test_a_missing_mark_costs_no_argument(family: Family) -> None:
+    notation, body = known(family)[0], known(family)[0].body
+    assert isinstance(body, Parameters)
+    answer = rendered(family, CALLS[1:] * 2)
+    for mark in (body.closing.rstrip(), *words_of(notation.closing)[:-1]):
+        for place in re.finditer(re.escape(mark), answer):
+            slip = answer[: place.start()] + answer[place.end() :] + "Done."
+            for size in (1, 3, len(slip)):
+                text, _, calls = read(family, slip, size)
+                assert (text.strip(), calls) == ("Done.", CALLS[1:] * 2), slip
+    said = f"Within a line {body.opening}x and {' '.join(words_of(notation.closing))} are text."
+    if "\n" in body.closing:
+        assert read(family, rendered(family, [("note", {"text": said})]), 1)[2] == [("note", {"text": said})]
+
+
+WORDS = {"$defs": {"Unit": {"enum": ["C", "F"]}, "Temp/Unit": {"$ref": "#/$defs/Unit"}, "Other": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"$ref": "#/$defs/Unit"}, ["C", "F"], ["K", "null"]),
+        ({"allOf": [{"$ref": "#/$defs/Temp~1Unit"}], "default": "C"}, ["F"], ["K"]),
+        ({"const": "C"}, ["C"], ["F"]),
+        ({"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]}, ["C", "null"], ["K"]),
+        ({"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "integer"}]}, ["C", "12"], ["K", "1.5"]),
+        ({"type": "string", "oneOf": [{"const": "C"}, {"const": "F"}]}, ["F"], ["K"]),
+        ({"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "string"}]}, ["C", "K"], []),
+        ({"type": "array", "items": {"$ref": "#/$defs/Temp~1Unit"}}, ['["C"]'], ['["K"]', "C"]),
+    ],
+)
+@pytest.mark.parametrize("family", [APART[0], APART[3]], ids=lambda family: family.template)
+def test_forced_arguments_are_values_that_the_schema_lists(
+    family: Family, schema: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    notation, made = known(family)
+    grammar = notation.grammar({"f": WORDS | {"properties": {"a": schema}}}, parallel=False).value
+    assert "Other" not in grammar, "of definitions those alone that are referred to"
+    for value in (*allowed, *refused):
+        assert accepts(made, grammar, notation.written([("f", {"a": value})])) == (value in allowed), grammar
+
+
+def test_references_are_followed_once_and_not_without_end() -> None:
+    circle = {"$defs": {"A": {"anyOf": [*[{"$ref": "#/$defs/A"}] * 500, {"type": "string"}, {"type": "null"}]}}}
+    assert types_of({"$ref": "#/$defs/A"}, circle) == {"string", "null"}
+    assert types_of({"anyOf": [{"type": "string"}] * 500}, {}) == {"string"}
+    assert types_of({"anyOf": [{"type": "string"}] * 100_000}, {}) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"properties": {"a": {"type": None}}},
+        {"properties": {"a": {"type": 1, "enum": 1, "anyOf": 1}}, "required": True},
+        {"properties": {"a": None, "b": {"anyOf": [None, True]}}, "required": [None, []]},
+        {"properties": {"a": {"$ref": "#/$defs/A/b"}}, "$defs": {"A": 1}},
+        {"properties": 1, "$defs": 1, "x-guidance": "x"},
+    ],
+)
+@pytest.mark.parametrize("notation", NOTATIONS, ids=lambda notation: notation.name)
+def test_odd_schemas_are_refused_by_nothing_here(notation: Notation, odd: dict[str, Any]) -> None:
+    assert notation.grammar({"f": odd}, parallel=False).kind == "grammar"
+    reader = AnswerReader(notation, {"f": odd})
+    reader.push(notation.written([("f", {"a": "[" * 20_000})]), last=True)
+    assert len(reader.calls) == 1

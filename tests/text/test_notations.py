@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from truedraft.errors import OptionError
 from truedraft.text.calls import CallDelta
-from truedraft.text.notations import AnswerReader, Notation, Reasoning, notation_of
+from truedraft.text.notations import AnswerReader, Notation, Parameters, Reasoning, notation_of
 
 TAGS = notation_of("")
+MISTRAL = notation_of("[TOOL_CALLS]")
 BARE = notation_of('{% if tools %} {"name": function name, "parameters": dictionary} {% endif %}')
 
 
@@ -18,11 +23,12 @@ def read(notation: Notation, parts: list[str], **options: bool) -> tuple[str, li
     """The text, the calls, and the order in which they came."""
     reader = AnswerReader(notation, {"f": None, "g": None}, **options)
     text, order = "", list[str]()
-    told: dict[int, str] = {}
+    told, ids = dict[int, str](), list[str]()
     for number, part in enumerate(parts):
         for found in reader.push(part, last=number == len(parts) - 1):
             if isinstance(found, CallDelta):
                 assert found.begins == (found.index not in told)
+                ids += [found.call.id] if found.begins else []
                 told[found.index] = told.get(found.index, "") + found.arguments
                 kind = f"call {found.index}"
             else:
@@ -31,6 +37,7 @@ def read(notation: Notation, parts: list[str], **options: bool) -> tuple[str, li
                 kind = "text"
             order += [kind] if order[-1:] != [kind] else []
     assert [told[index] for index in sorted(told)] == [call.arguments for call in reader.calls]
+    assert ids == [call.id for call in reader.calls]
     return text, [(call.name, call.arguments) for call in reader.calls], order
 
 
@@ -44,6 +51,16 @@ CASES = {
     "two": (TAGS, f"{ONE}\n{ONE}\n", "", [("f", '{"x": 1}')] * 2),
     "no arguments": (TAGS, '<tool_call>{"name": "g"}</tool_call>', "", [("g", "{}")]),
     "arguments first": (TAGS, '<tool_call>{"arguments": {"a": []}, "name": "g"}</tool_call>', "", [("g", '{"a": []}')]),
+    "arguments of another notation": (TAGS, ONE.replace("arguments", "parameters"), "", [("f", '{"x": 1}')]),
+    "arguments twice": (TAGS, ONE.replace("}}", '}, "parameters": {"y": 2}}'), "", [("f", '{"x": 1}')]),
+    "an object in a text": (TAGS, ONE.replace('{"x": 1}', r'"{\"x\": 1}"'), "", [("f", '{"x": 1}')]),
+    "a text": (TAGS, ONE.replace('{"x": 1}', r'"{\"x"'), "", [("f", r'"{\"x"')]),
+    "an id behind": (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]',
+        "",
+        [("f", '{"x": 1}')],
+    ),
     "a name nobody knows": (TAGS, '<tool_call>{"name": "h", "arguments": {}}</tool_call>', "", [("h", "{}")]),
     "quotes": (
         TAGS,
@@ -64,6 +81,7 @@ CASES = {
     "cut in the tag behind": (TAGS, ONE[:-3], "", [("f", '{"x": 1}')]),
     "no tag behind": (TAGS, '<tool_call>{"name": "f", "arguments": {}} so', " so", [("f", "{}")]),
     "bare": (BARE, ' {"name": "f", "parameters": {"x": {}}} ', "", [("f", '{"x": {}}')]),
+    "bare, of another notation": (BARE, '{"name": "f", "arguments": {"x": {}}}', "", [("f", '{"x": {}}')]),
     "bare, of no function": (BARE, ' {"name": "h", "parameters": {}}', ' {"name": "h", "parameters": {}}', []),
     "bare, behind text": (BARE, 'So {"name": "f"}', 'So {"name": "f"}', []),
     "bare, cut": (BARE, '{"nam', '{"nam', []),
@@ -91,6 +109,17 @@ def test_text_and_calls_come_in_order() -> None:
 def test_one_call_where_there_may_be_one() -> None:
     text, calls, _ = read(TAGS, list(f"{ONE}\n{ONE}"), parallel=False)
     assert calls == [("f", '{"x": 1}')] and text == f"\n{ONE}"
+
+
+@pytest.mark.parametrize(("known", "parallel", "calls"), [("", True, 0), ("f", False, 1), ("f", True, 2)])
+def test_channels_hold_no_more_calls_than_there_may_be(known: str, parallel: bool, calls: int) -> None:
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|end|><|start|>assistant"
+    for size in (1, 300):
+        reader = AnswerReader(notation_of("<|channel|> to= functions."), dict.fromkeys(known), parallel=parallel)
+        parts = [f"{call}{call}"[place : place + size] for place in range(0, 2 * len(call), size)]
+        found = [part for piece in parts for part in reader.push(piece)] + reader.push("", last=True)
+        assert len(reader.calls) == calls and not [part for part in found if isinstance(part, str)]
+        assert "".join(part.text for part in found if isinstance(part, Reasoning)).count("{}") == 2 - calls
 
 
 def test_long_arguments_are_read_once() -> None:
@@ -141,3 +170,24 @@ def test_reasoning_is_told_apart(answer: str, opened: bool, reasoning: str, text
         assert "".join(part.text for part in found if isinstance(part, Reasoning)) == reasoning
         assert "".join(part for part in found if isinstance(part, str)) == text
         assert len(reader.calls) == calls
+
+
+def test_no_more_of_a_form_is_made_than_may_be() -> None:
+    notation = notation_of("<tool_call> <function= <parameter=")
+    assert isinstance(notation.body, Parameters)
+    made = list[str]()
+    schema = {
+        "properties": {f"p{number}": {"type": "integer"} for number in range(1000)},
+        "$defs": {"x": {"title": "t" * 9000}},
+    }
+    rules = notation.body.rules
+
+    class Counted:
+        def rules(self, *given: Any) -> Iterator[str]:
+            for line in rules(*given):
+                made.append(line)
+                yield line
+
+    with pytest.raises(OptionError, match=r"^tools make a form of more than 65536 characters"):
+        replace(notation, body=Counted()).grammar({"f": schema}, parallel=False)
+    assert sum(map(len, made)) < 100_000

@@ -10,6 +10,7 @@ import pytest
 from truedraft.core.params import Structured
 from truedraft.embedded import embedded_folder
 from truedraft.errors import OptionError
+from truedraft.text import schemas
 from truedraft.text.forms import Forms
 from truedraft.text.schemas import map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
@@ -79,6 +80,35 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "oneOf of a true and a 1": ({"oneOf": [{"enum": [1, 2]}, {"enum": [2.0, 3]}]}, "might match two branches"),
 }
+
+
+def _of_itself(width: int) -> Any:
+    each = {"$ref": "#/$defs/a"}
+    properties = {f"p{number}": each for number in range(width)}
+    loop = {"type": "object", "required": list(properties), "properties": properties}
+    return {"oneOf": [each, each], "$defs": {"a": loop}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        (_of_itself(5), "oneOf"),
+        ({"oneOf": [{"const": number} for number in range(3000)]}, "anyOf"),
+        ({"oneOf": [{"const": 0}, *({"const": number} for number in range(3000))]}, "oneOf"),
+        ({"oneOf": [{"const": 1}, {"type": "string"}, *({"const": number} for number in range(2, 99))]}, "oneOf"),
+        ({"oneOf": [{"type": "string"}, *({"type": "integer", "const": number} for number in range(99))]}, "anyOf"),
+    ],
+)
+def test_branches_are_told_apart_in_few_steps(schema: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, differ = list[int](), schemas._Exclusions._differ
+
+    def counted(self: Any, *given: Any) -> bool:
+        pairs.append(1)
+        assert len(pairs) <= 20_000, "no bound"
+        return differ(self, *given)
+
+    monkeypatch.setattr(schemas._Exclusions, "_differ", counted)
+    assert told in simplified(schema)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from text.tiny_tokenizers import byte_level
 from truedraft.errors import PromptError
 from truedraft.text import Tokenizer
-from truedraft.text.turns import plainer
+from truedraft.text.histories import plainer
 
 TEMPLATES = Path(__file__).parent / "templates"
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

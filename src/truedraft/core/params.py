@@ -44,11 +44,15 @@ class Structured:
         if self.kind not in STRUCTURED:
             raise UnknownOptionError.nearest("structured", self.kind, STRUCTURED)
         value = self.value
-        if self.kind == "json_schema" and not isinstance(value, str):
+        if self.kind == "json_schema":
             try:
-                value = json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise OptionError(f"is no JSON schema ({error})", field="structured") from error
+                schema = json.loads(value) if isinstance(value, str) else value
+                text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise OptionError(f"cannot be read: it is no JSON schema ({error})", field="structured") from error
+            if schema is not True and not isinstance(schema, dict):
+                raise OptionError("cannot be read: a JSON schema is an object", field="structured")
+            value = "{}" if schema is True else text
         if self.kind == "choice":
             if not isinstance(value, tuple | list) or not value or not all(isinstance(each, str) for each in value):
                 raise OptionError(f"needs a list of texts to choose from, got {value!r}", field="structured")

@@ -32,8 +32,8 @@ from truedraft.server.service import Answering, Stream
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import CallDelta
+from truedraft.text.histories import plainer
 from truedraft.text.notations import AnswerReader, Reasoning
-from truedraft.text.turns import plainer
 
 
 class CalledFunction(Told):

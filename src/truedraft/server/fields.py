@@ -90,7 +90,7 @@ class Ignored(Fields):
 class StreamOptions(Fields):
     """How a stream is sent."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 

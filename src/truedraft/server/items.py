@@ -17,6 +17,7 @@ from pydantic import Discriminator, Field, Tag
 from truedraft.server.errors import ApiError
 from truedraft.server.fields import Items, SeenContent, Told, by_type, parts_of, urls_of
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, arguments_for_template
+from truedraft.text.calls import parsed
 
 HOSTED = (
     "web_search",
@@ -120,7 +121,8 @@ class FlatTool(FunctionFields):
     @property
     def function(self) -> FunctionFields:
         """As chats have it."""
-        return FunctionFields.model_validate(self.model_dump(include=set(FunctionFields.model_fields)))
+        about, schema = self.description, self.parameters
+        return FunctionFields(name=self.name, description=about, parameters=schema, strict=self.strict)
 
 
 class CustomFormat(Told):
@@ -351,8 +353,10 @@ class Toolbox:
         return list(tools.values()), choice
 
     def _named(self, name: str) -> list[str]:
-        """What the tools of a name are called in a prompt."""
-        return [flat for flat, each in self.callables.items() if name in (flat, each.name)]
+        """What the tools of a name are called in a prompt: the one that is called so, or those of namespaces."""
+        if name in self.callables:
+            return [name]
+        return [flat for flat, each in self.callables.items() if name == each.name]
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -429,9 +433,6 @@ class TextReader:
 
 def _text_in(arguments: str) -> str:
     """The one text in arguments, whatever the model called it; all of them where there is none."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
+    value = parsed(arguments)
     texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, Mapping) else []
     return texts[0] if len(texts) == 1 else arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
@@ -22,7 +21,7 @@ from truedraft.server.fields import Fields, Items, SamplingFields, TextPart, Tex
 from truedraft.server.front import Front, new_id, unless_gone
 from truedraft.server.service import Answering
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
-from truedraft.text.calls import Call
+from truedraft.text.calls import Call, parsed
 from truedraft.text.notations import AnswerReader, Reasoning
 
 
@@ -158,7 +157,7 @@ class MessageChoice(Told):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
     @property
     def for_chats(self) -> str | NamedTool:
@@ -418,8 +417,5 @@ def _event(kind: str, **more: Any) -> str:
 
 def _object(arguments: str) -> dict[str, Any]:
     """The arguments of a call; none where the answer was cut inside them."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return {}
+    value = parsed(arguments)
     return value if isinstance(value, dict) else {}

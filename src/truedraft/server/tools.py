@@ -6,7 +6,6 @@ is made to have that form by a grammar, arguments included.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.server.errors import ApiError
 from truedraft.server.fields import Fields
+from truedraft.text.calls import parsed
 from truedraft.text.notations import AnswerReader, Notation
 
 
@@ -76,7 +76,7 @@ class ToolUse:
             ApiError: there are no tools to choose from, or none of that name.
         """
         if not tools and choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice names a tool and tools is empty; list it there", param="tool_choice")
+            raise ApiError(400, "tool_choice asks for a call and tools is empty; list tools there", param="tool_choice")
         if not tools or choice == "none":
             return cls(notation)
         several = parallel is not False
@@ -114,8 +114,5 @@ def schemas_of(tools: Sequence[ToolFields]) -> dict[str, dict[str, Any] | None]:
 
 def arguments_for_template(text: str) -> Any:
     """The arguments of an earlier call as chat templates want them: as an object, where they are one."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
+    value = parsed(text)
     return value if isinstance(value, dict) else text

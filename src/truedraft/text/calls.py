@@ -269,7 +269,6 @@ class CallsReader:
             found.append(CallDelta(index, call, False, new))
         if body.rest is None and not last:
             return False
-        call.id = body.id or call.id
         self._calls.append(call)
         self._call = None
         self._held, self._left, self._step = body.rest or "", self._closing, self._read_closing
@@ -277,16 +276,14 @@ class CallsReader:
 
     def _read_closing(self, found: list[str | CallDelta], last: bool) -> bool:
         """Leave out the marks behind a call, as far as they are there; returns whether more can be read."""
-        while self._left:
+        while self._left:  # the first ones may be missing
             place = behind(self._held, self._left[:1])
             if place is None:
                 if not last:
                     return False
                 self._held = ""
                 break
-            if place < 0:
-                break
-            self._held, self._left = self._held[place:], self._left[1:]
+            self._held, self._left = self._held[max(place, 0) :], self._left[1:]
         self._step = self._read_between if self._begin or not self._opening else self._read_text
         return bool(self._held)
 
@@ -304,13 +301,13 @@ class RecordText:
     """A call that is an object in JSON, with its name and its arguments in it.
 
     Worked example: of `{"name": "f", "arguments": {"x": [1, "}` the name is f and the value of "arguments" is
-    `{"x": [1, "}` so far.
+    `{"x": [1, "}` so far. Arguments that are a text with an object in it are that object, when the text has ended.
 
     Args:
-        wanted: key of the arguments; "" where the whole object is the arguments.
+        wanted: keys of the arguments, of which the first in the object counts; none where that is the arguments.
     """
 
-    def __init__(self, wanted: str) -> None:
+    def __init__(self, wanted: Sequence[str]) -> None:
         self.text = ""
         self.fails = False
         self.name: str | None = None
@@ -318,6 +315,7 @@ class RecordText:
         self.value = ""
         self.begun = False  # whether its brace came
         self._wanted = wanted
+        self._whole = False  # whether the arguments ended
         self._end: int | None = None
         self._place = 0
         self._depth = 0
@@ -338,8 +336,9 @@ class RecordText:
             self._place += 1
         if not self._wanted:
             self.value = self.text[: self._end].strip()
-        elif self._end is None and self._key == self._wanted:
-            self.value = self.text[self._value_from :].strip()
+        elif self._key in self._wanted and not self._whole:
+            value = self.text[self._value_from :].strip()
+            self.value = "" if value.startswith('"') else value
 
     def _take(self, character: str) -> None:
         if self._quoted:
@@ -376,8 +375,10 @@ class RecordText:
             self.name = _string(value)
         elif self._key == "id":
             self.id = _string(value)
-        elif self._key == self._wanted:
-            self.value = value
+        elif self._key in self._wanted and not self._whole:
+            text = (_string(value) or "").strip()
+            self.value = text if text.startswith("{") and text.endswith("}") else value
+            self._whole = True
         self._key = None
 
 
@@ -444,11 +445,17 @@ class NamedText:
         self._arguments.push((mark if self._keeps else "") + behind_mark)
 
 
-def _string(text: str) -> str | None:
+def parsed(text: str) -> Any:
+    """The value of a text in JSON, fit to be sent in JSON; None where there is none. Half a character becomes "?"."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        shown = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        return json.loads(shown.encode(errors="replace"))
+    except (ValueError, RecursionError):
         return None
+
+
+def _string(text: str) -> str | None:
+    value = parsed(text)
     return value if isinstance(value, str) else None
 
 

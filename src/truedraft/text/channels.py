@@ -20,12 +20,14 @@ class ChannelReader:
     stands where a header should is text.
 
     Args:
-        tools: that may be called.
+        tools: that may be called; where there are none, or no more may be called, a call is reasoning.
+        parallel: whether there may be several calls.
         calls: takes those that were read.
     """
 
-    def __init__(self, tools: Schemas, calls: list[Call]) -> None:
+    def __init__(self, tools: Schemas, parallel: bool, calls: list[Call]) -> None:
         self._tools = tools
+        self._parallel = parallel
         self._calls = calls
         self._held = ""
         self._kind: type[str] | type[Reasoning] | None = None  # of the message; None in a header, and in a call
@@ -56,7 +58,8 @@ class ChannelReader:
         channel, to = _CHANNEL.search(head), _TO.search(head)
         self._held = rest
         name = to[1] if to is not None else ""
-        if name.startswith("functions.") or name in self._tools:
+        allowed = bool(self._tools) and (self._parallel or not self._calls)
+        if allowed and (name.startswith("functions.") or name in self._tools):
             self._call = Call(new_call_id(), name.removeprefix("functions."))
             found.append(CallDelta(len(self._calls), self._call, True, ""))
         else:

@@ -80,8 +80,9 @@ class ControlTokens:
         """The ids of a part of a text that spells them like all else.
 
         Raises:
-            PromptError: it spells one, and this tokenizer cannot keep that as text.
+            PromptError: it spells one, and this tokenizer cannot keep that as text; or it holds half a character.
         """
+        refuse_half_characters(text)
         token = self._all.first(text)
         if not token:
             return list(self._backend(text, verbose=False, add_special_tokens=False).input_ids)
@@ -103,9 +104,9 @@ class ControlTokens:
         finders = [self._special if each.get("role") in _TRUSTED_MARKS else self._all for each in messages]
         texts: list[tuple[str, str, _Finder]] = []  # where, what, and what is looked for
         for place, (message, finder) in enumerate(zip(messages, finders, strict=True)):
-            texts += [(f"messages[{place}]", text, finder) for text in _texts(_without_role(message))]
-        texts += [("tools", text, self._all) for text in _texts(tools)]
-        texts += [("chat_template_kwargs", text, self._all) for text in _texts(variables)]
+            texts += [(f"messages[{place}]", text, finder) for text in texts_in(_without_role(message))]
+        texts += [("tools", text, self._all) for text in texts_in(tools)]
+        texts += [("chat_template_kwargs", text, self._all) for text in texts_in(variables)]
         found = next(((place, token) for place, text, finder in texts if (token := finder.first(text))), None)
         joined = self._all.joined([text for _, text, _ in texts])
         if found is None and not joined:
@@ -312,17 +313,33 @@ def _with_marks(text: str, spans: Sequence[tuple[int, int, int]], joined: Sequen
     return "".join(parts) + text[place:]
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """All texts in a value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _texts(key)
-            yield from _texts(each)
+            yield from texts_in(key)
+            yield from texts_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _texts(each)
+            yield from texts_in(each)
+
+
+def refuse_half_characters(text: str) -> None:
+    """No tokenizer takes a lone surrogate.
+
+    Raises:
+        PromptError: says where there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = error.start
+        raise PromptError(
+            f"a text has half a character (a lone surrogate, U+{ord(text[place]):04X}) at place {place}; read its "
+            'bytes with errors="replace"'
+        ) from error
 
 
 def _mapped(value: _Value, change: Callable[[str], str]) -> _Value:

@@ -29,7 +29,7 @@ from truedraft.text.schemas import map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.trial import Trial
 
-_MOST_CHARACTERS = 1 << 16
+MOST_CHARACTERS = 1 << 16
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is laid out where its schema does not say: on one line, as Python's json.dumps does.
 
@@ -179,13 +179,13 @@ class Forms:
         from llguidance import LLMatcher
 
         size = sum(map(len, structured.value)) if structured.kind == "choice" else len(str(structured.value))
-        if size > _MOST_CHARACTERS:
-            raise OptionError(f"has {size} characters, of at most {_MOST_CHARACTERS}", field="structured")
+        if size > MOST_CHARACTERS:
+            raise OptionError(f"has {size} characters, of at most {MOST_CHARACTERS}", field="structured")
         try:
             grammar = _grammar_of(structured, LLMatcher)
+            return grammar, _is_quick(grammar, structured.kind)
         except (ValueError, RecursionError) as error:
             raise OptionError(f"cannot be read ({error})", field="structured") from error
-        return grammar, _is_quick(grammar, structured.kind)
 
     def make(self, structured: Structured, grammar: str, is_quick: bool, trial: Trial) -> Prepared:
         """Make a form of its grammar; one that may take more than the library bounds is first tried elsewhere.

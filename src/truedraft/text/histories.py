@@ -1,11 +1,16 @@
-"""Earlier calls of a conversation in the form that a chat template takes, found out by rendering a small one."""
+"""Conversations in the form that a chat template takes.
+
+That of earlier calls is found out by rendering a small one. A template that refuses a conversation as it is gets a
+plainer one: agents send several messages of the user in a row, and messages of the system between others; the templates
+of some families want turns that alternate, or one message of the system, or none.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -138,8 +143,12 @@ class HistoryForm:
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
-        if self.text_arguments and not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        arguments = function["arguments"] or {}
+        if not isinstance(arguments, dict):  # as of an answer that was cut; many templates take nothing else
+            arguments = arguments if self.text_arguments else {"arguments": arguments}
+        elif self.text_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function["arguments"] = arguments
         identity = {"id": _short(call.get("id") or "")} if self.short_ids else {}
         return {**call, **identity, "function": function}
 
@@ -153,9 +162,9 @@ def _short(identity: str) -> str:
 
 def _with_calls_as_text(message: dict[str, Any], notation: Notation) -> dict[str, Any]:
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [(each["name"], each["arguments"]) for each in functions if isinstance(each["arguments"], dict)]
-    if not calls:
+    if not functions:
         return message
+    calls = [(each["name"], each["arguments"]) for each in functions]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     written = notation.written(calls)
     return {**rest, "content": _beside(message["content"], "\n", written) if message["content"] else written}
@@ -196,3 +205,39 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
             if result is not None:
                 waiting.remove(result)
                 yield result
+
+
+def plainer(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Forms to try in turn where a template refuses messages: each says the same with fewer kinds of turns.
+
+    Messages of the system behind the first become the user's, those of the user in a row become one, empty ones of the
+    assistant go, and so does reasoning beside a text and calls. The second form has no message of the system's at all.
+
+    Worked example: of system `a`, user `b`, user `c`, system `d` the first form is system `a`, user `b c d`, and the
+    second user `a b c d`, with an empty line between each two.
+    """
+    yield _plain(messages, system=True)
+    if messages and messages[0]["role"] == "system":
+        yield _plain(messages, system=False)
+
+
+def _plain(messages: Sequence[Mapping[str, Any]], *, system: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for place, message in enumerate(messages):
+        made = dict(message)
+        if made["role"] == "system" and not (system and place == 0):
+            made["role"] = "user"
+        if made.get("tool_calls") and made.get("content"):
+            made.pop("reasoning_content", None)
+        if made["role"] == "assistant" and not any(map(made.get, ("content", "tool_calls", "reasoning_content"))):
+            continue
+        before = found[-1] if found else {}
+        if made["role"] == "user" == before.get("role") and _is_text(made) and _is_text(before):
+            before["content"] = f"{before['content']}\n\n{made['content']}"
+        else:
+            found.append(made)
+    return found
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    return isinstance(message["content"], str)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from truedraft.core.params import Structured
+from truedraft.errors import OptionError
 from truedraft.text.calls import (
     Call,
     CallDelta,
@@ -27,8 +28,9 @@ from truedraft.text.calls import (
     words_of,
 )
 from truedraft.text.channels import ChannelReader
-from truedraft.text.forms import JSON_LAYOUT
-from truedraft.text.parameters import ParametersText, types_of
+from truedraft.text.forms import JSON_LAYOUT, MOST_CHARACTERS
+from truedraft.text.parameters import ParametersText
+from truedraft.text.properties import OF_THE_DOCUMENT, options_of, referred_in, types_of, values_of
 
 __all__ = [
     "NOTATIONS",
@@ -44,8 +46,6 @@ __all__ = [
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
-_OF_THE_DOCUMENT = ("$defs", "definitions", "$schema", "$id")
-"""What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Record:
     arguments: str = "arguments"
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        return RecordText(self.arguments)
+        return RecordText(("arguments", "parameters"))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         top, arguments, layout = _parts_of(schema)
@@ -122,7 +122,7 @@ class Named:
     """A name, and behind it an object of the arguments."""
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        return NamedText(notation, lambda name: RecordText(""))
+        return NamedText(notation, lambda name: RecordText(()))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         top, arguments, layout = _parts_of(schema)
@@ -152,41 +152,46 @@ class Parameters:
     closing: str
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
-        marks, end = (self.opening, self.middle, self.closing), words_of(notation.closing)[0]
-        return NamedText(notation, lambda name: ParametersText(marks, end, tools.get(name)))
+        marks, closing = (self.opening, self.middle, self.closing), words_of(notation.closing)
+        return NamedText(notation, lambda name: ParametersText(marks, closing, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        top, arguments, layout = _parts_of(schema)
-        required = arguments.get("required") or ()
+        _, arguments, layout = _parts_of(schema)
+        required = arguments.get("required")
         known = arguments.get("properties")
         parts: list[str] = []
         for number, (key, each) in enumerate(known.items() if isinstance(known, Mapping) else ()):
-            parts.append(f"{rule}_{number}" + ("" if key in required else "?"))
+            parts.append(f"{rule}_{number}" + ("" if isinstance(required, list) and key in required else "?"))
             before = notation.literal(self.opening + key + self.middle)
             yield f"{rule}_{number}: {before} {rule}_{number}_value"
             yield _about(name, key)
-            yield from self._value(notation, f"{rule}_{number}_value", each, top, layout)
+            yield from self._value(notation, f"{rule}_{number}_value", each, schema, layout)
         if not parts and arguments.get("additionalProperties") is not False:
             parts.append(f"{rule}_any*")
             yield f"{rule}_any: {notation.literal(self.opening)} /[\\w.-]+/ {notation.literal(self.middle)} {rule}_text"
-            yield from self._value(notation, f"{rule}_text", {"type": "string"}, top, layout)
+            yield from self._value(notation, f"{rule}_text", {"type": "string"}, schema, layout)
         head = notation.head(name, notation.opening, notation.between)
         yield f"{rule}: {head} {' '.join(parts)} {notation.literal(notation.closing)}"
 
     def _value(
-        self, notation: Notation, rule: str, schema: Any, top: Mapping[str, Any], layout: Mapping[str, Any]
+        self, notation: Notation, rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[str, Any]
     ) -> Iterator[str]:
         """A value and what closes it."""
-        closing, types = notation.literal(self.closing), types_of(schema, top)
+        closing, types = notation.literal(self.closing), types_of(schema, root)
+        options = [(each, "string" in types_of(each, root)) for each in options_of(schema, root)]
+        texts = [values_of(each) for each, is_text in options if is_text]
         if types == {"boolean"}:  # in JSON, or as templates in Python's notation taught it
             yield f'{rule}: ("true" | "false" | "True" | "False") {closing}'
         elif "string" not in types:
-            value = {**top, **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
-            yield f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
+            yield _json_rule(rule, schema, root, layout)
             yield f"{rule}: {rule}_json {closing}"
-        elif isinstance(schema.get("enum"), list):
-            shown = [each if isinstance(each, str) else json.dumps(each) for each in schema["enum"]]
-            yield f"{rule}: ({' | '.join(map(notation.literal, shown))}) {closing}"
+        elif None not in texts:
+            values = [value for each in texts for value in each or ()]
+            shown = [notation.literal(each if isinstance(each, str) else json.dumps(each)) for each in values]
+            if others := [each for each, is_text in options if not is_text]:
+                yield _json_rule(rule, {"anyOf": others}, root, layout)
+                shown.append(f"{rule}_json")
+            yield f"{rule}: ({' | '.join(shown)}) {closing}"
         elif closing.startswith('"') and "<[" not in closing:
             yield f"{rule}[suffix={closing}]: /(?s:.*)/"
         else:  # a special token, which no text holds
@@ -205,11 +210,17 @@ def _about(name: str, key: str | None = None) -> str:
     return f"// function {json.dumps(name)}" + ("" if key is None else f", argument {json.dumps(key)}")
 
 
+def _json_rule(rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
+    """A value in JSON, with what it refers to."""
+    value = {**referred_in(schema, root), **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
+    return f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
+
+
 def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Of a schema what it says of the whole document, the rest, and the layout."""
     rest = dict(schema)
-    top = {key: rest.pop(key) for key in _OF_THE_DOCUMENT if key in rest}
-    return top, rest, {**JSON_LAYOUT, **(rest.pop("x-guidance", None) or {})}
+    top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
+    return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +305,19 @@ class Notation:
         return begin + self.separator.join(self.body.call(self, *call) for call in calls) + self.end
 
     def grammar(self, tools: Schemas, *, parallel: bool) -> Structured:
-        """Calls of these functions, at least one, in Lark's notation."""
-        rules = [
-            line
-            for number, (name, schema) in enumerate(tools.items())
-            for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}")
-        ]
+        """Calls of these functions, at least one, in Lark's notation.
+
+        Raises:
+            OptionError: it would be longer than a form may be.
+        """
+        rules, size = list[str](), 0
+        for number, (name, schema) in enumerate(tools.items()):
+            for line in self.body.rules(self, name, schema or _ANY_ARGUMENTS, f"call_{number}"):
+                rules.append(line)
+                size += len(line)
+                if size > MOST_CHARACTERS:  # before the rest is made, which may hold what is common many times
+                    message = f"make a form of more than {MOST_CHARACTERS} characters; give fewer, or simpler schemas"
+                    raise OptionError(message, field="tools")
         more = f" ({self.literal(self.separator)} any_call)*" if parallel and not self.channels else ""
         start = f"start: {'' if self.bare else self.literal(self.begin)} any_call{more} {self.literal(self.end)}"
         any_call = " | ".join(f"call_{number}" for number in range(len(tools)))
@@ -338,12 +356,10 @@ class Notation:
     def head(self, name: str, opening: str, between: str) -> str:
         """A call up to its arguments, in Lark's notation."""
         before, written, behind = between.rpartition("{id}")
-        parts = [self.literal(opening + name + before), f"/{self.id_pattern}/" if written else ""]
-        return (
-            " ".join(filter(None, [*parts, self.literal(behind)]))
-            if written
-            else self.literal(opening + name + between)
-        )
+        if not written:
+            return self.literal(opening + name + between)
+        parts = (self.literal(opening + name + before), f"/{self.id_pattern}/", self.literal(behind))
+        return " ".join(filter(None, parts))
 
     @property
     def marks(self) -> str:
@@ -361,7 +377,14 @@ def _short_id() -> str:
 
 _HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
 _FUNCTION = Parameters("<parameter=", ">\n", "\n</parameter>\n")
-_TOOL_CALL: dict[str, Any] = {"opening": "<tool_call>\n", "closing": "\n</tool_call>", "separator": "\n"}
+_HERMES = Notation(
+    "hermes",
+    ("<tool_call>", '"arguments'),
+    Record(),
+    opening="<tool_call>\n",
+    closing="\n</tool_call>",
+    separator="\n",
+)
 _DEEPSEEK: dict[str, Any] = {"begin": "<｜tool▁calls▁begin｜>", "end": "<｜tool▁calls▁end｜>"}
 _MISTRAL: dict[str, Any] = {"id_pattern": "[a-zA-Z0-9]{9}", "new_id": _short_id}
 
@@ -459,12 +482,12 @@ NOTATIONS: tuple[Notation, ...] = (
         closing="</function>\n</seed:tool_call>",
         separator="\n",
     ),
-    Notation("hermes", ("<tool_call>", '"arguments'), Record(), **_TOOL_CALL),
+    _HERMES,
     Notation("llama", ('"parameters": dictionary',), Record("parameters"), begin="<|python_tag|>", separator="; "),
 )
 """The first one whose texts a template holds is its notation."""
 
-UNKNOWN = Notation("text", (), Record(), **_TOOL_CALL)
+UNKNOWN = replace(_HERMES, name="text", shown=())
 """Where a template shows no known notation: calls come as text, unless the model writes them as it is told."""
 
 REASONING: tuple[ReasoningMarks, ...] = (
@@ -507,7 +530,7 @@ class AnswerReader:
         self, notation: Notation, tools: Schemas | None = None, *, parallel: bool = True, reasoning_open: bool = False
     ) -> None:
         self.calls: list[Call] = []
-        self._channels = ChannelReader(tools or {}, self.calls) if notation.channels else None
+        self._channels = ChannelReader(tools or {}, parallel, self.calls) if notation.channels else None
         self._reader = CallsReader(notation, tools, parallel, self.calls) if tools else None
         self._marks = notation.reasoning
         self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from truedraft.text.calls import overlap
+from truedraft.text.calls import behind, overlap
+from truedraft.text.properties import property_of, type_of, types_of
 
 _LONGEST_LITERAL = 1 << 14
 """Characters of a value in Python's notation that is read; longer ones are text."""
+
+_STRING = {"string"}
 
 
 class ParametersText:
     """Arguments that stand one by one between marks, as JSON.
 
-    Values of strings stand as they are, and are told as they come; others stand as JSON.
+    Values of strings stand as they are, and are told as they come; others stand as JSON. A value whose own mark is
+    missing ends where the next key or the closing comes as the notation writes it, on a line of its own if it does so.
 
     Args:
         marks: before a key, between it and its value, and behind that.
-        end: the mark that ends all.
+        closing: the marks that end all.
         schema: of the arguments; None where it is not known.
     """
 
-    def __init__(self, marks: tuple[str, str, str], end: str, schema: Mapping[str, Any] | None) -> None:
+    def __init__(self, marks: tuple[str, str, str], closing: Sequence[str], schema: Mapping[str, Any] | None) -> None:
         self.begun, self.fails = True, False
-        self._key_mark, self._middle, self._value_end = marks[0], marks[1].split(), marks[2].strip()
+        self._key_mark, self._middle, value_end = marks[0], marks[1].split(), marks[2].strip()
+        self._closing, self._marks = closing, (marks[0], value_end, *closing)
         self._trims = marks[1].endswith("\n")  # one line break around values
-        self._end = end
+        key, end, *ends = map(re.escape, self._marks)
+        self._next = re.compile("|".join((key, *ends)))
+        early = "|".join((key, r"\s*".join(ends), ends[-1]))
+        line, before = ("\n?" if self._trims else ""), ("\n" if "\n" in marks[2] else "")
+        self._stop = re.compile(f"{line}{end}|{before}(?={early})")
         self._schema = schema or {}
         self._held = ""
         self._step: Callable[[], bool] = self._between
         self._types: frozenset[str] = frozenset()
         self.value = ""
+        self._taken: list[str] = []  # of a value that is told when it is whole
         self._first = True  # whether nothing of the value was read
         self.rest: str | None = None
 
@@ -44,15 +55,15 @@ class ParametersText:
 
     def _between(self) -> bool:
         """Look for the next key, or the end."""
-        key, end = self._held.find(self._key_mark), self._held.find(self._end)
-        if end >= 0 and (key < 0 or end < key):
-            self.value += "}" if self.value else "{}"
-            self.rest = self._held[end:]
+        found = self._next.search(self._held)
+        if found is None:
             return False
-        if key < 0:
-            return False
-        self._held, self._step = self._held[key + len(self._key_mark) :], self._key
-        return True
+        if found.group() == self._key_mark:
+            self._held, self._step = self._held[found.end() :], self._key
+            return True
+        self.value += "}" if self.value else "{}"
+        self.rest = self._held[found.start() :]
+        return False
 
     def _key(self) -> bool:
         place = self._held.find(self._middle[-1])
@@ -62,77 +73,44 @@ class ParametersText:
         self._held = self._held[place + len(self._middle[-1]) :]
         self._types = types_of(property_of(self._schema, key), self._schema)
         self.value += ("{" if not self.value else ", ") + json.dumps(key, ensure_ascii=False) + ": "
-        self._first, self._step = True, self._value if self._types == {"string"} else self._whole_value
+        self.value += '"' if self._types == _STRING else ""
+        self._first, self._step = True, self._value
         return True
 
     def _value(self) -> bool:
-        """Of a string, as it comes."""
-        end = self._held.find(self._value_end)
-        if self._first and (end >= 0 or self._held):
-            self._held = self._held.removeprefix("\n") if self._trims else self._held
-            self.value += '"'
-            self._first = False
-            return True
-        text = self._held[:end] if end >= 0 else self._held[: len(self._held) - overlap(self._held, self._value_end)]
-        if self._trims:
-            text = text.removesuffix("\n")
-        self.value += json.dumps(text, ensure_ascii=False)[1:-1]
-        if end < 0:
-            self._held = self._held[len(text) :]
+        stop = self._stop.search(self._held)
+        text = self._held[: self._sure if stop is None else stop.start()]
+        self._held = self._held[len(text) if stop is None else stop.end() :]
+        if text and self._first:
+            text, self._first = text.removeprefix("\n" if self._trims else ""), False
+        if self._types == _STRING:
+            self.value += json.dumps(text, ensure_ascii=False)[1:-1] + ("" if stop is None else '"')
+        else:
+            self._taken.append(text)
+        if stop is None:
             return False
-        self.value += '"'
-        self._held, self._step = self._held[end + len(self._value_end) :], self._between
+        if self._types != _STRING:
+            self.value += _json_of("".join(self._taken), self._types)
+            self._taken.clear()
+        self._step = self._between
         return True
 
-    def _whole_value(self) -> bool:
-        end = self._held.find(self._value_end)
-        if end < 0:
-            return False
-        text = self._held[:end]
-        if self._trims:
-            text = text.removeprefix("\n").removesuffix("\n")
-        self.value += _json_of(text, self._types)
-        self._held, self._step = self._held[end + len(self._value_end) :], self._between
-        return True
-
-
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
-    """The types that a JSON schema leaves its values; empty where it does not say."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return frozenset()
-    if isinstance(ref := schema.get("$ref"), str):
-        found: Any = root
-        for part in ref.removeprefix("#/").split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return types_of(found, root, depth - 1)
-    if "type" in schema:
-        named = schema["type"]
-        return frozenset([named] if isinstance(named, str) else map(str, named))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            each = [types_of(one, root, depth - 1) for one in schema[key]]
-            return frozenset().union(*each) if all(each) else frozenset()
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    return frozenset(map(_type_of, values))
-
-
-def property_of(schema: Mapping[str, Any], key: str) -> Any:
-    """The schema of one argument; None where there is none."""
-    known = schema.get("properties")
-    return known.get(key) if isinstance(known, Mapping) else None
-
-
-def _type_of(value: Any) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+    @property
+    def _sure(self) -> int:
+        """How much of what is held surely belongs to a value that has not ended there."""
+        held, end = self._held, self._held.rfind(self._closing[0])
+        place = len(held) - max(overlap(held, mark) for mark in self._marks)
+        if end >= 0 and behind(held[end:], self._closing) is None:
+            place = min(place, end)
+        return len(held[:place].removesuffix("\n"))
 
 
 def _json_of(text: str, types: frozenset[str]) -> str:
     """A value that stands as JSON, or as some templates write it, in Python's notation; else it is a string."""
     stripped, may_be_text = text.strip(), not types or "string" in types
     try:
-        kind, shown = _type_of(json.loads(stripped, parse_constant=_no_constant)), stripped
-    except ValueError:
+        kind, shown = type_of(json.loads(stripped, parse_constant=_no_constant)), stripped
+    except (ValueError, RecursionError):
         if may_be_text:
             return json.dumps(text, ensure_ascii=False)
         try:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -20,6 +21,7 @@ _ANNOTATIONS = {"title", "description", "$comment", "examples", "default", "depr
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MOST_PROBING_S = 0.5
 _DEEPEST = 8
+_MOST_PAIRS = 10_000
 _SCHEMA = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//(?P<comment>[^\n]*)|(?P<json>%json\s*)')
 """What a grammar in Lark's notation is read by: texts, expressions, comments, and what a schema follows."""
 
@@ -32,15 +34,15 @@ def simplified(schema: Any) -> Any:
     Unknown formats are annotations. `oneOf` whose branches exclude each other is `anyOf`; another is left as it is, for
     an answer that matches two branches is wrong.
     """
-    return _simplified(schema, schema)
+    return _simplified(schema, _Exclusions(schema))
 
 
-def _simplified(schema: Any, root: Any) -> Any:
+def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     for place, part in _parts(schema):
-        new = _simplified(part, root)
+        new = _simplified(part, exclusions)
         if len(place) == 1:
             found[place[0]] = new
         else:
@@ -54,7 +56,7 @@ def _simplified(schema: Any, root: Any) -> Any:
     if found.get("uniqueItems") is False or (_is_number(found.get("maxItems")) and found["maxItems"] <= 1):
         found.pop("uniqueItems", None)
     options = found.get("oneOf")
-    if isinstance(options, list) and "anyOf" not in found and _exclude_each_other(options, root):
+    if isinstance(options, list) and "anyOf" not in found and exclusions.of(options):
         found = {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
     _name_properties(found)
     return _without_not(found)
@@ -129,32 +131,72 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _exclude_each_other(options: list[Any], root: Any) -> bool:
-    return all(
-        _disjoint(one, other, root, _DEEPEST) for number, one in enumerate(options) for other in options[number + 1 :]
-    )
+class _Exclusions:
+    """Which parts of a schema exclude each other; after many pairs of them it is not certain of any more.
 
+    Args:
+        root: the whole schema, to which references are.
+    """
 
-def _disjoint(one: Any, other: Any, root: Any, depth: int) -> bool:
-    """Whether it is certain that nothing matches both."""
-    one, other = _resolved(one, root), _resolved(other, root)
-    if not depth or not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    kinds = _types(one), _types(other)
-    if kinds[0] and kinds[1] and not (_widened(kinds[0]) & _widened(kinds[1])):
-        return True
-    values = _values(one), _values(other)
-    if values[0] is not None and values[1] is not None:
-        return not values[0] & values[1]
-    if {"object"} not in kinds:
-        return False
-    required: set[str] = set()
-    for each in (one, other):
-        names = each.get("required", [])
-        required |= {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-    properties = [each["properties"] if isinstance(each.get("properties"), dict) else {} for each in (one, other)]
-    both = required & properties[0].keys() & properties[1].keys()
-    return any(_disjoint(properties[0][name], properties[1][name], root, depth - 1) for name in both)
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MOST_PAIRS
+        self._targets: dict[str, Any] = {}  # of references
+        self._known: dict[int, tuple[Any, set[str] | None]] = {}  # values by identity of a part, which this keeps alive
+        self._found: dict[tuple[int, int], bool] = {}  # by identity of two parts; False while it is being found
+
+    def of(self, options: list[Any]) -> bool:
+        """Whether it is certain that nothing matches two of some schemas."""
+        options = [_resolved(each, self._root, self._targets) for each in options]
+        told = {
+            number: found
+            for number, each in enumerate(options)
+            if isinstance(each, dict) and (found := self._values(each)) is not None
+        }
+        rest, apart = options, list[Any]()
+        if sum(map(len, told.values())) == len(set().union(*told.values())):  # no pair of these shares a value
+            rest = [each for number, each in enumerate(options) if number not in told]
+            apart = [options[number] for number in told]
+        return all(
+            self._disjoint(one, other, _DEEPEST)
+            for number, one in enumerate(rest)
+            for other in chain(rest[number + 1 :], apart)
+        )
+
+    def _values(self, schema: dict[str, Any]) -> set[str] | None:
+        if id(schema) not in self._known:
+            self._known[id(schema)] = (schema, _values(schema))
+        return self._known[id(schema)][1]
+
+    def _disjoint(self, one: Any, other: Any, depth: int) -> bool:
+        """Whether it is certain that nothing matches both."""
+        self._left -= 1
+        one, other = (_resolved(each, self._root, self._targets) for each in (one, other))
+        if not depth or self._left < 0 or not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        values, pair = (self._values(one), self._values(other)), (id(one), id(other))
+        if pair not in self._found:
+            self._found[pair] = False
+            self._found[pair] = self._differ(one, other, values, depth)
+        return self._found[pair]
+
+    def _differ(
+        self, one: dict[str, Any], other: dict[str, Any], values: tuple[set[str] | None, set[str] | None], depth: int
+    ) -> bool:
+        kinds = _types(one), _types(other)
+        if kinds[0] and kinds[1] and not (_widened(kinds[0]) & _widened(kinds[1])):
+            return True
+        if values[0] is not None and values[1] is not None:
+            return values[0].isdisjoint(values[1])
+        if {"object"} not in kinds:
+            return False
+        required: set[str] = set()
+        for each in (one, other):
+            names = each.get("required", [])
+            required |= {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        properties = [each["properties"] if isinstance(each.get("properties"), dict) else {} for each in (one, other)]
+        both = required & properties[0].keys() & properties[1].keys()
+        return any(self._disjoint(properties[0][name], properties[1][name], depth - 1) for name in both)
 
 
 def _widened(types: set[str]) -> set[str]:
@@ -170,18 +212,26 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
     return {json.dumps(int(each) if isinstance(each, float) and each.is_integer() else each) for each in given}
 
 
-def _resolved(schema: Any, root: Any) -> Any:
-    """What a reference within the schema is to, where nothing stands beside it."""
+def _resolved(schema: Any, root: Any, targets: dict[str, Any] | None = None) -> Any:
+    """What a reference within the schema is to, where nothing stands beside it; `targets` keeps what was found."""
+    targets = {} if targets is None else targets
     for _ in range(_DEEPEST):
         if not isinstance(schema, dict) or _says(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
             return schema
-        start, _, pointer = schema["$ref"].partition("#/")
-        found = None if start else root
-        for part in pointer.split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
-        schema = found
+        name = schema["$ref"]
+        if name not in targets:
+            targets[name] = _target(name, root)
+        schema = targets[name]
     return None
+
+
+def _target(reference: str, root: Any) -> Any:
+    start, _, pointer = reference.partition("#/")
+    found = None if start else root
+    for part in pointer.split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 @lru_cache(1024)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError
-from truedraft.text.control_tokens import ControlTokens, MarkedChat
+from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half_characters, texts_in
 from truedraft.text.vocabulary import Vocabulary
 
 # A folder or repository with none of these has no tokenizer: ids go in and out. A file outside this list
@@ -33,6 +33,7 @@ _MOST_CLOSING = (
 
 
 _WITH_NULL = "messages_with_null"
+_TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply; make them flatter"
 
 
 class Tokenizer:
@@ -100,16 +101,8 @@ class Tokenizer:
         return tuple(self._ids(text, add_special_tokens=False))
 
     def _ids(self, text: str, **how: bool) -> Sequence[int]:
-        try:
-            return self.backend(text, verbose=False, **how).input_ids
-        except (TypeError, UnicodeEncodeError) as error:
-            alone = next((place for place, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
-            if alone is None:
-                raise
-            raise PromptError(
-                f"a text has half a character (a lone surrogate, U+{ord(text[alone]):04X}) at place {alone}; read its "
-                'bytes with errors="replace"'
-            ) from error
+        refuse_half_characters(text)
+        return self.backend(text, verbose=False, **how).input_ids
 
     def word_ids(self, text: str) -> list[tuple[int, ...]]:
         """The ids of a word in the middle of a text, without special tokens: as it is, and behind a space.
@@ -240,6 +233,8 @@ class Tokenizer:
             return self._control_tokens(template).marked(messages, tools, variables or {})
         except (TypeError, UnicodeEncodeError) as error:
             raise PromptError(f"a message has half a character (a lone surrogate): {_gist(error)}") from error
+        except RecursionError as error:
+            raise PromptError(_TOO_DEEP) from error
 
     def _control_tokens(self, template: str | None) -> ControlTokens:
         if template not in self._control:
@@ -307,7 +302,11 @@ class Tokenizer:
                 return_dict=False,
                 **more,
             )
+        except RecursionError as error:
+            raise PromptError(_TOO_DEEP) from error
         except (TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
+            for text in texts_in([messages, tools, variables]):
+                refuse_half_characters(text)
             raise PromptError(f"the chat template of {self.name!r} refuses these messages: {_gist(error)}") from error
 
     def token_text(self, token: int) -> str:

@@ -1,0 +1,117 @@
+"""What the JSON schema of a function says of one argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+_DEFINITIONS = ("$defs", "definitions")
+OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
+"""What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
+
+_MOST_OPTIONS = 1000
+"""Schemas that are looked at to know what one argument may be, of which each of many may name all."""
+
+
+def property_of(schema: Mapping[str, Any], key: str) -> Any:
+    """The schema of one argument; None where there is none."""
+    known = schema.get("properties")
+    return known.get(key) if isinstance(known, Mapping) else None
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a JSON schema leaves its values; empty where it does not say."""
+    each = [_own_types(option) for option in options_of(schema, root)]
+    return frozenset().union(*each) if all(each) else frozenset()
+
+
+def options_of(schema: Any, root: Mapping[str, Any]) -> list[Any]:
+    """The schemas of which a value matches one: what references lead to, and each of `anyOf` and `oneOf`.
+
+    One of None, which says nothing, where there are too many.
+    """
+    waiting, seen, found = [schema], set[str](), list[Any]()
+    for _ in range(_MOST_OPTIONS):
+        if not waiting:
+            return found
+        one = waiting.pop()
+        if isinstance(one, Mapping) and isinstance(ref := one.get("$ref"), str):
+            if ref not in seen:
+                seen.add(ref)
+                waiting.append(_referred(ref, root))
+            continue
+        options = _choices(one) if isinstance(one, Mapping) and values_of(one) is None else None
+        if options is None:
+            found.append(one)
+        else:
+            own, some = ({"type": one["type"]} if "type" in one else {}), options[:_MOST_OPTIONS]
+            waiting += [{**own, **each} if isinstance(each, Mapping) else each for each in reversed(some)]
+    return [None]
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The only values that a schema allows; None where it does not list them."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def type_of(value: Any) -> str:
+    """The type of a value, as JSON schemas call it."""
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """What a schema says of the whole document, of definitions those alone that a part of it refers to."""
+    top = {key: root[key] for key in OF_THE_DOCUMENT if key in root}
+    found = {key: value for key, value in top.items() if key not in _DEFINITIONS}
+    waiting: list[Any] = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+            if isinstance(ref := one.get("$ref"), str):
+                if (path := _path_of(ref)) is None:  # by an id or an anchor, wherever that stands
+                    return top
+                key, name, *_ = *path, "", ""
+                known = top[key] if key in _DEFINITIONS and isinstance(top.get(key), Mapping) else {}
+                if name in known and name not in found.setdefault(key, {}):
+                    found[key][name] = known[name]
+                    waiting.append(known[name])
+    return found
+
+
+def _path_of(ref: str) -> list[str] | None:
+    """The names along which a reference leads into its own document; None where it is of another kind."""
+    start, mark, pointer = ref.partition("#")
+    if start or not mark or not (pointer + "/").startswith("/"):
+        return None
+    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:]]
+
+
+def _referred(ref: str, root: Mapping[str, Any]) -> Any:
+    """What a reference leads to; None where there is nothing."""
+    path = _path_of(ref)
+    found: Any = None if path is None else root
+    for name in path or ():
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Of which schemas a value matches one; None where there is no choice."""
+    given = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+    every = schema.get("allOf")  # of one, which some write around a reference
+    return next(iter(given), every if isinstance(every, list) and len(every) == 1 else None)
+
+
+def _own_types(schema: Any) -> frozenset[str]:
+    """The types that a schema names, or that the values have which it lists."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if (named := schema.get("type")) is not None:
+        return frozenset([named] if isinstance(named, str) else map(str, named) if isinstance(named, list) else ())
+    return frozenset(map(type_of, values_of(schema) or ()))
