@@ -12,6 +12,7 @@ from truedraft.embedded import embedded_folder
 from truedraft.errors import OptionError
 from truedraft.text import schemas
 from truedraft.text.forms import Forms
+from truedraft.text.notations import notation_of
 from truedraft.text.schemas import map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
 
@@ -149,6 +150,9 @@ def test_schemas_of_a_grammar_are_read_like_any_other(forms: Forms) -> None:
     with pytest.raises(OptionError) as refused:
         forms.prepare(Structured("grammar", grammar))
     assert 'function "find" at #/properties/tags: "uniqueItems"' in str(refused.value)
+    tools = {"find": {"properties": {"x": LISTS | {"uniqueItems": True}}}, "see": {"properties": {"y": LISTS}}}
+    with pytest.raises(OptionError, match='function "find" at #/properties/x: "uniqueItems"'):
+        forms.prepare(notation_of("<tool_call> arguments").grammar(tools, parallel=True))
     seen: list[tuple[Any, str]] = []
     assert map_schemas(grammar, lambda schema, comment: seen.append((schema, comment)) or {}).endswith(
         "call: %json {}\n"

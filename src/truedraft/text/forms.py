@@ -512,7 +512,10 @@ def _refusal(message: str, grammar: str) -> OptionError:
 
     def look(schema: Any, comment: str) -> Any:
         if not told and (problem := problem_of(schema)):
-            told.append(f"{comment} {problem}".strip())
+            about, mark, place = comment.rpartition(" #/")  # behind which it stands where the schema that is meant is
+            for sign in "#'" if mark else "":
+                problem = problem.replace(f"{sign}/{place}", sign)
+            told.append(f"{about if mark else comment} {problem}".strip())
         return schema
 
     map_schemas(grammar, look)

@@ -30,7 +30,7 @@ from truedraft.text.calls import (
 from truedraft.text.channels import ChannelReader
 from truedraft.text.forms import JSON_LAYOUT, MOST_CHARACTERS
 from truedraft.text.parameters import ParametersText
-from truedraft.text.properties import OF_THE_DOCUMENT, options_of, referred_in, types_of, values_of
+from truedraft.text.properties import OF_THE_DOCUMENT, moved, options_of, referred_in, types_of, values_of
 
 __all__ = [
     "NOTATIONS",
@@ -96,7 +96,8 @@ class Record:
         return RecordText(("arguments", "parameters"))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        top, arguments, layout = _parts_of(schema)
+        place = f"#/properties/{self.arguments}"
+        top, arguments, layout = _parts_of(moved(schema, place))
         properties: dict[str, Any] = {"name": {"const": name}, self.arguments: arguments}
         if notation.id_pattern:
             properties["id"] = {"type": "string", "pattern": f"^{notation.id_pattern}$"}
@@ -109,7 +110,7 @@ class Record:
             "additionalProperties": False,
         }
         yield f"{rule}: {notation.literal(notation.opening)} {rule}_record {notation.literal(notation.closing)}"
-        yield _about(name)
+        yield f"{_about(name)} {place}"
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
 
     def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
@@ -156,6 +157,7 @@ class Parameters:
         return NamedText(notation, lambda name: ParametersText(marks, closing, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
+        schema = _beside_itself(schema)
         _, arguments, layout = _parts_of(schema)
         required = arguments.get("required")
         known = arguments.get("properties")
@@ -214,6 +216,17 @@ def _json_rule(rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[
     """A value in JSON, with what it refers to."""
     value = {**referred_in(schema, root), **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
     return f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
+
+
+def _beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema that is also a definition of its own, to which its references lead wherever its parts stand."""
+    defined, name = schema.get("$defs", {}), "arguments"
+    if not isinstance(defined, dict):
+        return schema
+    while name in defined:
+        name += "_"
+    found = moved(schema, f"#/$defs/{name}")
+    return schema if found == schema else {**found, "$defs": {**found.get("$defs", {}), name: _parts_of(found)[1]}}
 
 
 def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from truedraft.text.schemas import with_parts
+
 _DEFINITIONS = ("$defs", "definitions")
 OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
 """What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
@@ -81,6 +83,23 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
                 if name in known and name not in found.setdefault(key, {}):
                     found[key][name] = known[name]
                     waiting.append(known[name])
+    return found
+
+
+def moved(schema: Any, to: str) -> Any:
+    """A schema whose references into its own document still mean it where it has become a part of another.
+
+    Args:
+        schema: whole, or a part of it; what it says of the whole document stands at the top of the other one.
+        to: reference to where the rest stands.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = with_parts(schema, lambda part: part if isinstance(part, dict) and "$id" in part else moved(part, to))
+    ref = found.get("$ref")
+    path = _path_of(ref) if isinstance(ref, str) else None
+    if path is not None and path[:1] not in [[key] for key in _DEFINITIONS]:
+        found["$ref"] = to + ref[1:]
     return found
 
 

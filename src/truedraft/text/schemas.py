@@ -40,16 +40,8 @@ def simplified(schema: Any) -> Any:
 def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     if not isinstance(schema, dict):
         return schema
-    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-    for place, part in _parts(schema):
-        new = _simplified(part, exclusions)
-        if len(place) == 1:
-            found[place[0]] = new
-        else:
-            key, name = place
-            if found[key] is schema[key]:
-                found[key] = schema[key].copy()
-            found[key][int(name) if isinstance(found[key], list) else name] = new
+    said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    found = with_parts(said, lambda part: _simplified(part, exclusions))
     kind = found.get("format")
     if isinstance(kind, str) and not _knows_format(kind):
         del found["format"]
@@ -60,6 +52,19 @@ def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
         found = {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
     _name_properties(found)
     return _without_not(found)
+
+
+def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A schema with each of the schemas right within it changed."""
+    found = schema.copy()
+    for (key, *names), part in _parts(schema):
+        if not names:
+            found[key] = change(part)
+            continue
+        if found[key] is schema[key]:
+            found[key] = schema[key].copy()
+        found[key][int(names[0]) if isinstance(found[key], list) else names[0]] = change(part)
+    return found
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
