@@ -27,7 +27,7 @@ from truedraft.server.fields import (
     parts_of,
     urls_of,
 )
-from truedraft.server.front import Front, finish_reason, new_id, unless_gone
+from truedraft.server.front import Front, finish_reason, has_called, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
@@ -375,7 +375,7 @@ class _Chat:
             called: Any = [call.record for call in reader.calls]
             called = called[0]["function"] if self._called == "function_call" else called
             message |= {"content": text or None, self._called: called}
-            reason = self._called if reason == "stop" else reason
+            reason = self._called if has_called(answer, reader) else reason
         logprobs = None
         if answer.logprobs is not None:
             logprobs = {"content": list(map(self._front.logprobs_entry, answer.logprobs)), "refusal": None}
@@ -415,8 +415,7 @@ class _Chat:
             if stream.shows_steps:
                 chunk["trace"] = trace_of(stream, news, front.token_text)
             if answer is not None:
-                reason = finish_reason(answer)
-                choice["finish_reason"] = self._called if reader.calls and reason == "stop" else reason
+                choice["finish_reason"] = self._called if has_called(answer, reader) else finish_reason(answer)
                 chunk["speculation"] = front.speculation([stream])
             if delta or entries or choice.get("token_ids") or answer is not None or stream.shows_steps:
                 yield event(chunk)

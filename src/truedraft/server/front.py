@@ -33,6 +33,7 @@ from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.server.tools import ToolUse
+from truedraft.text.calls import parsed
 from truedraft.text.forms import Prepared
 from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import AnswerReader, Notation, notation_of
@@ -403,6 +404,13 @@ def _log_parts(streams: Sequence[Stream]) -> list[str]:
         parts.append(f"first_token_s={min(first):.3f}")
     reasons = ",".join(sorted({answer.finish_reason for answer in answers})) or "cancelled"
     return [*parts, f"finish={reasons}", f"tokens_per_call={counters.mean_acceptance_length:.2f}"]
+
+
+def has_called(answer: Answer, reader: AnswerReader) -> bool:
+    """Whether an answer that was read to its end ended with calls, and no stop text cut the last of them."""
+    if finish_reason(answer) != "stop" or not reader.calls:
+        return False
+    return answer.stop_text is None or parsed(reader.calls[-1].arguments) is not None
 
 
 def finish_reason(answer: Answer) -> str:

@@ -18,7 +18,7 @@ from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
 from truedraft.server.fields import Fields, Items, SamplingFields, TextPart, Texts, Thinking, Told, text_or_parts
-from truedraft.server.front import Front, new_id, unless_gone
+from truedraft.server.front import Front, has_called, new_id, unless_gone
 from truedraft.server.service import Answering
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
 from truedraft.text.calls import Call, parsed
@@ -349,7 +349,7 @@ class _Message:
         answer = self._answer
         if answer.finish_reason != "stop":
             reason = "max_tokens"
-        elif self._reader.calls:
+        elif has_called(answer, self._reader):
             reason = "tool_use"
         else:
             reason = "end_turn" if answer.stop_text is None else "stop_sequence"

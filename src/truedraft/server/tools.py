@@ -103,8 +103,13 @@ class ToolUse:
         Args:
             reasoning_open: whether the prompt ends inside reasoning.
         """
-        schemas = schemas_of(self.tools)
-        return AnswerReader(self.notation, schemas, parallel=self.parallel, reasoning_open=reasoning_open)
+        return AnswerReader(
+            self.notation,
+            schemas_of(self.tools),
+            parallel=self.parallel,
+            reasoning_open=reasoning_open,
+            calls_alone=self.forced is not None,
+        )
 
 
 def schemas_of(tools: Sequence[ToolFields]) -> dict[str, dict[str, Any] | None]:

@@ -534,14 +534,22 @@ class AnswerReader:
         tools: that may be called; none where no call is looked for.
         parallel: whether there may be several calls.
         reasoning_open: whether the prompt ends inside reasoning.
+        calls_alone: whether a form leaves the answer no text beside calls, so that what looks like text is a cut one.
 
     Attributes:
         calls: that were read to their end, or to the answer's.
     """
 
     def __init__(
-        self, notation: Notation, tools: Schemas | None = None, *, parallel: bool = True, reasoning_open: bool = False
+        self,
+        notation: Notation,
+        tools: Schemas | None = None,
+        *,
+        parallel: bool = True,
+        reasoning_open: bool = False,
+        calls_alone: bool = False,
     ) -> None:
+        self._calls_alone = calls_alone
         self.calls: list[Call] = []
         self._channels = ChannelReader(tools or {}, parallel, self.calls) if notation.channels else None
         self._reader = CallsReader(notation, tools, parallel, self.calls) if tools else None
@@ -562,6 +570,10 @@ class AnswerReader:
         Returns:
             Plain text, reasoning, and what came of calls, in order.
         """
+        found = self._read(text, last)
+        return [part for part in found if not isinstance(part, str)] if self._calls_alone else found
+
+    def _read(self, text: str, last: bool) -> list[str | Reasoning | CallDelta]:
         if self._channels is not None:
             return self._channels.push(text, last=last)
         found: list[str | Reasoning | CallDelta] = []
