@@ -151,6 +151,11 @@ class ChatRequest(SamplingFields):
         return tools, self.function_call, False
 
     @property
+    def tool_fields(self) -> tuple[str, str]:
+        """What the request calls tools and the choice among them."""
+        return ("functions", "function_call") if self.functions else ("tools", "tool_choice")
+
+    @property
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates know it; calls and results that come without ids go together in their order."""
         found = [each.for_template for each in self.messages]
@@ -303,7 +308,7 @@ def chat_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
-        use, continues = ToolUse.of(*body.use, front.notation), body.continues
+        use, continues = ToolUse.of(*body.use, front.notation, body.tool_fields), body.continues
         if continues and use.forced is not None:
             message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
             raise ApiError(400, message, param="continue_final_message")

@@ -127,8 +127,8 @@ class CallsReader:
     """Reads text and calls that stand between marks.
 
     Text that may be the beginning of a call is held back until it is known. What looks like a call and is none stays
-    text; a call between marks that ends with the answer, before its name is known, is left out. Space before, between and behind calls is left out where there is no other text before it. Space inside marks
-    may be left out, or be more.
+    text; a call between marks that ends with the answer, before its name is known, is left out. Space before, between
+    and behind calls is left out where there is no other text before it. Space inside marks may be left out, or be more.
 
     Args:
         notation: of the model; where its calls have no opening, they stand at the beginning of the answer.

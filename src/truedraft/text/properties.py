@@ -96,10 +96,8 @@ def moved(schema: Any, to: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = with_parts(schema, lambda part: part if isinstance(part, dict) and "$id" in part else moved(part, to))
-    ref = found.get("$ref")
-    path = _path_of(ref) if isinstance(ref, str) else None
-    if path is not None and path[:1] not in [[key] for key in _DEFINITIONS]:
-        found["$ref"] = to + ref[1:]
+    if isinstance(ref := found.get("$ref"), str) and (path := _path_of(ref)) is not None:
+        found["$ref"] = ref if path and path[0] in _DEFINITIONS else to + ref[1:]
     return found
 
 
