@@ -79,6 +79,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"oneOf": [{"properties": {"k": {"const": key}}, "required": ["k"]} for key in "ab"]},
         "an answer might match two branches",
     ),
+    "a reference to itself": ({"$ref": "#"}, "a reference leads to itself alone"),
+    "an expression": ({"items": {"pattern": "("}}, "at #/items: the expression (: unclosed group"),
+    "an expression that looks ahead": ({"pattern": "^(?=a)b$"}, "look-ahead and look-behind, is not supported"),
+    "a schema of schemas": ({"$schema": "http://zzz/"}, "'http://zzz/' is not known here, and nothing is fetched"),
     "oneOf of a true and a 1": ({"oneOf": [{"enum": [1, 2]}, {"enum": [2.0, 3]}]}, "might match two branches"),
 }
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from truedraft.core.params import Structured
 from truedraft.core.shaping import Path
 from truedraft.errors import FormMemoryError, MissingExtraError, OptionError
-from truedraft.text.schemas import map_schemas, problem_of, simplified
+from truedraft.text.schemas import gist_of, map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.trial import Trial
 
@@ -528,4 +528,4 @@ def _exceeded(message: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    return next((line.strip() for line in message.splitlines() if line.strip()), "it is not understood")
+    return gist_of(message) or "it is not understood"

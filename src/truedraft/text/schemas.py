@@ -249,8 +249,19 @@ def _problem(schema: Any) -> str:
     from llguidance import LLMatcher
 
     found: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"))
-    first = next((line.strip() for line in found.splitlines() if line.strip()), "")
+    first = gist_of(found)
     return first.partition("failed to compile JSON schema: ")[2] or first
+
+
+def gist_of(message: str) -> str:
+    """What a message of the library comes to, in one line; "" of an empty one."""
+    if "NoExtensionBias" in message:
+        return "a reference leads to itself alone; let it lead to a schema"
+    first, *rest = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    reason = next((line for line in rest if line.startswith("error: ")), "")
+    if not first.endswith("regex parse error:") or not reason:
+        return first
+    return first.removesuffix("regex parse error:") + f"the expression {rest[0]}: {reason.removeprefix('error: ')}"
 
 
 def problem_of(schema: Any) -> str:
@@ -280,6 +291,8 @@ def _in_words(problem: str) -> str:
     if problem.startswith("Unimplemented keys: "):
         keys = problem.partition("[")[2].rstrip("]")
         return f"{keys} cannot be held to by a mask over tokens; leave it out"
+    if problem.startswith("Resource ") and "registry" in problem:
+        return f"{problem.split()[1]} is not known here, and nothing is fetched; name another $schema or $ref"
     return problem
 
 
