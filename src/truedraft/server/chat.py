@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import chain
@@ -220,6 +221,8 @@ async def chat_prompt(
         ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
         OptionError: what else it is given are no variables of templates.
     """
+    for field, held in ((param, messages), ("tools", [tool.model_dump() for tool in use.tools])):
+        await front.apart(http, _check_characters, field, held)
     if not urls:
         return await front.apart(http, _chat_ids, front, messages, use, more, continues, param)
     front.reserve(http, max(samples, 1))  # what it may be is checked later
@@ -232,6 +235,20 @@ async def chat_prompt(
         "trust_control_tokens": front.trust_control_tokens,
     }
     return await front.pictures.chat(told, urls, param=param, **how)
+
+
+def _check_characters(field: str, held: Any) -> None:
+    """Refuse half characters, which no tokenizer reads.
+
+    Raises:
+        ApiError: shows the first one.
+    """
+    try:
+        json.dumps(held, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        message = f"{field} has half a character (U+{half:04X}); mend how its text was cut"
+        raise ApiError(400, message, param=field, code="invalid_value") from error
 
 
 def _chat_ids(
