@@ -28,9 +28,9 @@ from truedraft.text.calls import (
     words_of,
 )
 from truedraft.text.channels import ChannelReader
-from truedraft.text.forms import JSON_LAYOUT, MOST_CHARACTERS
+from truedraft.text.forms import MOST_CHARACTERS
 from truedraft.text.parameters import ParametersText
-from truedraft.text.properties import OF_THE_DOCUMENT, moved, options_of, referred_in, types_of, values_of
+from truedraft.text.properties import beside_itself, moved, options_of, parts_of, referred_in, types_of, values_of
 
 __all__ = [
     "NOTATIONS",
@@ -97,7 +97,7 @@ class Record:
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         place = f"#/properties/{self.arguments}"
-        top, arguments, layout = _parts_of(moved(schema, place))
+        top, arguments, layout = parts_of(moved(schema, place))
         properties: dict[str, Any] = {"name": {"const": name}, self.arguments: arguments}
         if notation.id_pattern:
             properties["id"] = {"type": "string", "pattern": f"^{notation.id_pattern}$"}
@@ -126,7 +126,7 @@ class Named:
         return NamedText(notation, lambda name: RecordText(()))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        top, arguments, layout = _parts_of(schema)
+        top, arguments, layout = parts_of(schema)
         shown = json.dumps({"type": "object", **top, **arguments, "x-guidance": layout}, ensure_ascii=False)
         heads = [notation.head(name, *each) for each in ((notation.opening, notation.between), *notation.also)]
         yield f"{rule}: ({' | '.join(heads)}) {rule}_arguments {notation.literal(notation.closing)}"
@@ -157,8 +157,8 @@ class Parameters:
         return NamedText(notation, lambda name: ParametersText(marks, closing, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        schema = _beside_itself(schema)
-        _, arguments, layout = _parts_of(schema)
+        schema = beside_itself(schema)
+        _, arguments, layout = parts_of(schema)
         required = arguments.get("required")
         known = arguments.get("properties")
         parts: list[str] = []
@@ -216,24 +216,6 @@ def _json_rule(rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[
     """A value in JSON, with what it refers to."""
     value = {**referred_in(schema, root), **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
     return f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
-
-
-def _beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema that is also a definition of its own, to which its references lead wherever its parts stand."""
-    defined, name = schema.get("$defs", {}), "arguments"
-    if not isinstance(defined, dict):
-        return schema
-    while name in defined:
-        name += "_"
-    found = moved(schema, f"#/$defs/{name}")
-    return schema if found == schema else {**found, "$defs": {**found.get("$defs", {}), name: _parts_of(found)[1]}}
-
-
-def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Of a schema what it says of the whole document, the rest, and the layout."""
-    rest = dict(schema)
-    top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
-    return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +330,7 @@ class Notation:
         elif kind == "grammar":
             rule = f"%lark {{\n{value}\n}}"
         else:
-            top, schema, layout = _parts_of(json.loads(value) if kind == "json_schema" else _ANY_ARGUMENTS)
+            top, schema, layout = parts_of(json.loads(value) if kind == "json_schema" else _ANY_ARGUMENTS)
             rule = f"%json {json.dumps({**top, **schema, 'x-guidance': layout}, ensure_ascii=False)}"
         leads = " | ".join(map(self.literal, self.leads))
         return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")

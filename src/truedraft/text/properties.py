@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from truedraft.text.forms import JSON_LAYOUT
 from truedraft.text.schemas import with_parts
 
 _DEFINITIONS = ("$defs", "definitions")
@@ -99,6 +100,24 @@ def moved(schema: Any, to: str) -> Any:
     if isinstance(ref := found.get("$ref"), str) and (path := _path_of(ref)) is not None:
         found["$ref"] = ref if path and path[0] in _DEFINITIONS else to + ref[1:]
     return found
+
+
+def beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema that is also a definition of its own, to which its references lead wherever its parts stand."""
+    defined, name = schema.get("$defs", {}), "arguments"
+    if not isinstance(defined, dict):
+        return schema
+    while name in defined:
+        name += "_"
+    found = moved(schema, f"#/$defs/{name}")
+    return schema if found == schema else {**found, "$defs": {**found.get("$defs", {}), name: parts_of(found)[1]}}
+
+
+def parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Of a schema what it says of the whole document, the rest, and the layout."""
+    rest = dict(schema)
+    top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
+    return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 
 def _path_of(ref: str) -> list[str] | None:
