@@ -95,7 +95,7 @@ def test_while_it_stops_new_requests_are_told_so_and_open_ones_go_on() -> None:
     [
         (["--port", "99999"], "--port"),
         (["--port", "-1"], "--port must be 0 or more, got -1"),
-        (["--host", "no.such.host.invalid"], "cannot be listened on"),
+        (["--host", "no.such.host.invalid"], "--host 'no.such.host.invalid' cannot be listened on"),
         (["--api-key-file", "missing"], "--api-key-file cannot be read"),
         (["--tls-key", "missing"], "tls-certificate"),
         (["--max-body-bytes", "many"], "--max-body-bytes must be a size"),

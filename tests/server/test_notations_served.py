@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,37 @@ def test_a_call_is_forced_in_the_notation_of_the_template(template: str) -> None
         assert name == "note" and json.loads(arguments)["kind"] in ("list", "dict")
         spent = client.chat.completions.create(**ASKED, max_tokens=300, **asked).speculation
         assert spent["num_accepted_tokens"] > 5, "what is forced is drafted"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_forced_call_that_is_cut_is_no_text_and_no_whole_call(streams: bool) -> None:
+    pytest.importorskip("llguidance")
+    tool = {"name": "note", "parameters": PARAMETERS}
+    common = {"temperature": 0, "stream": streams}
+    chat = ASKED | common | {"tools": TOOLS, "tool_choice": "required"}
+    newer = common | {"input": "Go.", "tools": [{"type": "function"} | tool], "tool_choice": "required"}
+    message = common | {"messages": ASKED["messages"], "tool_choice": {"type": "any"}, "max_tokens": 90}
+    message |= {"tools": [{"name": "note", "input_schema": PARAMETERS}]}
+    with client_of("Qwen-Qwen2.5-7B-Instruct", "so") as client:
+
+        def told(path: str, body: dict[str, Any]) -> str:
+            request = urllib.request.Request(
+                f"{client.base_url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request) as answer:
+                return str(answer.read().decode())
+
+        for most in (3, 15, 22):
+            found = told("chat/completions", chat | {"max_tokens": most})
+            found += told("messages", message | {"max_tokens": most})
+            found += told("responses", newer | {"max_output_tokens": most})
+            assert "<" not in found and '\\"name' not in found
+        found = told("chat/completions", chat | {"stop": ["text"]})
+        assert '"tool_calls"' in found and '"finish_reason":"stop"' in found.replace(" ", "")
+        found = told("messages", message | {"stop_sequences": ["text"]}).replace(" ", "")
+        assert '"stop_reason":"stop_sequence"' in found and '"stop_sequence":"text"' in found
+        found = told("responses", newer | {"stop": ["text"]}).replace(" ", "")
+        assert '"status":"incomplete"' in found and '"status":"completed"' in found
 
 
 def test_histories_go_through_templates_that_join_arguments() -> None:

@@ -138,7 +138,7 @@ def test_a_server_that_drains_answers_who_waits_for_a_form(make_engine: Callable
 @pytest.mark.parametrize(
     ("path", "more", "field", "told"),
     [
-        ("completions", {"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be read"),
+        ("completions", {"structured_outputs": {"regex": "("}}, "structured_outputs", "expression (: unclosed group"),
         (
             "completions",
             {"response_format": {"type": "json_object"}, "structured_outputs": {}},

@@ -227,6 +227,40 @@ def test_forced_arguments_are_values_that_the_schema_lists(
         assert accepts(made, grammar, notation.written([("f", {"a": value})])) == (value in allowed), grammar
 
 
+OF_ITSELF = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["bob"]},
+        "alias": {"$ref": "#/properties/name"},
+        "all": {"type": "array", "items": {"$ref": "#/properties/name"}},
+        "inner": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+BOB = {"name": "bob"}
+
+
+WITHOUT_IDS = [family for family in FAMILIES if not known(family)[0].id_pattern]
+
+
+@pytest.mark.parametrize("family", WITHOUT_IDS, ids=lambda family: family.template)
+def test_references_mean_the_schema_of_the_function(family: Family) -> None:
+    """And not what its notation puts around that."""
+    notation, made = known(family)
+    for form in (OF_ITSELF, {"$defs": {"f": OF_ITSELF["properties"]["name"]}, **OF_ITSELF}):
+        grammar = notation.grammar({"f": form}, parallel=False).value
+        for more in ({"alias": "bob"}, {"all": ["bob"]}, {"inner": BOB}, {"inner": {"name": "bob", "inner": None}}):
+            assert accepts(made, grammar, notation.written([("f", {**BOB, **more})])), grammar
+        for more in (
+            {"alias": "f"},
+            {"all": ["f"]},
+            {"inner": {"name": "f"}},
+            {"inner": {"name": "f", "arguments": BOB}},
+        ):
+            assert not accepts(made, grammar, notation.written([("f", {**BOB, **more})])), grammar
+
+
 def test_references_are_followed_once_and_not_without_end() -> None:
     circle = {"$defs": {"A": {"anyOf": [*[{"$ref": "#/$defs/A"}] * 500, {"type": "string"}, {"type": "null"}]}}}
     assert types_of({"$ref": "#/$defs/A"}, circle) == {"string", "null"}

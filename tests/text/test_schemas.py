@@ -12,6 +12,7 @@ from truedraft.embedded import embedded_folder
 from truedraft.errors import OptionError
 from truedraft.text import schemas
 from truedraft.text.forms import Forms
+from truedraft.text.notations import notation_of
 from truedraft.text.schemas import map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
 
@@ -78,6 +79,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"oneOf": [{"properties": {"k": {"const": key}}, "required": ["k"]} for key in "ab"]},
         "an answer might match two branches",
     ),
+    "a reference to itself": ({"$ref": "#"}, "a reference leads to itself alone"),
+    "an expression": ({"items": {"pattern": "("}}, "at #/items: the expression (: unclosed group"),
+    "an expression that looks ahead": ({"pattern": "^(?=a)b$"}, "look-ahead and look-behind, is not supported"),
+    "a schema of schemas": ({"$schema": "http://zzz/"}, "'http://zzz/' is not known here, and nothing is fetched"),
     "oneOf of a true and a 1": ({"oneOf": [{"enum": [1, 2]}, {"enum": [2.0, 3]}]}, "might match two branches"),
 }
 
@@ -149,6 +154,9 @@ def test_schemas_of_a_grammar_are_read_like_any_other(forms: Forms) -> None:
     with pytest.raises(OptionError) as refused:
         forms.prepare(Structured("grammar", grammar))
     assert 'function "find" at #/properties/tags: "uniqueItems"' in str(refused.value)
+    tools = {"find": {"properties": {"x": LISTS | {"uniqueItems": True}}}, "see": {"properties": {"y": LISTS}}}
+    with pytest.raises(OptionError, match='function "find" at #/properties/x: "uniqueItems"'):
+        forms.prepare(notation_of("<tool_call> arguments").grammar(tools, parallel=True))
     seen: list[tuple[Any, str]] = []
     assert map_schemas(grammar, lambda schema, comment: seen.append((schema, comment)) or {}).endswith(
         "call: %json {}\n"

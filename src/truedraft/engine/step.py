@@ -96,19 +96,22 @@ class Step:
 
     def _broken(self, request: Request, *, banned: bool) -> TruedraftError:
         """Why nothing can be drawn behind the text of a request."""
-        count, form = len(request.tokens), None if request.shaping is None else request.shaping.form
+        count, form = (
+            len(request.tokens) - request.prompt_tokens,
+            None if request.shaping is None else request.shaping.form,
+        )
         if not banned:
             return InvalidLogitsError(
-                f"the target {self._target.name!r} gave NaN or infinite logits after {count} tokens; check its "
-                "weights, or load it in float32"
+                f"the target {self._target.name!r} gave NaN or infinite logits after {count} tokens of its answer; "
+                "check its weights, or load it in float32"
             )
         if form is not None and (problem := form.problem()):
             return OptionError(
-                f"is too ambiguous or takes too much after {count} tokens: {problem}; make it simpler, or "
-                "less ambiguous",
+                f"is too ambiguous or takes too much after {count} tokens of the answer: {problem}; make it "
+                "simpler, or less ambiguous",
                 field="structured",
             )
         return OptionError(
-            f"the options leave no token that may follow after {count} tokens; loosen allowed_token_ids, bad_words or "
-            "min_tokens, or the form"
+            f"the options leave no token that may follow after {count} tokens of the answer; loosen allowed_token_ids, "
+            "bad_words or min_tokens, or the form"
         )

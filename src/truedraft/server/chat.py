@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import chain
@@ -27,7 +28,7 @@ from truedraft.server.fields import (
     parts_of,
     urls_of,
 )
-from truedraft.server.front import Front, finish_reason, new_id, unless_gone
+from truedraft.server.front import Front, finish_reason, has_called, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
@@ -151,6 +152,11 @@ class ChatRequest(SamplingFields):
         return tools, self.function_call, False
 
     @property
+    def tool_fields(self) -> tuple[str, str]:
+        """What the request calls tools and the choice among them."""
+        return ("functions", "function_call") if self.functions else ("tools", "tool_choice")
+
+    @property
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates know it; calls and results that come without ids go together in their order."""
         found = [each.for_template for each in self.messages]
@@ -215,6 +221,8 @@ async def chat_prompt(
         ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
         OptionError: what else it is given are no variables of templates.
     """
+    for field, held in ((param, messages), ("tools", [tool.model_dump() for tool in use.tools])):
+        await front.apart(http, _check_characters, field, held)
     if not urls:
         return await front.apart(http, _chat_ids, front, messages, use, more, continues, param)
     front.reserve(http, max(samples, 1))  # what it may be is checked later
@@ -227,6 +235,20 @@ async def chat_prompt(
         "trust_control_tokens": front.trust_control_tokens,
     }
     return await front.pictures.chat(told, urls, param=param, **how)
+
+
+def _check_characters(field: str, held: Any) -> None:
+    """Refuse half characters, which no tokenizer reads.
+
+    Raises:
+        ApiError: shows the first one.
+    """
+    try:
+        json.dumps(held, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        message = f"{field} has half a character (U+{half:04X}); mend how its text was cut"
+        raise ApiError(400, message, param=field, code="invalid_value") from error
 
 
 def _chat_ids(
@@ -303,7 +325,7 @@ def chat_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
-        use, continues = ToolUse.of(*body.use, front.notation), body.continues
+        use, continues = ToolUse.of(*body.use, front.notation, body.tool_fields), body.continues
         if continues and use.forced is not None:
             message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
             raise ApiError(400, message, param="continue_final_message")
@@ -375,7 +397,7 @@ class _Chat:
             called: Any = [call.record for call in reader.calls]
             called = called[0]["function"] if self._called == "function_call" else called
             message |= {"content": text or None, self._called: called}
-            reason = self._called if reason == "stop" else reason
+            reason = self._called if has_called(answer, reader) else reason
         logprobs = None
         if answer.logprobs is not None:
             logprobs = {"content": list(map(self._front.logprobs_entry, answer.logprobs)), "refusal": None}
@@ -415,8 +437,7 @@ class _Chat:
             if stream.shows_steps:
                 chunk["trace"] = trace_of(stream, news, front.token_text)
             if answer is not None:
-                reason = finish_reason(answer)
-                choice["finish_reason"] = self._called if reader.calls and reason == "stop" else reason
+                choice["finish_reason"] = self._called if has_called(answer, reader) else finish_reason(answer)
                 chunk["speculation"] = front.speculation([stream])
             if delta or entries or choice.get("token_ids") or answer is not None or stream.shows_steps:
                 yield event(chunk)

@@ -6,7 +6,8 @@ In a conversation that is sent back (`Told`) unknown fields are left out: each c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams, Structured
+from truedraft.errors import OptionError
 from truedraft.server.errors import ApiError
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -98,7 +100,9 @@ class SpeculationFields(Fields):
     """What may be drafted for a request, within what the server drafts; none of it changes what is answered."""
 
     enabled: bool = Field(True, description="False answers by plain decoding.")
-    drafter: Texts | None = Field(None, description="Draft with these of the server's drafters only.")
+    drafter: str | Annotated[Items[str], Field(min_length=1)] | None = Field(
+        None, description="Draft with these of the server's drafters only."
+    )
     num_speculative_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="Draft no longer paths.")
     rule: str | None = Field(None, description="Judge by this rule, if the server allows it.")
     trace: bool = Field(False, description="Tell of each token where it came from, and of each step its token tree.")
@@ -268,6 +272,31 @@ class ResponseFormat(Fields):
         return Structured("json_object", True) if schema is None else Structured("json_schema", schema)
 
 
+_THINKING: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "thinking": {
+        "type": lambda value: value in ("enabled", "disabled", "adaptive", "auto"),
+        "budget_tokens": lambda value: type(value) is int and value >= 0,
+    },
+    "reasoning": {
+        "max_tokens": lambda value: type(value) is int and value >= 0,
+        "effort": lambda value: isinstance(value, str),
+        "enabled": lambda value: isinstance(value, bool),
+    },
+}
+"""What is read of fields about reasoning, and the values that are."""
+
+
+def _check_thinking(field: str, given: Mapping[str, Any]) -> None:
+    """Refuse values of a field about reasoning that mean nothing.
+
+    Raises:
+        ApiError: names the first one.
+    """
+    for name, fits in _THINKING[field].items():
+        if given.get(name) is not None and not fits(given[name]):
+            raise ApiError(400, f"{field}.{name} cannot be {given[name]!r}", param=f"{field}.{name}")
+
+
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """What a request asks of the reasoning before an answer, in whichever of the clients' ways.
@@ -299,6 +328,8 @@ class Thinking:
             effort: `reasoning_effort`.
         """
         thinking, reasoning = thinking or {}, reasoning or {}
+        _check_thinking("thinking", thinking)
+        _check_thinking("reasoning", reasoning)
         word = effort or reasoning.get("effort")
         kind, enabled = thinking.get("type"), reasoning.get("enabled")
         for given in (thinking.get("budget_tokens"), reasoning.get("max_tokens")):
@@ -330,7 +361,7 @@ class SamplingFields(Ignored):
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     bad_words: Items[str] | None = None
-    allowed_token_ids: Items[int] | None = None
+    allowed_token_ids: Annotated[Items[int], Field(min_length=1)] | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredFields | None = None
@@ -352,10 +383,23 @@ class SamplingFields(Ignored):
     @property
     def form_field(self) -> str:
         """The field by which a form is asked for, where one is."""
-        if getattr(self, "tool_choice", None) not in (None, "none", "auto"):
-            return "tools"
-        asked = ("structured_outputs", "response_format", "text")
+        for chosen, tools in (("tool_choice", "tools"), ("function_call", "functions")):
+            choice = getattr(self, chosen, None)
+            if getattr(choice, "type", choice) not in (None, "none", "auto"):
+                return tools
+        asked = ("structured_outputs", "response_format", "text", "output_config")
         return next((name for name in asked if getattr(self, name, None) is not None), asked[0])
+
+    @property
+    def called(self) -> dict[str, str]:
+        """What the request calls fields, where these are not the library's words."""
+        found = {"structured": self.form_field, "drafter": "speculation.drafter"}
+        if (stop := type(self).model_fields["stop"].alias) is not None:
+            found["stop"] = stop
+        for other in ("max_completion_tokens", "max_output_tokens"):
+            if getattr(self, other, None) is not None:
+                found["max_tokens"] = other
+        return found
 
     def sampling(
         self, max_tokens: int, *, logprobs: int | None = None, form: Structured | None = None
@@ -368,7 +412,7 @@ class SamplingFields(Ignored):
             form: that the answer must have, where the endpoint has a field of its own for it.
 
         Raises:
-            OptionError: a value is out of range.
+            OptionError: a value is out of range; it calls fields as the request does.
             ApiError: a list is too long, too many tokens are to be told, or two forms are asked for.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -379,7 +423,8 @@ class SamplingFields(Ignored):
         ):
             if len(values) > most:
                 raise ApiError(400, f"{name} holds {len(values)} entries, of at most {most}", param=name)
-        own = None if self.structured_outputs is None else self.structured_outputs.asked
+        with _errors_in(self.called):
+            own = None if self.structured_outputs is None else self.structured_outputs.asked
         if form is not None and own is not None:
             raise ApiError(
                 400, "structured_outputs and another form are asked for; leave one out", param="structured_outputs"
@@ -407,4 +452,16 @@ class SamplingFields(Ignored):
             "n": self.samples,
         }
         known = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens, stop=tuple(stop), **known)  # type: ignore[arg-type]
+        with _errors_in(self.called):
+            return SamplingParams(max_tokens, stop=tuple(stop), **known)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _errors_in(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors from inside call fields as a request does."""
+    try:
+        yield
+    except OptionError as error:
+        error.call_fields(names)
+        error.field = names.get(error.field or "", error.field)
+        raise

@@ -24,7 +24,7 @@ from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
 from truedraft.engine.decisions import Decisions
 from truedraft.engine.prompts import Prompt
-from truedraft.errors import TruedraftError
+from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
@@ -33,6 +33,7 @@ from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
 from truedraft.server.tools import ToolUse
+from truedraft.text.calls import parsed
 from truedraft.text.forms import Prepared
 from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import AnswerReader, Notation, notation_of
@@ -216,15 +217,19 @@ class Front:
         self.check_model(fields.model)
         if fields.model is not None and fields.model not in self.names:
             params = replace(params, adapter=fields.model)
+        ids = self.service.engine.target.vocab_size
+        if (wrong := next((token for token in fields.stop_token_ids or () if token >= ids), None)) is not None:
+            message = f"stop_token_ids names token id {wrong}, and the model's ids end at {ids - 1}"
+            raise ApiError(400, message, param="stop_token_ids")
         count = samples if samples is not None else params.n
-        self._check_count(len(prompts) * count)
+        self._check_count(len(prompts) * count, len(prompts))
         shown = {number: token for token, number in notation.special.items()} if notation is not None else None
         params = self._reasoned(params, prompts[0], fields, notation)
         if notation is not None and (ends := (*notation.end_ids, *self._turn_ends)):
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        names = {"structured": fields.form_field}
+        names = fields.called
         answering = Answering(self.service, deadline, names)
         try:
             # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
@@ -236,6 +241,8 @@ class Front:
             requests = await self.apart(http, self._prepared, prompts, params, fields, client, count, shown)
             del form
         except TruedraftError as error:
+            if isinstance(error, PromptError) and notation is None:
+                error.field = error.field or "prompt"
             raise self.service.api_error(error, names) from error
         traced = fields.speculation is not None and fields.speculation.trace
         late = getattr(http.state, "reserved", None) is not None
@@ -252,9 +259,10 @@ class Front:
             self.reserve(http, count)
         return await unless_gone(http, self.service.forms.prepared(structured, deadline))
 
-    def _check_count(self, count: int) -> None:
+    def _check_count(self, count: int, prompts: int = 1) -> None:
         if count > self.max_samples:
-            raise ApiError(400, f"asks for {count} answers, and this server gives {self.max_samples}", param="n")
+            message = f"asks for {count} answers, and this server gives {self.max_samples}"
+            raise ApiError(400, message, param="prompt" if prompts > self.max_samples else "n")
 
     def reserve(self, http: HttpRequest, count: int) -> None:
         """Keep the places of a request that takes long to make, until it begins or is over.
@@ -309,8 +317,9 @@ class Front:
 
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:
-            allowed = ", ".join(map(repr, self.rules))
-            raise ApiError(400, f"rule {words!r} is not allowed here; allowed is {allowed}", param="speculation")
+            allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which needs no asking"
+            message = f"rule {words!r} is not allowed here; allowed is {allowed}"
+            raise ApiError(400, f"speculation.{message}", param="speculation.rule")
         return self.rules[words]
 
     def usage(self, answering: Answering, samples_of_one: int, *, answers_count: bool = True) -> dict[str, Any]:
@@ -403,6 +412,13 @@ def _log_parts(streams: Sequence[Stream]) -> list[str]:
         parts.append(f"first_token_s={min(first):.3f}")
     reasons = ",".join(sorted({answer.finish_reason for answer in answers})) or "cancelled"
     return [*parts, f"finish={reasons}", f"tokens_per_call={counters.mean_acceptance_length:.2f}"]
+
+
+def has_called(answer: Answer, reader: AnswerReader) -> bool:
+    """Whether an answer that was read to its end ended with calls, and no stop text cut the last of them."""
+    if finish_reason(answer) != "stop" or not reader.calls:
+        return False
+    return answer.stop_text is None or parsed(reader.calls[-1].arguments) is not None
 
 
 def finish_reason(answer: Answer) -> str:

@@ -18,9 +18,17 @@ from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
 from truedraft.server.fields import Fields, Items, SamplingFields, TextPart, Texts, Thinking, Told, text_or_parts
-from truedraft.server.front import Front, new_id, unless_gone
+from truedraft.server.front import Front, has_called, new_id, unless_gone
 from truedraft.server.service import Answering
-from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse
+from truedraft.server.tools import (
+    FunctionFields,
+    FunctionName,
+    NamedFunction,
+    NamedTool,
+    Parameters,
+    ToolFields,
+    ToolUse,
+)
 from truedraft.text.calls import Call, parsed
 from truedraft.text.notations import AnswerReader, Reasoning
 
@@ -140,10 +148,10 @@ def _content(shown: str | Sequence[TextPart | ImageBlock]) -> str | list[dict[st
 class MessageTool(Told):
     """A function that may be called; without a schema it is one that Anthropic's models know, or servers run."""
 
-    name: str
+    name: FunctionName
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Parameters | None = None
 
     @property
     def for_chats(self) -> ToolFields:
@@ -231,6 +239,10 @@ class CountRequest(Fields):
         """
         tools = [tool.for_chats for tool in self.tools or () if tool.input_schema is not None]
         given = self.tool_choice
+        hosted = {tool.name: tool.type or tool.name for tool in self.tools or () if tool.input_schema is None}
+        if given is not None and given.type == "tool" and given.name in hosted:
+            message = f"tool_choice asks for {hosted[given.name]}, a tool that this server has not; name a function"
+            raise ApiError(400, message, param="tool_choice")
         parallel = None if given is None else not given.disable_parallel_tool_use
         use = ToolUse.of(tools, None if given is None else given.for_chats, parallel, front.notation)
         if use.forced is not None and self.continues:
@@ -349,7 +361,7 @@ class _Message:
         answer = self._answer
         if answer.finish_reason != "stop":
             reason = "max_tokens"
-        elif self._reader.calls:
+        elif has_called(answer, self._reader):
             reason = "tool_use"
         else:
             reason = "end_turn" if answer.stop_text is None else "stop_sequence"

@@ -21,7 +21,7 @@ from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
 from truedraft.server.fields import Fields, Items, SamplingFields, Thinking, checked_logprobs
-from truedraft.server.front import Front, finish_reason, new_id, unless_gone
+from truedraft.server.front import Front, finish_reason, has_called, new_id, unless_gone
 from truedraft.server.items import (
     Callable,
     Choice,
@@ -303,6 +303,12 @@ class _Response:
     def _status(self) -> str:
         return "incomplete" if finish_reason(self._answer) == "length" else "completed"
 
+    @property
+    def _last_status(self) -> str:
+        """Of the last item, which a stop text may have cut."""
+        cut = self._items[-1] is self._calling and not has_called(self._answer, self._reader)
+        return "incomplete" if cut else self._status
+
     def _finished(self) -> dict[str, Any]:
         front = self._front
         used = front.usage(self._answering, 1)
@@ -311,7 +317,7 @@ class _Response:
         *whole, last = self._items
         return self._record(status) | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [*(item.record("completed") for item in whole), last.record(status)],
+            "output": [*(item.record("completed") for item in whole), last.record(self._last_status)],
             "usage": {
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": used["prompt_tokens_details"],
@@ -426,4 +432,4 @@ class _Response:
         """Nothing follows; an answer without any item is an empty message."""
         if not self._items:
             yield from self._begin(_Writing(0, False))
-        yield from self._end(self._status)
+        yield from self._end(self._last_status)

@@ -165,12 +165,16 @@ def _listen(host: str, port: int) -> socket.socket:
     """A socket at an address.
 
     Raises:
-        OptionError: somebody else listens there, or there is no such address.
+        OptionError: there is no such host, somebody else listens there, or there is no such address.
     """
     if port > _LAST_PORT:
         raise OptionError(f"must be at most {_LAST_PORT}, got {port}", field="port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{host!r} cannot be listened on ({reason}); name an address", field="host") from error
+    try:
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.server.errors import ApiError
@@ -17,12 +19,24 @@ from truedraft.text.calls import parsed
 from truedraft.text.notations import AnswerReader, Notation
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    kind = schema.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise ValueError(f"must be the schema of an object, got one of type {kind!r}")
+    return schema
+
+
+FunctionName = Annotated[str, Field(min_length=1)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+"""The schema of a function's arguments, which are an object."""
+
+
 class FunctionFields(Fields):
     """A function that may be called."""
 
-    name: str
+    name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -69,14 +83,26 @@ class ToolUse:
         choice: str | NamedTool | None,
         parallel: bool | None,
         notation: Notation,
+        fields: tuple[str, str] = ("tools", "tool_choice"),
     ) -> ToolUse:
         """From the fields of a request.
 
+        Args:
+            tools: that may be called.
+            choice: among them.
+            parallel: whether there may be several calls.
+            notation: of the model.
+            fields: what the client calls the tools and the choice.
+
         Raises:
-            ApiError: there are no tools to choose from, or none of that name.
+            ApiError: there are no tools to choose from, none of that name, or two of one.
         """
+        listed, chosen = fields
         if not tools and choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice asks for a call and tools is empty; list tools there", param="tool_choice")
+            raise ApiError(400, f"{chosen} asks for a call and {listed} is empty; list tools there", param=chosen)
+        names = [tool.function.name for tool in tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ApiError(400, f"{listed} has two functions called {twice!r}; rename or leave out one", param=listed)
         if not tools or choice == "none":
             return cls(notation)
         several = parallel is not False
@@ -85,9 +111,8 @@ class ToolUse:
         if isinstance(choice, NamedTool):
             named = [tool for tool in tools if tool.function.name == choice.function.name]
             if not named:
-                known = ", ".join(repr(tool.function.name) for tool in tools)
-                message = f"tool_choice names {choice.function.name!r}; tools has {known}"
-                raise ApiError(400, message, param="tool_choice")
+                message = f"{chosen} names {choice.function.name!r}; {listed} has {', '.join(map(repr, names))}"
+                raise ApiError(400, message, param=chosen)
             return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
         return cls(notation, tools, notation.grammar(schemas_of(tools), parallel=several), several)
 
@@ -103,8 +128,13 @@ class ToolUse:
         Args:
             reasoning_open: whether the prompt ends inside reasoning.
         """
-        schemas = schemas_of(self.tools)
-        return AnswerReader(self.notation, schemas, parallel=self.parallel, reasoning_open=reasoning_open)
+        return AnswerReader(
+            self.notation,
+            schemas_of(self.tools),
+            parallel=self.parallel,
+            reasoning_open=reasoning_open,
+            calls_alone=self.forced is not None,
+        )
 
 
 def schemas_of(tools: Sequence[ToolFields]) -> dict[str, dict[str, Any] | None]:

@@ -127,8 +127,8 @@ class CallsReader:
     """Reads text and calls that stand between marks.
 
     Text that may be the beginning of a call is held back until it is known. What looks like a call and is none stays
-    text. Space before, between and behind calls is left out where there is no other text before it. Space inside marks
-    may be left out, or be more.
+    text; a call between marks that ends with the answer, before its name is known, is left out. Space before, between
+    and behind calls is left out where there is no other text before it. Space inside marks may be left out, or be more.
 
     Args:
         notation: of the model; where its calls have no opening, they stand at the beginning of the answer.
@@ -216,7 +216,9 @@ class CallsReader:
         place = behind(self._held, self._left)
         if place is None and not last:
             return False
-        if place is None or place < 0:
+        if place is None:
+            return self._leave_out()
+        if place < 0:
             return self._give_up(self._held, found)
         self._marks += self._held[:place]
         if then == self._read_call:
@@ -253,6 +255,8 @@ class CallsReader:
         named = body.name is not None and (any_name or body.name in self._tools)
         over = body.fails or (not named and (body.name is not None or body.rest is not None or last))
         if self._call is None and over:
+            if self._marks and not body.fails and body.name is None and body.rest is None:
+                return self._leave_out()
             return self._give_up(body.text, found)
         if not named:
             return False
@@ -286,6 +290,11 @@ class CallsReader:
             self._held, self._left = self._held[max(place, 0) :], self._left[1:]
         self._step = self._read_between if self._begin or not self._opening else self._read_text
         return bool(self._held)
+
+    def _leave_out(self) -> bool:
+        """The answer ends in a call of which nothing can be told."""
+        self._held, self._marks, self._step = "", "", self._read_text
+        return False
 
     def _give_up(self, held: str, found: list[str | CallDelta]) -> bool:
         """What was read is no call: its marks are text, and behind them a call may begin."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from truedraft.core.params import Structured
 from truedraft.core.shaping import Path
 from truedraft.errors import FormMemoryError, MissingExtraError, OptionError
-from truedraft.text.schemas import map_schemas, problem_of, simplified
+from truedraft.text.schemas import gist_of, map_schemas, problem_of, simplified
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.trial import Trial
 
@@ -512,7 +512,10 @@ def _refusal(message: str, grammar: str) -> OptionError:
 
     def look(schema: Any, comment: str) -> Any:
         if not told and (problem := problem_of(schema)):
-            told.append(f"{comment} {problem}".strip())
+            about, mark, place = comment.rpartition(" #/")  # behind which it stands where the schema that is meant is
+            for sign in "#'" if mark else "":
+                problem = problem.replace(f"{sign}/{place}", sign)
+            told.append(f"{about if mark else comment} {problem}".strip())
         return schema
 
     map_schemas(grammar, look)
@@ -525,4 +528,4 @@ def _exceeded(message: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    return next((line.strip() for line in message.splitlines() if line.strip()), "it is not understood")
+    return gist_of(message) or "it is not understood"

@@ -28,9 +28,9 @@ from truedraft.text.calls import (
     words_of,
 )
 from truedraft.text.channels import ChannelReader
-from truedraft.text.forms import JSON_LAYOUT, MOST_CHARACTERS
+from truedraft.text.forms import MOST_CHARACTERS
 from truedraft.text.parameters import ParametersText
-from truedraft.text.properties import OF_THE_DOCUMENT, options_of, referred_in, types_of, values_of
+from truedraft.text.properties import beside_itself, moved, options_of, parts_of, referred_in, types_of, values_of
 
 __all__ = [
     "NOTATIONS",
@@ -96,7 +96,8 @@ class Record:
         return RecordText(("arguments", "parameters"))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        top, arguments, layout = _parts_of(schema)
+        place = f"#/properties/{self.arguments}"
+        top, arguments, layout = parts_of(moved(schema, place))
         properties: dict[str, Any] = {"name": {"const": name}, self.arguments: arguments}
         if notation.id_pattern:
             properties["id"] = {"type": "string", "pattern": f"^{notation.id_pattern}$"}
@@ -109,7 +110,7 @@ class Record:
             "additionalProperties": False,
         }
         yield f"{rule}: {notation.literal(notation.opening)} {rule}_record {notation.literal(notation.closing)}"
-        yield _about(name)
+        yield f"{_about(name)} {place}"
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
 
     def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
@@ -125,7 +126,7 @@ class Named:
         return NamedText(notation, lambda name: RecordText(()))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        top, arguments, layout = _parts_of(schema)
+        top, arguments, layout = parts_of(schema)
         shown = json.dumps({"type": "object", **top, **arguments, "x-guidance": layout}, ensure_ascii=False)
         heads = [notation.head(name, *each) for each in ((notation.opening, notation.between), *notation.also)]
         yield f"{rule}: ({' | '.join(heads)}) {rule}_arguments {notation.literal(notation.closing)}"
@@ -156,7 +157,8 @@ class Parameters:
         return NamedText(notation, lambda name: ParametersText(marks, closing, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
-        _, arguments, layout = _parts_of(schema)
+        schema = beside_itself(schema)
+        _, arguments, layout = parts_of(schema)
         required = arguments.get("required")
         known = arguments.get("properties")
         parts: list[str] = []
@@ -214,13 +216,6 @@ def _json_rule(rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[
     """A value in JSON, with what it refers to."""
     value = {**referred_in(schema, root), **schema, "x-guidance": layout} if isinstance(schema, Mapping) else schema
     return f"{rule}_json: %json {json.dumps(value, ensure_ascii=False)}"
-
-
-def _parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Of a schema what it says of the whole document, the rest, and the layout."""
-    rest = dict(schema)
-    top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
-    return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +330,7 @@ class Notation:
         elif kind == "grammar":
             rule = f"%lark {{\n{value}\n}}"
         else:
-            top, schema, layout = _parts_of(json.loads(value) if kind == "json_schema" else _ANY_ARGUMENTS)
+            top, schema, layout = parts_of(json.loads(value) if kind == "json_schema" else _ANY_ARGUMENTS)
             rule = f"%json {json.dumps({**top, **schema, 'x-guidance': layout}, ensure_ascii=False)}"
         leads = " | ".join(map(self.literal, self.leads))
         return Structured("grammar", f"start: ({leads}) answer\nanswer: {rule}")
@@ -521,14 +516,22 @@ class AnswerReader:
         tools: that may be called; none where no call is looked for.
         parallel: whether there may be several calls.
         reasoning_open: whether the prompt ends inside reasoning.
+        calls_alone: whether a form leaves the answer no text beside calls, so that what looks like text is a cut one.
 
     Attributes:
         calls: that were read to their end, or to the answer's.
     """
 
     def __init__(
-        self, notation: Notation, tools: Schemas | None = None, *, parallel: bool = True, reasoning_open: bool = False
+        self,
+        notation: Notation,
+        tools: Schemas | None = None,
+        *,
+        parallel: bool = True,
+        reasoning_open: bool = False,
+        calls_alone: bool = False,
     ) -> None:
+        self._calls_alone = calls_alone
         self.calls: list[Call] = []
         self._channels = ChannelReader(tools or {}, parallel, self.calls) if notation.channels else None
         self._reader = CallsReader(notation, tools, parallel, self.calls) if tools else None
@@ -549,6 +552,10 @@ class AnswerReader:
         Returns:
             Plain text, reasoning, and what came of calls, in order.
         """
+        found = self._read(text, last)
+        return [part for part in found if not isinstance(part, str)] if self._calls_alone else found
+
+    def _read(self, text: str, last: bool) -> list[str | Reasoning | CallDelta]:
         if self._channels is not None:
             return self._channels.push(text, last=last)
         found: list[str | Reasoning | CallDelta] = []

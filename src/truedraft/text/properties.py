@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from truedraft.text.forms import JSON_LAYOUT
+from truedraft.text.schemas import with_parts
+
 _DEFINITIONS = ("$defs", "definitions")
 OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
 """What a schema says of its whole document, which stands at the top of one that it becomes a part of."""
@@ -82,6 +85,39 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
                     found[key][name] = known[name]
                     waiting.append(known[name])
     return found
+
+
+def moved(schema: Any, to: str) -> Any:
+    """A schema whose references into its own document still mean it where it has become a part of another.
+
+    Args:
+        schema: whole, or a part of it; what it says of the whole document stands at the top of the other one.
+        to: reference to where the rest stands.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = with_parts(schema, lambda part: part if isinstance(part, dict) and "$id" in part else moved(part, to))
+    if isinstance(ref := found.get("$ref"), str) and (path := _path_of(ref)) is not None:
+        found["$ref"] = ref if path and path[0] in _DEFINITIONS else to + ref[1:]
+    return found
+
+
+def beside_itself(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema that is also a definition of its own, to which its references lead wherever its parts stand."""
+    defined, name = schema.get("$defs", {}), "arguments"
+    if not isinstance(defined, dict):
+        return schema
+    while name in defined:
+        name += "_"
+    found = moved(schema, f"#/$defs/{name}")
+    return schema if found == schema else {**found, "$defs": {**found.get("$defs", {}), name: parts_of(found)[1]}}
+
+
+def parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Of a schema what it says of the whole document, the rest, and the layout."""
+    rest = dict(schema)
+    top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
+    return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 
 def _path_of(ref: str) -> list[str] | None:

@@ -40,16 +40,8 @@ def simplified(schema: Any) -> Any:
 def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     if not isinstance(schema, dict):
         return schema
-    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-    for place, part in _parts(schema):
-        new = _simplified(part, exclusions)
-        if len(place) == 1:
-            found[place[0]] = new
-        else:
-            key, name = place
-            if found[key] is schema[key]:
-                found[key] = schema[key].copy()
-            found[key][int(name) if isinstance(found[key], list) else name] = new
+    said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    found = with_parts(said, lambda part: _simplified(part, exclusions))
     kind = found.get("format")
     if isinstance(kind, str) and not _knows_format(kind):
         del found["format"]
@@ -60,6 +52,19 @@ def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
         found = {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
     _name_properties(found)
     return _without_not(found)
+
+
+def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A schema with each of the schemas right within it changed."""
+    found = schema.copy()
+    for (key, *names), part in _parts(schema):
+        if not names:
+            found[key] = change(part)
+            continue
+        if found[key] is schema[key]:
+            found[key] = schema[key].copy()
+        found[key][int(names[0]) if isinstance(found[key], list) else names[0]] = change(part)
+    return found
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
@@ -244,8 +249,19 @@ def _problem(schema: Any) -> str:
     from llguidance import LLMatcher
 
     found: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"))
-    first = next((line.strip() for line in found.splitlines() if line.strip()), "")
+    first = gist_of(found)
     return first.partition("failed to compile JSON schema: ")[2] or first
+
+
+def gist_of(message: str) -> str:
+    """What a message of the library comes to, in one line; "" of an empty one."""
+    if "NoExtensionBias" in message:
+        return "a reference leads to itself alone; let it lead to a schema"
+    first, *rest = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    reason = next((line for line in rest if line.startswith("error: ")), "")
+    if not first.endswith("regex parse error:") or not reason:
+        return first
+    return first.removesuffix("regex parse error:") + f"the expression {rest[0]}: {reason.removeprefix('error: ')}"
 
 
 def problem_of(schema: Any) -> str:
@@ -275,6 +291,8 @@ def _in_words(problem: str) -> str:
     if problem.startswith("Unimplemented keys: "):
         keys = problem.partition("[")[2].rstrip("]")
         return f"{keys} cannot be held to by a mask over tokens; leave it out"
+    if problem.startswith("Resource ") and "registry" in problem:
+        return f"{problem.split()[1]} is not known here, and nothing is fetched; name another $schema or $ref"
     return problem
 
 
