@@ -111,7 +111,7 @@ def test_nothing_is_kept_and_nothing_is_judged(tmp_path: Path) -> None:
 
 def test_steps_of_an_engine_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("truedraft.engine.clock.time.perf_counter", clock)
+    monkeypatch.setattr("truedraft.engine.step.time.perf_counter", clock)
     engine = Engine(TimedModel.of(clock, lambda rows, contexts: 0.013 * rows))
     assert ratio_of_steps(engine, V) == pytest.approx(1.3)
     assert engine.listeners == []

@@ -537,7 +537,7 @@ def test_clients_that_come_back_do_not_pass_one_that_waits(make_engine: Callable
             stream = service._next()
             assert stream is not None
             order += stream.client.name
-            service._forget(stream)
+            service._leave(stream.client, 1)
             if stream.client.name != "c":
                 ask(stream.client.name)
         return order

@@ -373,7 +373,7 @@ class Service:
             queue = self._waiting.get(stream.client)
             if stream.waits and queue is not None and stream in queue:
                 queue.remove(stream)
-                self._forget(stream)
+                self._leave(stream.client, 1)
                 return
         if not stream.waits:
             self.engine.cancel(stream.request)
@@ -393,10 +393,6 @@ class Service:
     def is_idle(self) -> bool:
         """Whether nothing waits, runs or is being made."""
         return not self.running and not self.waiting and not self._reserved
-
-    def _forget(self, stream: Stream) -> None:
-        """A stream is over; the guard is held."""
-        self._leave(stream.client, 1)
 
     def _leave(self, client: Client, count: int) -> None:
         """A client has fewer requests open; the guard is held."""
@@ -500,7 +496,7 @@ class Service:
             with self._guard:
                 self._running = [stream for stream in self._running if stream.answer is None]
                 for stream in over:
-                    self._forget(stream)
+                    self._leave(stream.client, 1)
             for stream in over:
                 self._mean_s = _RECENT * self._mean_s + (1.0 - _RECENT) * (time.monotonic() - stream.began_s)
         if handed and self._loop is not None:
