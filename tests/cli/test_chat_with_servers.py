@@ -79,7 +79,8 @@ BROKEN = [
     (Made(b"", 401), "the key was refused: 401; give one by the environment variable TRUEDRAFT_API_KEY"),
     (Made({"detail": "Not Found"}, 404), "has no /v1/chat/completions, or not this model: 404"),
     (HTML, "answered no stream of events but text/html ('<html>'); is this the address of an API?"),
-    (Made({"choices": []}), "answered no stream of events but application/json"),
+    (Made({"choices": []}), "answered no stream of events but application/json ('{"),
+    (Made({"choices": []}, headers=EVENTS), "answered no stream of events but text/event-stream ('{"),
     (Made({"error": {"message": "no room"}}), "answered no stream of events but application/json ('no room')"),
     (Made(b"\x00\xff\x1b[2J" * 50, headers=EVENTS), "answered no stream of events but text/event-stream ('\\x00"),
     (events({"error": {"message": "no room"}}), "answered an error ('no room')"),
@@ -148,6 +149,30 @@ def test_where_nobody_answers_and_keys_that_are_none(talk: Talk) -> None:
         assert done.status == 2 and "please report" not in done.err, done.err
     done = talk("http://127.0.0.1:9", key="ä")
     assert done.status == 2 and "TRUEDRAFT_API_KEY holds what no HTTP header can" in done.err
+
+
+def test_a_host_that_we_are_sent_on_to_is_named(server: ScriptedServer, talk: Talk) -> None:
+    server.handlers["/v1/models"] = lambda _: Made(b"", 307, {"Location": "http://127.0.0.1:9/v1/models"})
+    done = talk(server.url)
+    assert done.status == 2 and "nothing answers at http://127.0.0.1:9 (" in done.err
+
+
+def test_a_model_of_the_servers_is_chosen_and_what_it_decides_is_refused(server: ScriptedServer, talk: Talk) -> None:
+    server.handlers["/v1/models"] = models("vllm", "m", "n")
+    answering(server, events(said("hi", "stop")))
+    for words, name in (((), "m"), (("--model", "n"), "n")):
+        done = talk(server.url, "--json", *words)
+        assert done.status == 0 and done.record["model"] == name, done.err
+        assert done.record["turns"][0]["tokens"] is None and " tokens " not in done.err
+        assert [each.body["model"] for each in server.asked if each.path.endswith("completions")][-1] == name
+    for words, message in (
+        (("--model", "nope"), "--model 'nope' is none of the models that"),
+        (("--drafter", "none"), "--drafter is for a model here, and --url talks to one that a server has"),
+        (("--rule", "block"), "--rule is for a model here"),
+        (("--show-drafts",), "--show-drafts is for a model here"),
+    ):
+        done = talk(server.url, *words)
+        assert done.status == 2 and message in done.err, done.err
 
 
 def test_another_host_gets_no_key(server: ScriptedServer, talk: Talk) -> None:

@@ -80,6 +80,14 @@ def test_tools(client: Any) -> None:
     assert [each.type for each in none.content] == ["text"]
 
 
+@pytest.mark.parametrize("content", ["", []])
+def test_an_answer_to_an_empty_last_message_of_the_assistants_begins_anew(client: Any, content: Any) -> None:
+    def counted(*messages: Any) -> int:
+        return int(client.messages.count_tokens(model="tiny", messages=messages).input_tokens)
+
+    assert counted(USER, {"role": "assistant", "content": content}) == counted(USER)
+
+
 def test_a_last_message_of_the_assistants_is_continued(running: Running, client: Any) -> None:
     begun = {"role": "assistant", "content": "class Stack"}
     prompt = chat_prompt(running, USER, begun, continues=True)

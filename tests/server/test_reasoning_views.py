@@ -44,7 +44,9 @@ def test_a_chat(thinking: Running, plain: str) -> None:
 
 def test_a_response(thinking: Running, plain: str) -> None:
     path, body = "/v1/responses", ASKED | {"input": "def f(", "max_output_tokens": 24}
-    (item,) = post(thinking.url, body, path)[2]["output"]
+    whole = post(thinking.url, body, path)[2]
+    (item,) = whole["output"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == 24
     assert (item["type"], item["summary"], item["status"]) == ("reasoning", [], "incomplete")
     assert item["content"] == [{"type": "reasoning_text", "text": plain}]
     events = [data for _, data in stream(thinking.url, path, body | {"stream": True})]

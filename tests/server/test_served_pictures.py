@@ -121,6 +121,18 @@ def test_a_conversation_goes_on(client: Any, seeing: LanguageModel) -> None:
     assert ask(client, told) == Engine(seeing).generate(prompt, SamplingParams(max_tokens=12)).text
 
 
+def test_a_template_that_refuses_gets_a_plainer_form(seeing: LanguageModel, tmp_path: Path) -> None:
+    template = tmp_path / "one_system.jinja"
+    only_first = "{% if message.role == 'system' and not loop.first %}{{ raise_exception('one system') }}{% endif %}"
+    template.write_text(TEMPLATE.replace("%}", "%}" + only_first, 1))
+    late = {"role": "system", "content": "Be brief."}
+    with serving(Engine(seeing, "prompt-lookup"), chat_template=template) as found:
+        client = openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
+        prompt = seeing.processor.prompt(f"user: <image>{QUESTION} user: Be brief. assistant:", [NOISE])
+        wanted = Engine(seeing).generate(prompt, SamplingParams(max_tokens=12)).text
+        assert ask(client, [*message(encoded(NOISE)), late]) == wanted
+
+
 def test_samples_and_the_newer_endpoint(client: Any, seeing: LanguageModel) -> None:
     found = client.chat.completions.create(
         model="tiny", messages=message(encoded(NOISE)), max_tokens=12, temperature=1.0, seed=3, n=3,

@@ -60,6 +60,23 @@ def test_chats(thinker: Running, target: LanguageModel, budget: dict[str, Any]) 
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["a"] in "xy"
 
 
+def test_tokens_of_reasoning_are_counted(thinker: Running) -> None:
+    """Of those behind the prompt's mark, the budget's and the closing mark are reasoning, and the form is none."""
+    asked = {"messages": USER, "max_tokens": 60, "response_format": FORMAT, "n": 2, "temperature": 0}
+    found = post(thinker, "chat/completions", **asked, reasoning_budget=6, return_token_ids=True).json()
+    tokenizer = thinker.engine.target.tokenizer
+    assert tokenizer is not None
+    wanted = 0
+    for choice in found["choices"]:
+        ids = choice["token_ids"]
+        wanted += next(count for count in range(len(ids)) if "</think>" in tokenizer.shown_text(ids[:count]))
+    assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == wanted > 12
+    streamed = post(
+        thinker, "chat/completions", **asked, reasoning_budget=6, stream=True, stream_options={"include_usage": True}
+    )
+    assert f'"reasoning_tokens":{wanted}' in streamed.text.replace(" ", "")
+
+
 def test_streams(thinker: Running) -> None:
     asked = {"messages": USER, "max_tokens": 60, "reasoning_budget": 6, "response_format": FORMAT, "stream": True}
     lines = [

@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED
@@ -61,15 +61,15 @@ class _Turn:
         message: of the user.
         text: of the answer.
         seconds: that it took.
-        tokens: of the answer.
-        tokens_per_call: of the target; None where nobody told.
+        tokens: of the answer; None where nobody told.
+        tokens_per_call: of the target; likewise.
         speedup: estimated over plain decoding; likewise.
     """
 
     message: str
     text: str = ""
     seconds: float = 0.0
-    tokens: int = 0
+    tokens: int | None = None
     tokens_per_call: float | None = None
     speedup: float | None = None
 
@@ -127,7 +127,7 @@ def chat(options: ChatOptions) -> int:
     terminal = Terminal()
     partner: _Partner
     if options.talk.url is not None:
-        partner = _Server(options.talk.url, options.sampling, terminal.note)
+        partner = _Server(options.talk.url, _model_asked(options), options.sampling, terminal.note)
     else:
         partner = _here(options, terminal)
     talk = _Talk()
@@ -223,7 +223,7 @@ def _take_turn(line: str, talk: _Talk, partner: _Partner, terminal: Terminal) ->
 
 
 def _stats(turn: _Turn) -> str:
-    parts = [f"{turn.tokens} tokens in {turn.seconds:.2f} s"]
+    parts = [f"{'' if turn.tokens is None else f'{turn.tokens} tokens in '}{turn.seconds:.2f} s"]
     if turn.seconds > 0.0 and turn.tokens:
         parts.append(f"{turn.tokens / turn.seconds:.0f} a second")
     if turn.tokens_per_call is not None:
@@ -288,20 +288,35 @@ def _here(options: ChatOptions, terminal: Terminal) -> _Here:
     return _Here(engine, params, terminal, options.talk)
 
 
+def _model_asked(options: ChatOptions) -> str | None:
+    """Which of a server's models is asked for; None where that is not said.
+
+    Raises:
+        OptionError: an option is given that a server decides.
+    """
+    asked = {each.name: getattr(options.stack, each.name) for each in fields(options.stack)}
+    given = [name for name, value in asked.items() if value != getattr(StackOptions(), name)]
+    given += ["show_drafts"] if options.talk.show_drafts else []
+    if wrong := next((name for name in given if name != "model"), None):
+        raise OptionError("is for a model here, and --url talks to one that a server has; leave it out", field=wrong)
+    return options.stack.model if given else None
+
+
 class _Server(_Partner):
     """A model that a server has.
 
     Args:
         url: of the server, with or without /v1 behind it.
+        model: one that it has; None is the first.
         params: of each answer.
         tell: is called with a sentence when the server makes us wait.
 
     Raises:
-        OptionError: the address or the key cannot be used.
+        OptionError: the address or the key cannot be used, or the server has not this model.
         PeerError: nothing answers there that serves a model.
     """
 
-    def __init__(self, url: str, params: SamplingParams, tell: Callable[[str], None]) -> None:
+    def __init__(self, url: str, model: str | None, params: SamplingParams, tell: Callable[[str], None]) -> None:
         from truedraft.peers.calling import Caller
 
         self._params = params
@@ -319,11 +334,14 @@ class _Server(_Partner):
             error.call_fields({"api_key": _KEY})
             raise
         listed = _objects(self._caller.get("/v1/models").get("data"))
-        served = [each for each in listed if isinstance(each.get("id"), str)]
+        served = {each["id"]: each for each in listed if isinstance(each.get("id"), str)}
         if not served:
             raise PeerError(f"{self._caller.url} lists no model at /v1/models; load one there, or correct the address")
-        self.name = served[0]["id"]
-        self.chats = bool(served[0].get("chat", True))
+        if model is not None and model not in served:
+            told = visible(", ".join(map(repr, served)))
+            raise OptionError(f"{model!r} is none of the models that {self._caller.url} has: {told}", field="model")
+        self.name = next(iter(served)) if model is None else model
+        self.chats = bool(served[self.name].get("chat", True))
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         asked = self._params
@@ -365,7 +383,8 @@ def _read_chunk(chunk: Mapping[str, Any], turn: _Turn, show: Callable[[Any], Non
     if speculation:
         turn.tokens_per_call = _number(speculation.get("mean_acceptance_length"))
         turn.speedup = _number(_object(speculation.get("speedup")).get("factor"))
-    turn.tokens = int(_number(_object(chunk.get("usage")).get("completion_tokens")) or turn.tokens)
+    if (tokens := _number(_object(chunk.get("usage")).get("completion_tokens"))) is not None:
+        turn.tokens = int(tokens)
     return whole
 
 

@@ -2,7 +2,7 @@
 
 A server that says that it is busy is waited for, as it asks; all threads wait together, so that it gets no more
 requests meanwhile. A connection that closes in the middle of an answer is tried again a few times. What is read of one
-answer is bounded, in bytes and in time.
+answer is bounded in bytes, and in time too where it is not a stream of events.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ class Caller:
                 data.append(value.removeprefix(b" "))
             elif name not in _FIELDS:
                 kind = response.headers.get("content-type", "no type")
-                said = _Answer(response.status_code, response.headers, line).said
+                answer = _Answer(response.status_code, response.headers, line)
+                said = answer.said or repr(line[:_QUOTED].decode(errors="replace"))
                 raise PeerError(
                     f"{self.url}{path} answered no stream of events but {kind} ({said}); is this the address of an API?"
                 )
@@ -273,8 +274,10 @@ class Caller:
                 else:  # who follows that asks for something else
                     yield response.history[-1]
         except (httpx2.ConnectTimeout, httpx2.ConnectError) as error:
+            asked = error.request.url
+            at = self.url if asked.netloc == self._root.netloc else f"{asked.scheme}://{asked.netloc.decode()}"
             raise PeerError(
-                f"nothing answers at {self.url} ({_gist(error)}); start the server, or correct the address"
+                f"nothing answers at {at} ({_gist(error)}); start the server, or correct the address"
             ) from error
         except httpx2.TimeoutException as error:
             raise self._too_slow() from error

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -21,7 +21,13 @@ from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, answer_unreadable
+from truedraft.server.errors import (
+    AnthropicErrorAnswer,
+    ApiError,
+    ErrorAnswer,
+    answer_unreadable,
+    refuse_half_characters,
+)
 from truedraft.server.fields import Fields, Items
 from truedraft.server.front import Front
 from truedraft.server.hosts import Hosts
@@ -84,7 +90,12 @@ def build_app(
             front.service.stop()
 
     app = FastAPI(
-        title="truedraft", version=str(machine_facts()["truedraft"]), lifespan=lifespan, docs_url=None, redoc_url=None
+        title="truedraft",
+        version=str(machine_facts()["truedraft"]),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(refuse_half_characters)],
     )
     answering = completions_router(front), chat_router(front), responses_router(front)
     for router in (*answering, _models(front), _texts(front), _state(front, metrics)):

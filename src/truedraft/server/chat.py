@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -33,7 +32,7 @@ from truedraft.server.service import Answering, Stream
 from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, ToolUse, arguments_for_template
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import CallDelta
-from truedraft.text.histories import plainer
+from truedraft.text.histories import first_taken
 from truedraft.text.notations import AnswerReader, Reasoning
 
 
@@ -221,8 +220,6 @@ async def chat_prompt(
         ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
         OptionError: what else it is given are no variables of templates.
     """
-    for field, held in ((param, messages), ("tools", [tool.model_dump() for tool in use.tools])):
-        await front.apart(http, _check_characters, field, held)
     if not urls:
         return await front.apart(http, _chat_ids, front, messages, use, more, continues, param)
     front.reserve(http, max(samples, 1))  # what it may be is checked later
@@ -235,20 +232,6 @@ async def chat_prompt(
         "trust_control_tokens": front.trust_control_tokens,
     }
     return await front.pictures.chat(told, urls, param=param, **how)
-
-
-def _check_characters(field: str, held: Any) -> None:
-    """Refuse half characters, which no tokenizer reads.
-
-    Raises:
-        ApiError: shows the first one.
-    """
-    try:
-        json.dumps(held, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ord(error.object[error.start])
-        message = f"{field} has half a character (U+{half:04X}); mend how its text was cut"
-        raise ApiError(400, message, param=field, code="invalid_value") from error
 
 
 def _chat_ids(
@@ -264,21 +247,20 @@ def _chat_ids(
     if tokenizer is None:
         raise ApiError(400, "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids")
     told, tools = _with_tools(front, messages, use)
-    refused: PromptError | None = None
-    forms: Iterator[Sequence[Mapping[str, Any]]] = chain([told], plainer(told))
-    for form in forms:
-        try:
-            return tokenizer.chat(
-                form,
+    try:
+        return first_taken(
+            told,
+            partial(
+                tokenizer.chat,
                 tools=tools,
                 template=front.chat_template,
                 variables=more,
                 continues=continues,
                 trust_control_tokens=front.trust_control_tokens,
-            )
-        except PromptError as error:
-            refused = refused or error
-    raise ApiError(400, str(refused), param=param, code="invalid_value") from refused
+            ),
+        )
+    except PromptError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
 
 def _with_tools(
@@ -376,11 +358,11 @@ class _Chat:
     def whole(self) -> dict[str, Any]:
         """All choices."""
         streams, front = self._answering.streams, self._front
+        choices = [self._choice(stream) for stream in streams]  # first, for the usage tells what is read there
         rest: dict[str, Any] = {
-            "usage": front.usage(self._answering, len(streams)),
+            "usage": front.usage(self._answering, len(streams), self._readers),
             "speculation": front.speculation(streams),
         }
-        choices = [self._choice(stream) for stream in streams]
         if self._body.return_token_ids:
             rest["prompt_token_ids"] = streams[0].prompt_ids
         return self._head | {"object": "chat.completion", "choices": choices} | rest
@@ -442,7 +424,7 @@ class _Chat:
             if delta or entries or choice.get("token_ids") or answer is not None or stream.shows_steps:
                 yield event(chunk)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event(head | {"choices": [], "usage": front.usage(self._answering, len(streams))})
+            yield event(head | {"choices": [], "usage": front.usage(self._answering, len(streams), self._readers)})
         yield DONE
 
 

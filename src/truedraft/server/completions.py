@@ -20,7 +20,7 @@ from truedraft.engine.prompts import TextPrompt
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, EventStream, event
 from truedraft.server.fields import Items, ResponseFormat, SamplingFields, checked_logprobs
-from truedraft.server.front import Front, finish_reason, new_id, unless_gone
+from truedraft.server.front import Front, finish_reason, finite, new_id, unless_gone
 from truedraft.server.service import Answering, Stream
 from truedraft.server.traces import trace_of
 from truedraft.text.infill import Infilling
@@ -199,8 +199,8 @@ class _Completion:
             found = [*stream.request.prompt_logprobs, *(found if self._keeps else ())]
         for each in found:
             tokens.append(self._front.token_text(each.token))
-            values.append(_finite(each.logprob))
-            top.append({self._front.token_text(token): _finite(value) for token, value in each.top})
+            values.append(finite(each.logprob))
+            top.append({self._front.token_text(token): finite(value) for token, value in each.top})
         offsets = []
         for text in tokens:
             offsets.append(offset)
@@ -259,11 +259,6 @@ class _Completion:
 
 def _delta(number: int, text: str) -> dict[str, Any]:
     return {"index": number, "text": text, "logprobs": None, "finish_reason": None}
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
-    return max(logprob, -9999.0)
 
 
 def _mean_logprob(stream: Stream) -> float:

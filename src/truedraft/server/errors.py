@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -43,6 +45,12 @@ _ANTHROPIC = {
 
 _PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
 """Where a file's path may begin."""
+
+_HALF_WRITTEN = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]|\xed[\xa0-\xbf]"
+)
+"""What a body has where a text of it has half a character, and may have elsewhere."""
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class ErrorFields(BaseModel):
@@ -173,7 +181,7 @@ def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     """What is wrong with the first field that is wrong; of the members of a union, with what got the furthest."""
     placed = [(_place(each, body), each) for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
     place, first = max(placed, key=lambda each: len(each[0]))
-    named = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    named = _named(place)
     same = [each for where, each in placed if where == place]
     kind, message, context = str(first["type"]), str(first["msg"]), first.get("ctx", {})
     if kind == "json_invalid":
@@ -197,6 +205,41 @@ def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         message = f"Input should be {' or '.join(expected)}" if len(expected) > 1 else message
         told = f"{named}: {message}{shown}"
     return ApiError(400, told, param=named, code="invalid_value")
+
+
+async def refuse_half_characters(http: Request) -> None:
+    """For FastAPI: no tokenizer reads them, and no answer can tell them back.
+
+    Raises:
+        ApiError: shows the first one.
+    """
+    body = await http.body()
+    if not _HALF_WRITTEN.search(body):
+        return
+    with contextlib.suppress(ValueError, RecursionError):  # whoever reads the body says so
+        for place, half in _halves(json.loads(body)):
+            named = _named(place)
+            message = f"{named or 'the body'} has half a character (U+{ord(half):04X}); mend how its text was cut"
+            raise ApiError(400, message, param=named or None, code="invalid_value")
+
+
+def _halves(body: Any) -> Iterator[tuple[Sequence[int | str], str]]:
+    """Where the texts of a body have half characters, and these."""
+    waiting: list[tuple[tuple[int | str, ...], Any]] = [((), body)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [((*place, name), each) for name, each in value.items()][::-1]
+            value = "".join(value)
+        elif isinstance(value, list):
+            waiting += [((*place, number), each) for number, each in enumerate(value)][::-1]
+        if isinstance(value, str) and (found := _HALF.search(value)):
+            yield place, found[0]
+
+
+def _named(place: Sequence[int | str]) -> str:
+    """A place in a body, as clients write it: `messages[0].content`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
 def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:

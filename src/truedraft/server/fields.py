@@ -7,7 +7,7 @@ In a conversation that is sent back (`Told`) unknown fields are left out: each c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -191,6 +191,29 @@ class InputImagePart(Told):
         return self.image_url
 
 
+class Source(Told):
+    """Where a picture is, as Anthropic's clients say it."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(Told):
+    """A picture from these."""
+
+    type: Literal["image"]
+    source: Source
+
+    @property
+    def url(self) -> str:
+        """It as a data URL, or where it is."""
+        return self.source.url or f"data:{self.source.media_type};base64,{self.source.data}"
+
+
+_Text: TypeAlias = TextPart | RefusalPart
+_Picture: TypeAlias = ImagePart | InputImagePart | ImageBlock
 _Part = Annotated[TextPart | RefusalPart | ImagePart | InputImagePart, Field(discriminator="type")]
 _Parts = Annotated[list[_Part], Field(fail_fast=True)]
 SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("parts")], text_or_parts]
@@ -201,22 +224,18 @@ def text_of(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def parts_of(content: SeenContent) -> str | list[dict[str, str]]:
+def parts_of(content: str | Sequence[_Text | _Picture]) -> str | list[dict[str, str]]:
     """A content as chat templates know it: its text, or where there are pictures its parts."""
     if isinstance(content, str):
         return content
     if not urls_of(content):
-        return "".join(part.text for part in content if isinstance(part, TextPart | RefusalPart))
-    return [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart | RefusalPart) else {"type": "image"}
-        for part in content
-    ]
+        return "".join(part.text for part in content if isinstance(part, _Text))
+    return [{"type": "text", "text": part.text} if isinstance(part, _Text) else {"type": "image"} for part in content]
 
 
-def urls_of(content: SeenContent | None) -> list[str]:
+def urls_of(content: str | Sequence[object] | None) -> list[str]:
     """Where the pictures of a content are."""
-    parts = [] if content is None or isinstance(content, str) else content
-    return [part.url for part in parts if isinstance(part, ImagePart | InputImagePart)]
+    return [part.url for part in content or () if isinstance(part, _Picture)]
 
 
 class StructuredFields(Fields):
@@ -276,25 +295,35 @@ _THINKING: dict[str, dict[str, Callable[[Any], bool]]] = {
     "thinking": {
         "type": lambda value: value in ("enabled", "disabled", "adaptive", "auto"),
         "budget_tokens": lambda value: type(value) is int and value >= 0,
+        # Known, and of no effect here.
+        "display": lambda value: isinstance(value, str),
+        "clear_thinking": lambda value: isinstance(value, bool),
     },
     "reasoning": {
         "max_tokens": lambda value: type(value) is int and value >= 0,
         "effort": lambda value: isinstance(value, str),
         "enabled": lambda value: isinstance(value, bool),
+        "summary": lambda value: isinstance(value, str),
+        "generate_summary": lambda value: isinstance(value, str),
+        "exclude": lambda value: isinstance(value, bool),
     },
 }
-"""What is read of fields about reasoning, and the values that are."""
+"""The fields about reasoning of all kinds of clients, and the values that mean something."""
 
 
 def _check_thinking(field: str, given: Mapping[str, Any]) -> None:
-    """Refuse values of a field about reasoning that mean nothing.
+    """Refuse what means nothing in a field about reasoning.
 
     Raises:
         ApiError: names the first one.
     """
-    for name, fits in _THINKING[field].items():
-        if given.get(name) is not None and not fits(given[name]):
-            raise ApiError(400, f"{field}.{name} cannot be {given[name]!r}", param=f"{field}.{name}")
+    known = _THINKING[field]
+    for name, value in given.items():
+        param = f"{field}.{name}"
+        if name not in known:
+            raise ApiError(400, f"unrecognized request argument: {param}", param=param)
+        if value is not None and not known[name](value):
+            raise ApiError(400, f"{param} cannot be {value!r}", param=param)
 
 
 @dataclass(frozen=True, slots=True)

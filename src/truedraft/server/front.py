@@ -98,10 +98,6 @@ class Front:
                 404, f"there is no model {name!r} here; served is {served}", param="model", code="model_not_found"
             )
 
-    def token_text(self, token: int) -> str:
-        """What a token writes; its id where the model has no tokenizer."""
-        return self._token_text(token)
-
     @property
     def template(self) -> str:
         """The chat template that is used; "" where there is none."""
@@ -190,7 +186,8 @@ class Front:
         self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
-        self._token_text = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
+        # What a token writes; its id where the model has no tokenizer.
+        self.token_text: Callable[[int], str] = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
     async def begin(
         self,
@@ -322,12 +319,20 @@ class Front:
             raise ApiError(400, f"speculation.{message}", param="speculation.rule")
         return self.rules[words]
 
-    def usage(self, answering: Answering, samples_of_one: int, *, answers_count: bool = True) -> dict[str, Any]:
+    def usage(
+        self,
+        answering: Answering,
+        samples_of_one: int,
+        readers: Sequence[AnswerReader] = (),
+        *,
+        answers_count: bool = True,
+    ) -> dict[str, Any]:
         """What a whole HTTP request used.
 
         Args:
             answering: its samples.
             samples_of_one: of each prompt, which counts once.
+            readers: that have read the samples.
             answers_count: whether what was written was asked for.
         """
         streams = answering.streams
@@ -338,6 +343,7 @@ class Front:
         predicted = [answer.stats.by_drafter.get("prediction") for answer in answers]
         accepted = sum(each.accepted_tokens for each in predicted if each is not None)
         drafted = sum(each.draft_tokens for each in predicted if each is not None)
+        reasoned = (self._tokens_of(stream, reader.reasoned) for stream, reader in zip(streams, readers, strict=False))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": written,
@@ -346,8 +352,17 @@ class Front:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
+                "reasoning_tokens": sum(reasoned),
             },
         }
+
+    def _tokens_of(self, stream: Stream, characters: int) -> int:
+        """How many tokens write the first characters of an answer."""
+        count, tokens = 0, () if stream.answer is None else stream.answer.token_ids
+        while characters > 0 and count < len(tokens):
+            characters -= len(self.token_text(tokens[count]))
+            count += 1
+        return count
 
     def speculation(self, streams: Sequence[Stream]) -> dict[str, Any]:
         """What speculation did for some samples, under the names that vLLM gives these numbers."""
@@ -380,7 +395,7 @@ class Front:
         text = self.token_text(token)
         return {
             "token": text,
-            "logprob": max(logprob, -9999.0),  # JSON has no infinity
+            "logprob": finite(logprob),
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
 
@@ -412,6 +427,11 @@ def _log_parts(streams: Sequence[Stream]) -> list[str]:
         parts.append(f"first_token_s={min(first):.3f}")
     reasons = ",".join(sorted({answer.finish_reason for answer in answers})) or "cancelled"
     return [*parts, f"finish={reasons}", f"tokens_per_call={counters.mean_acceptance_length:.2f}"]
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)
 
 
 def has_called(answer: Answer, reader: AnswerReader) -> bool:

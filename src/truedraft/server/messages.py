@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -17,7 +17,19 @@ from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.chat import chat_prompt, room_for
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, EventStream, event
-from truedraft.server.fields import Fields, Items, SamplingFields, TextPart, Texts, Thinking, Told, text_or_parts
+from truedraft.server.fields import (
+    Fields,
+    ImageBlock,
+    Items,
+    SamplingFields,
+    TextPart,
+    Texts,
+    Thinking,
+    Told,
+    parts_of,
+    text_or_parts,
+    urls_of,
+)
 from truedraft.server.front import Front, has_called, new_id, unless_gone
 from truedraft.server.service import Answering
 from truedraft.server.tools import (
@@ -31,28 +43,6 @@ from truedraft.server.tools import (
 )
 from truedraft.text.calls import Call, parsed
 from truedraft.text.notations import AnswerReader, Reasoning
-
-
-class Source(Told):
-    """Where a picture is."""
-
-    type: Literal["base64", "url"]
-    media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-
-
-class ImageBlock(Told):
-    """A picture."""
-
-    type: Literal["image"]
-    source: Source
-
-    @property
-    def link(self) -> str:
-        """It as a data URL, or where it is."""
-        return self.source.url or f"data:{self.source.media_type};base64,{self.source.data}"
-
 
 _Shown = Annotated[list[Annotated[TextPart | ImageBlock, Field(discriminator="type")]], Field(fail_fast=True)]
 Shown: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Shown, Tag("parts")], text_or_parts]
@@ -111,13 +101,13 @@ class InputMessage(Told):
         results = [each for each in self.blocks if isinstance(each, ToolResultBlock)]
         calls = [each for each in self.blocks if isinstance(each, ToolUseBlock)]
         found = [
-            {"role": "tool", "tool_call_id": each.tool_use_id, "content": _content(each.content or "")}
+            {"role": "tool", "tool_call_id": each.tool_use_id, "content": parts_of(each.content or "")}
             for each in results
         ]
         shown = [each for each in self.blocks if isinstance(each, TextPart | ImageBlock)]
         if results and not shown:
             return found
-        said: dict[str, Any] = {"role": self.role, "content": _content(shown)}
+        said: dict[str, Any] = {"role": self.role, "content": parts_of(shown)}
         if thoughts := "".join(each.thinking for each in self.blocks if isinstance(each, ThinkingBlock)):
             said["reasoning_content"] = thoughts
         if calls:
@@ -130,19 +120,13 @@ class InputMessage(Told):
     @property
     def urls(self) -> list[str]:
         """Where its pictures are, those of results first."""
-        inside = [each.content for each in self.blocks if isinstance(each, ToolResultBlock)]
-        parts = [part for each in inside if isinstance(each, list) for part in each]
-        return [each.link for each in (*parts, *self.blocks) if isinstance(each, ImageBlock)]
+        results = [each.content for each in self.blocks if isinstance(each, ToolResultBlock)]
+        return [url for content in (*results, self.blocks) for url in urls_of(content)]
 
 
-def _content(shown: str | Sequence[TextPart | ImageBlock]) -> str | list[dict[str, str]]:
-    if isinstance(shown, str):
-        return shown
-    if any(isinstance(each, ImageBlock) for each in shown):
-        return [
-            {"type": "text", "text": each.text} if isinstance(each, TextPart) else {"type": "image"} for each in shown
-        ]
-    return "".join(each.text for each in shown if isinstance(each, TextPart))
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    """Whether it is the assistant's and says nothing."""
+    return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", "reasoning_content")))
 
 
 class MessageTool(Told):
@@ -202,8 +186,11 @@ class CountRequest(Fields):
     @property
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates know it."""
-        first = [{"role": "system", "content": _content(self.system)}] if self.system else []
-        return [*first, *(told for each in self.messages for told in each.for_template)]
+        first = [{"role": "system", "content": parts_of(self.system)}] if self.system else []
+        told = [each for message in self.messages for each in message.for_template]
+        if told and _is_empty(told[-1]):  # the answer goes on with what it says, which is nothing
+            told.pop()
+        return [*first, *told]
 
     @property
     def thinks(self) -> Thinking:
@@ -271,11 +258,12 @@ def messages_router(front: Front) -> APIRouter:
 
     async def prompt_of(body: CountRequest, use: ToolUse, http: HttpRequest) -> list[int] | MultimodalPrompt:
         front.check_model(body.model)
-        if not body.messages:
-            raise ApiError(400, "messages is empty; give at least one", param="messages")
+        conversation = body.conversation
+        if not conversation[bool(body.system) :]:
+            raise ApiError(400, "messages is empty; give at least one that says something", param="messages")
         front.left_out(body.warnings)
         more = front.switches(body.thinks)
-        return await chat_prompt(front, http, body.conversation, body.urls, use, more=more, continues=body.continues)
+        return await chat_prompt(front, http, conversation, body.urls, use, more=more, continues=body.continues)
 
     @router.post("/v1/messages", responses=OR_STREAM)
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:

@@ -15,6 +15,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.models.processor import Processor, read_picture
 from truedraft.server.errors import ApiError
+from truedraft.text.histories import first_taken
 
 if TYPE_CHECKING:
     from truedraft.models.processor import Picture
@@ -74,7 +75,8 @@ class PictureReader:
             )
 
         def read() -> MultimodalPrompt:
-            return processor.chat(messages, read_pictures(urls, param), **how)
+            pictures = read_pictures(urls, param)
+            return first_taken(messages, lambda form: processor.chat(form, pictures, **how))
 
         reading = self._thread.submit(read)
         reading.add_done_callback(lambda _: self._places.release())

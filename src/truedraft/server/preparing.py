@@ -16,9 +16,6 @@ from truedraft.text.trial import Trial
 
 _Value = TypeVar("_Value")
 
-STOPPING = "the server is being stopped; ask again, elsewhere or in a moment"
-"""What requests are told meanwhile."""
-
 
 class FormQueue:
     """Prepares forms in threads of its own: quick ones, and one at a time of those that are tried first.
@@ -65,7 +62,7 @@ class FormQueue:
     async def _run(self, pool: Executor, work: Callable[..., _Value], *given: Any) -> _Value:
         """Do some work in a thread; where that has not begun, whoever cancels this takes it back."""
         if self._stopped.is_set():
-            raise _stopping()
+            raise stopping()
         doing = asyncio.wrap_future(pool.submit(work, *given))
         self._open.add(doing)
         try:
@@ -73,7 +70,7 @@ class FormQueue:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._stopped.is_set() and task is not None and not task.cancelling():
-                raise _stopping() from None
+                raise stopping() from None
             raise
         finally:
             self._open.discard(doing)
@@ -87,5 +84,7 @@ class FormQueue:
             pool.shutdown(wait=False)
 
 
-def _stopping() -> ApiError:
-    return ApiError(503, STOPPING, headers={"Retry-After": "1"})
+def stopping(again_in_s: int = 1) -> ApiError:
+    """What requests are told where the server takes none any more."""
+    message = "the server is being stopped; ask again, elsewhere or in a moment"
+    return ApiError(503, message, headers={"Retry-After": str(again_in_s)})

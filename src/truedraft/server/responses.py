@@ -43,6 +43,20 @@ _Event: TypeAlias = tuple[str, dict[str, Any]]
 """The kind of an event of an item, and what it says beside which item that is."""
 
 
+Included: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    # Of no effect: there is nothing of these in an answer.
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+"""What clients ask to be told beside an answer."""
+
+
 class TextFormat(Fields):
     """The form of the text."""
 
@@ -71,7 +85,7 @@ class ResponseRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     top_logprobs: int | None = None
-    include: Items[str] | None = None
+    include: Items[Included] | None = None
     previous_response_id: str | None = None
     reasoning: dict[str, Any] | None = None
     # Taken, and of no effect: nothing is stored or cut, and tools run at the client.
@@ -311,7 +325,7 @@ class _Response:
 
     def _finished(self) -> dict[str, Any]:
         front = self._front
-        used = front.usage(self._answering, 1)
+        used = front.usage(self._answering, 1, [self._reader])
         status = self._status
         cut = status == "incomplete"
         *whole, last = self._items
@@ -322,7 +336,7 @@ class _Response:
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": used["prompt_tokens_details"],
                 "output_tokens": used["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0} | used["completion_tokens_details"],
+                "output_tokens_details": used["completion_tokens_details"],
                 "total_tokens": used["total_tokens"],
             },
             "speculation": front.speculation(self._answering.streams),

@@ -20,7 +20,7 @@ from truedraft.engine.batch import StepItem
 from truedraft.engine.decisions import Decisions, ForwardSeconds
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
-from truedraft.server.preparing import STOPPING, FormQueue
+from truedraft.server.preparing import FormQueue, stopping
 
 _log = logging.getLogger("truedraft.server")
 
@@ -334,7 +334,7 @@ class Service:
     def _refuse_where_full(self, client: Client, count: int, *, late: bool = False) -> None:
         later = {"Retry-After": str(self._free_in_s())}
         if self.draining and (not late or self._ending):
-            raise ApiError(503, STOPPING, headers=later)
+            raise stopping(self._free_in_s())
         most = self._max_per_client
         ever = min(self._max_queue + self.engine.max_batch, count if most is None else most)
         if count > ever:
@@ -386,7 +386,7 @@ class Service:
         with self._guard:
             streams = [stream for queue in self._waiting.values() for stream in queue] + list(self._running)
         for stream in streams:
-            stream.answering.fail(ApiError(503, STOPPING, headers={"Retry-After": "1"}))
+            stream.answering.fail(stopping())
             self.cancel(stream)
 
     @property
@@ -425,7 +425,7 @@ class Service:
             self.draining = True
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
-            self._tell_all(left, ApiError(503, STOPPING))
+            self._tell_all(left, stopping())
 
     def _linger(self, ended: int, most_s: float) -> None:
         """Wait a moment for the requests that the clients of ended answers send next.

@@ -23,12 +23,17 @@ class ChannelReader:
         tools: that may be called; where there are none, or no more may be called, a call is reasoning.
         parallel: whether there may be several calls.
         calls: takes those that were read.
+
+    Attributes:
+        reasoned: characters of the reasoning that the answer begins with, marks and all.
     """
 
     def __init__(self, tools: Schemas, parallel: bool, calls: list[Call]) -> None:
         self._tools = tools
         self._parallel = parallel
         self._calls = calls
+        self.reasoned = 0
+        self._pushed = 0
         self._held = ""
         self._kind: type[str] | type[Reasoning] | None = None  # of the message; None in a header, and in a call
         self._call: Call | None = None
@@ -37,6 +42,7 @@ class ChannelReader:
     def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
         """Take the next text; see `AnswerReader.push`."""
         self._held += text
+        self._pushed += len(text)
         found: list[str | Reasoning | CallDelta] = []
         while self._read_message(found, last) if self._in_message else self._read_header(last, found):
             pass
@@ -87,6 +93,8 @@ class ChannelReader:
         elif self._kind is not None and text:
             self._told.add(self._kind)
             found.append(self._part(text))
+        if self._kind is Reasoning and str not in self._told:
+            self.reasoned = self._pushed - len(self._held)
         if end >= 0 or last:
             self._kind = self._call = None
         return end >= 0

@@ -12,13 +12,14 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from truedraft.errors import PromptError
 from truedraft.text.notations import Notation
 
 Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 """The text that a template makes of messages and tools; a PromptError where it refuses them."""
+_Read = TypeVar("_Read")
 
 _ARGUMENTS = {"probe": "value"}
 _ARGUMENTS_TEXT = json.dumps(_ARGUMENTS)
@@ -205,6 +206,26 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
             if result is not None:
                 waiting.remove(result)
                 yield result
+
+
+def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[Mapping[str, Any]]], _Read]) -> _Read:
+    """What is read of messages, or of the first plainer form of them that the template does not refuse.
+
+    Args:
+        messages: as templates know them.
+        read: makes a prompt of a form of them.
+
+    Raises:
+        PromptError: the template refuses all; it says why the messages were refused as they are.
+    """
+    refused: PromptError | None = None
+    for form in itertools.chain([messages], plainer(messages)):
+        try:
+            return read(form)
+        except PromptError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def plainer(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -541,6 +541,14 @@ class AnswerReader:
         self._begun = False  # whether any reasoning but space came
         self._trims = False  # whether space behind reasoning is left out
         self._held = ""
+        self._pushed = self._reasoned = 0
+
+    @property
+    def reasoned(self) -> int:
+        """Characters of the reasoning that the answer begins with, marks and all."""
+        if self._channels is not None:
+            return self._channels.reasoned
+        return self._pushed if self._inside else self._reasoned
 
     def push(self, text: str, *, last: bool = False) -> list[str | Reasoning | CallDelta]:
         """Take the next text.
@@ -558,6 +566,7 @@ class AnswerReader:
     def _read(self, text: str, last: bool) -> list[str | Reasoning | CallDelta]:
         if self._channels is not None:
             return self._channels.push(text, last=last)
+        self._pushed += len(text)
         found: list[str | Reasoning | CallDelta] = []
         if self._before or self._inside or self._trims:
             text = self._reason(self._held + text, found, last)
@@ -595,6 +604,7 @@ class AnswerReader:
                 return ""
             self._inside, self._trims = False, True
             text = text[end + len(closing) :]
+            self._reasoned = self._pushed - len(text)
         if self._trims:
             text = text.lstrip()
             self._trims = not text

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from truedraft.text.forms import JSON_LAYOUT
-from truedraft.text.schemas import with_parts
+from truedraft.text.schemas import path_of, referred, with_parts
 
 _DEFINITIONS = ("$defs", "definitions")
 OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
@@ -42,7 +41,7 @@ def options_of(schema: Any, root: Mapping[str, Any]) -> list[Any]:
         if isinstance(one, Mapping) and isinstance(ref := one.get("$ref"), str):
             if ref not in seen:
                 seen.add(ref)
-                waiting.append(_referred(ref, root))
+                waiting.append(referred(ref, root))
             continue
         options = _choices(one) if isinstance(one, Mapping) and values_of(one) is None else None
         if options is None:
@@ -77,7 +76,7 @@ def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str,
         elif isinstance(one, Mapping):
             waiting += one.values()
             if isinstance(ref := one.get("$ref"), str):
-                if (path := _path_of(ref)) is None:  # by an id or an anchor, wherever that stands
+                if (path := path_of(ref)) is None:  # by an id or an anchor, wherever that stands
                     return top
                 key, name, *_ = *path, "", ""
                 known = top[key] if key in _DEFINITIONS and isinstance(top.get(key), Mapping) else {}
@@ -97,7 +96,7 @@ def moved(schema: Any, to: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = with_parts(schema, lambda part: part if isinstance(part, dict) and "$id" in part else moved(part, to))
-    if isinstance(ref := found.get("$ref"), str) and (path := _path_of(ref)) is not None:
+    if isinstance(ref := found.get("$ref"), str) and (path := path_of(ref)) is not None:
         found["$ref"] = ref if path and path[0] in _DEFINITIONS else to + ref[1:]
     return found
 
@@ -118,23 +117,6 @@ def parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any],
     rest = dict(schema)
     top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
     return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
-
-
-def _path_of(ref: str) -> list[str] | None:
-    """The names along which a reference leads into its own document; None where it is of another kind."""
-    start, mark, pointer = ref.partition("#")
-    if start or not mark or not (pointer + "/").startswith("/"):
-        return None
-    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:]]
-
-
-def _referred(ref: str, root: Mapping[str, Any]) -> Any:
-    """What a reference leads to; None where there is nothing."""
-    path = _path_of(ref)
-    found: Any = None if path is None else root
-    for name in path or ():
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any] | None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from typing import Any
+from urllib.parse import unquote
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "propertyNames", "contains", "if", "then", "else")
 _ANNOTATIONS = {"title", "description", "$comment", "examples", "default", "deprecated"}
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
+_KINDS = {"$schema": str, "$id": str, "$anchor": str, "$defs": dict, "definitions": dict, "x-guidance": dict}
+"""What must be a text or an object, and the library takes it as anything."""
 _MOST_PROBING_S = 0.5
 _DEEPEST = 8
 _MOST_PAIRS = 10_000
@@ -33,6 +36,9 @@ def simplified(schema: Any) -> Any:
 
     Unknown formats are annotations. `oneOf` whose branches exclude each other is `anyOf`; another is left as it is, for
     an answer that matches two branches is wrong.
+
+    Raises:
+        ValueError: something is no text or no object where a schema must have one.
     """
     return _simplified(schema, _Exclusions(schema))
 
@@ -40,10 +46,13 @@ def simplified(schema: Any) -> Any:
 def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     if not isinstance(schema, dict):
         return schema
+    for key, kind in _KINDS.items():
+        if not isinstance(schema.get(key, kind()), kind):
+            raise ValueError(f"{key} must be {'a text' if kind is str else 'an object'}, got {schema[key]!r}")
     said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     found = with_parts(said, lambda part: _simplified(part, exclusions))
-    kind = found.get("format")
-    if isinstance(kind, str) and not _knows_format(kind):
+    form = found.get("format")
+    if isinstance(form, str) and not _knows_format(form):
         del found["format"]
     if found.get("uniqueItems") is False or (_is_number(found.get("maxItems")) and found["maxItems"] <= 1):
         found.pop("uniqueItems", None)
@@ -225,17 +234,25 @@ def _resolved(schema: Any, root: Any, targets: dict[str, Any] | None = None) -> 
             return schema
         name = schema["$ref"]
         if name not in targets:
-            targets[name] = _target(name, root)
+            targets[name] = referred(name, root)
         schema = targets[name]
     return None
 
 
-def _target(reference: str, root: Any) -> Any:
-    start, _, pointer = reference.partition("#/")
-    found = None if start else root
-    for part in pointer.split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
+def path_of(reference: str) -> list[str] | None:
+    """The names along which a reference leads into its own document; None where it is of another kind."""
+    start, mark, pointer = reference.partition("#")
+    if start or not mark or not (pointer + "/").startswith("/"):
+        return None
+    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:]]
+
+
+def referred(reference: str, root: Any) -> Any:
+    """What a reference leads to in its own document; None where there is nothing."""
+    path = path_of(reference)
+    found = None if path is None else root
+    for name in path or ():
+        found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 
@@ -291,6 +308,8 @@ def _in_words(problem: str) -> str:
     if problem.startswith("Unimplemented keys: "):
         keys = problem.partition("[")[2].rstrip("]")
         return f"{keys} cannot be held to by a mask over tokens; leave it out"
+    if problem.startswith("Unknown format: "):  # of ours these are annotations
+        return f"the schema that a $ref leads to has the {problem[8:]}, which no mask can hold; write its parts here"
     if problem.startswith("Resource ") and "registry" in problem:
         return f"{problem.split()[1]} is not known here, and nothing is fetched; name another $schema or $ref"
     return problem
