@@ -14,7 +14,7 @@ import pytest
 
 from server.conftest import Running, serving
 from server.test_load import post
-from text.test_turns import NO_SYSTEM
+from text.test_plainer_turns import NO_SYSTEM
 from truedraft import Engine
 
 RECORDED = {file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "recorded").glob("*"))}
