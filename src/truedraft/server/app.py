@@ -89,14 +89,9 @@ def build_app(
         finally:
             front.service.stop()
 
-    app = FastAPI(
-        title="truedraft",
-        version=str(machine_facts()["truedraft"]),
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        dependencies=[Depends(refuse_half_characters)],
-    )
+    about: dict[str, Any] = {"title": "truedraft", "version": str(machine_facts()["truedraft"])}
+    no_half_characters = [Depends(refuse_half_characters)]
+    app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None, dependencies=no_half_characters)
     answering = completions_router(front), chat_router(front), responses_router(front)
     for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
         app.include_router(router, responses=_errors(ErrorAnswer))
