@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -99,27 +98,6 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
             raise OptionError(f"nodes of a Medusa tree must be 0 or more, got {nodes}")
         self.limits = self._trees.extent(self.nodes)
         self.tree_kind = self._trees.name
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        *,
-        nodes: int | None = None,
-        trees: GuessTrees | Mapping[str, RankTree] | None = None,
-    ) -> Medusa:
-        """Heads of a folder that `truedraft train medusa` wrote, or of the original Medusa project.
-
-        Args:
-            folder: with the heads.
-            nodes: as for `Medusa`.
-            trees: as for `Medusa`.
-
-        Raises:
-            ModelError: there are no heads, or their files are damaged.
-            OptionError: as `Medusa`.
-        """
-        return cls(MedusaHeads.load(folder), trees, nodes=nodes)
 
     def with_nodes(self, nodes: int) -> Medusa:
         """The same heads and trees with another number of nodes, as measuring may show it to be best; 0 drafts nothing.

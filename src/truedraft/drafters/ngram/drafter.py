@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -19,7 +18,6 @@ from truedraft.drafters.ngram.table import NgramTable
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel
 
-_DEPTH, _NODES = 4, 7  # with the token before them eight rows, which cost a forward about as much as one
 _GRADES = 8
 _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 """Hints are of one kind where the likeliest token is about equally likely."""
@@ -31,7 +29,8 @@ class NgramDrafter(Drafter):
     """Drafts from a table of n-grams (a negligible-cost drafter, Leviathan et al. 2211.17192, section 3).
 
     Requests are given a tree of the table's likeliest continuations, chosen anew at each step: a table is seldom sure,
-    so several guesses of the next token bring more than a long chain. Nothing is kept for a request, so it takes up any
+    so several guesses of the next token bring more than a long chain. With the token before them seven nodes are eight
+    rows, which cost a forward about as much as one. Nothing is kept for a request, so it takes up any
     text at any place.
 
     Args:
@@ -49,7 +48,7 @@ class NgramDrafter(Drafter):
     hints_change = True
 
     def __init__(
-        self, table: NgramTable, num_speculative_tokens: int = _DEPTH, nodes: int = _NODES, order: int | None = None
+        self, table: NgramTable, num_speculative_tokens: int = 4, nodes: int = 7, order: int | None = None
     ) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         check_nodes("nodes", nodes)
@@ -59,20 +58,6 @@ class NgramDrafter(Drafter):
         self.limits = Budget(num_speculative_tokens, nodes, nodes)
         self._read = (table.order if order is None else order) - 1  # tokens of a context
         self._vocab = table.facts.vocab_size
-
-    @classmethod
-    def load(
-        cls, path: str | Path, num_speculative_tokens: int = _DEPTH, nodes: int = _NODES, order: int | None = None
-    ) -> NgramDrafter:
-        """The drafter of a table in a file, or in a folder that `truedraft train ngram` wrote.
-
-        Further arguments are the constructor's.
-
-        Raises:
-            ModelError: the table cannot be read.
-            OptionError: an option is out of range.
-        """
-        return cls(NgramTable.open(path), num_speculative_tokens, nodes, order)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
