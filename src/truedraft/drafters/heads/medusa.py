@@ -13,7 +13,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest, SizePlan, TreeFacts
@@ -105,10 +105,6 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         The new drafter has no requests of the old one.
         """
         return Medusa(self.head, self._trees, nodes=nodes)
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:
         """The whole tree of ranks for requests with these sampling options, all of its nodes; None if there is none.

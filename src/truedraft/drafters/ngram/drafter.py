@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from truedraft.core.budget import Budget, Hint, check_nodes
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, likeliest_tree
-from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.candidates import CandidateDrafter
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel
@@ -25,7 +24,7 @@ _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 _Path: TypeAlias = tuple[tuple[int, ...], float, float]  # tokens, how likely they are together, and chance so far
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(CandidateDrafter):
     """Drafts from a table of n-grams (a negligible-cost drafter, Leviathan et al. 2211.17192, section 3).
 
     Requests are given a tree of the table's likeliest continuations, chosen anew at each step: a table is seldom sure,
@@ -44,8 +43,6 @@ class NgramDrafter(Drafter):
     """
 
     name: ClassVar[str] = "ngram"
-    told_late = True
-    hints_change = True
 
     def __init__(
         self, table: NgramTable, num_speculative_tokens: int = 4, nodes: int = 7, order: int | None = None
@@ -58,10 +55,6 @@ class NgramDrafter(Drafter):
         self.limits = Budget(num_speculative_tokens, nodes, nodes)
         self._read = (table.order if order is None else order) - 1  # tokens of a context
         self._vocab = table.facts.vocab_size
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target with another tokenizer than the table's.
@@ -87,17 +80,9 @@ class NgramDrafter(Drafter):
         _, likely = self.table.best(self._context(request.tokens))
         return _FOUND[int(_GRADES * likely)]
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """A tree of likeliest tokens for each request."""
-        return [
-            Proposal.empty() if budget.is_zero else self._likeliest(request, budget.within(self.limits))
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _likeliest(self, request: DraftRequest, within: Budget) -> Proposal:
-        context, most = self._context(request.tokens), min(within.width, within.nodes)
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        """A tree of likeliest tokens."""
+        context, most = self._context(request.tokens), min(budget.width, budget.nodes)
 
         def following(path: tuple[int, ...]) -> list[tuple[int, float]]:
             behind = self._context([*context, *path])
@@ -108,8 +93,7 @@ class NgramDrafter(Drafter):
             largest = shaped.topk(min(most, len(shaped)))
             return list(zip(largest.indices.tolist(), largest.values.tolist(), strict=True))
 
-        tree = tree_of(following, within)
-        return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
+        return tree_of(following, budget)
 
     def _probs(self, context: Sequence[int]) -> NDArray[np.float32]:
         """The table's distribution `[vocab]`, over all ids of the target."""
