@@ -1,16 +1,10 @@
 """Closed forms of speculative decoding, and cost curves to put into them. Plain numbers: needs no torch, no numpy."""
 
-from truedraft.theory.acceptance_curve import (
-    AcceptanceCurve,
-    SizeOption,
-    best_option,
-    expected_tokens_if_independent,
-    size_options,
-)
+from truedraft.theory.acceptance_curve import AcceptanceCurve, SizeOption, best_option, size_options
 from truedraft.theory.chains import (
     best_gamma,
     expected_tokens,
-    expected_tokens_by_position,
+    expected_tokens_if_independent,
     least_speedup,
     operations_factor,
     pays,
@@ -32,7 +26,6 @@ __all__ = [
     "best_gamma",
     "best_option",
     "expected_tokens",
-    "expected_tokens_by_position",
     "expected_tokens_if_independent",
     "least_speedup",
     "operations_factor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from truedraft.errors import OptionError
@@ -136,31 +136,3 @@ def size_options(
 def best_option(options: Iterable[SizeOption]) -> SizeOption:
     """The one with the largest predicted speed-up, the first of several."""
     return max(options, key=lambda option: option.speedup)
-
-
-def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
-    """1 + the sum over paths of the product of accuracies: tokens per target call if heads erred independently.
-
-    A node of a tree of candidates is a path of ranks from the root, and brings the share of places, on held-out text,
-    where the true continuation follows that very path. Heads err together, which such counts see and the product of
-    accuracies does not; it stands beside the counted length to show by how much.
-
-    Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
-    one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.
-
-    Args:
-        paths: of ranks from 0, one for each node.
-        accuracy: `[heads][ranks]`: how often the true token had which rank among each head's guesses, a fraction.
-
-    Raises:
-        OptionError: an accuracy lies outside [0, 1], or a path needs one that is not there.
-    """
-    for row in accuracy:
-        for share in row:
-            check_share("each accuracy", share)
-    products = []
-    for path in paths:
-        if len(path) > len(accuracy) or any(not 0 <= rank < len(accuracy[head]) for head, rank in enumerate(path)):
-            raise OptionError(f"the path {list(path)} needs accuracies of heads and ranks that were not counted")
-        products.append(math.prod(accuracy[head][rank] for head, rank in enumerate(path)))
-    return 1.0 + math.fsum(products)

@@ -1,8 +1,8 @@
-"""How likely a drafted token is accepted, and what chains of drafted tokens bring: closed forms.
+"""What chains and trees of drafted tokens bring: closed forms.
 
 Leviathan et al. 2211.17192, section 3: gamma drafted tokens, each accepted with probability alpha, independently. Here
 a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` drops that assumption and
-takes measured costs. This package needs no torch.
+takes measured costs. Needs no torch.
 
 Trace replay (docs/planning.md): the first k drafted tokens are accepted with probability sum over x_1..x_k of
 prod min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor
@@ -15,8 +15,10 @@ predicts nothing. What they say is called "predicted" everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
+from truedraft.errors import OptionError
 from truedraft.options import check_not_negative, check_positive, check_share, check_whole
 
 
@@ -52,24 +54,9 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     """
     check_share("alpha", alpha)
     check_whole("gamma", gamma, least=0)
-    # The sum itself, not the quotient: near alpha = 1 the quotient loses its digits.
-    return expected_tokens_by_position([alpha] * gamma)
-
-
-def expected_tokens_by_position(rates: Sequence[float]) -> float:
-    """1 + r_1 + r_1 r_2 + ...: tokens per target call when the k-th drafted token has its own acceptance rate.
-
-    Args:
-        rates: acceptance of the k-th token given that all before it were accepted, a fraction each, as
-            `accepted_per_position[k] / tried_per_position[k]` of the counters.
-
-    Raises:
-        OptionError: a rate is out of range.
-    """
     total = reached = 1.0
-    for rate in rates:
-        check_share("each acceptance rate", rate)
-        reached *= rate
+    for _ in range(gamma):  # the sum itself, not the quotient: near alpha = 1 the quotient loses its digits
+        reached *= alpha
         total += reached
     return total
 
@@ -162,3 +149,31 @@ def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: floa
     check_positive("verify_s", verify_s)
     check_not_negative("draft_s", draft_s)
     return tau * plain_s / (verify_s + draft_s)
+
+
+def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
+    """1 + the sum over paths of the product of accuracies: tokens per target call if heads erred independently.
+
+    A node of a tree of candidates is a path of ranks from the root, and brings the share of places, on held-out text,
+    where the true continuation follows that very path. Heads err together, which such counts see and the product of
+    accuracies does not; it stands beside the counted length to show by how much.
+
+    Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
+    one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.
+
+    Args:
+        paths: of ranks from 0, one for each node.
+        accuracy: `[heads][ranks]`: how often the true token had which rank among each head's guesses, a fraction.
+
+    Raises:
+        OptionError: an accuracy lies outside [0, 1], or a path needs one that is not there.
+    """
+    for row in accuracy:
+        for share in row:
+            check_share("each accuracy", share)
+    products = []
+    for path in paths:
+        if len(path) > len(accuracy) or any(not 0 <= rank < len(accuracy[head]) for head, rank in enumerate(path)):
+            raise OptionError(f"the path {list(path)} needs accuracies of heads and ranks that were not counted")
+        products.append(math.prod(accuracy[head][rank] for head, rank in enumerate(path)))
+    return 1.0 + math.fsum(products)
