@@ -157,15 +157,14 @@ class Generate(Peer):
             more={"way": self.way.name, "together": self._together},
         )
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         """Ask questions; those of equal options without seeds share calls."""
-        found: dict[int, Reply | PeerError] = {}
         calls: list[list[int]] = []
         open_calls: dict[SamplingParams, list[int]] = {}
         for number, question in enumerate(questions):
             refused = self.refuses(question.params)
             if refused:
-                found[number] = PeerError(f"transformers, {self.way.name}, does not take {refused}")
+                yield number, PeerError(f"transformers, {self.way.name}, does not take {refused}")
                 continue
             call = open_calls.get(question.params)
             if call is None or len(call) == self._together:
@@ -178,10 +177,10 @@ class Generate(Peer):
             if params.seed is None:
                 params, self._calls = replace(params, seed=self._seed * 1_000_003 + self._calls), self._calls + 1
             try:
-                found.update(zip(call, self.call([questions[number].prompt for number in call], params), strict=True))
+                replies: Sequence[Reply | PeerError] = self.call([questions[each].prompt for each in call], params)
             except PeerError as error:
-                found.update(dict.fromkeys(call, error))
-        return [found[number] for number in range(len(questions))]
+                replies = [error] * len(call)
+            yield from zip(call, replies, strict=True)
 
     def call(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, on_tokens: Callable[[int], None] | None = None
