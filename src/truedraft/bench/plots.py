@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
 from truedraft.core.rank_tree import RankTree
-from truedraft.engine.decisions import PLAIN, PROBE, Decisions
 from truedraft.errors import MissingExtraError
+from truedraft.planning.decisions import PLAIN, PROBE, Decisions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from typing import Any
 from truedraft.bench.breakdown import Breakdown, StepCosts, break_down
 from truedraft.bench.turns import rotated
 from truedraft.core.params import SamplingParams
-from truedraft.engine.decisions import Decisions
 from truedraft.errors import TruedraftError
 from truedraft.peers import Outcome, System
+from truedraft.planning.decisions import Decisions
 from truedraft.progress import Progress
 
 _WARM_UP_TOKENS = 16
