@@ -17,7 +17,7 @@ from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, s
 from truedraft.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
-from truedraft.engine.decisions import Decisions
+from truedraft.planning.decisions import Decisions
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")
 BEST = {"peer": ("peer, slow", "peer, fast")}

@@ -16,8 +16,8 @@ from truedraft.bench.runs import Row, SystemOutput
 from truedraft.bench.summary import Ratio, Spread, Summary
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
-from truedraft.engine.decisions import Decisions
 from truedraft.errors import DataError, MissingExtraError
+from truedraft.planning.decisions import Decisions
 
 COSTS = [
     {"rows": rows, "context": context, "seconds": 0.01 + 1e-3 * rows} for rows in (1, 2, 4) for context in (128, 512)

@@ -18,9 +18,9 @@ from truedraft.bench.runs import Row
 from truedraft.bench.summary import Summary
 from truedraft.bench.tables import TextTable, all_tables, decisions_table, tree_table
 from truedraft.bench.trees import DraftedTree
-from truedraft.engine.decisions import NOT_ASKED
 from truedraft.errors import DataError
 from truedraft.pictures import check_drawing
+from truedraft.planning.decisions import NOT_ASKED
 
 _ROWS, _RECORD, _REPORT = "rows.jsonl", "record.json", "report.md"
 _LIBRARIES = ("truedraft", "torch", "transformers", "python")

@@ -13,8 +13,8 @@ from truedraft.bench.breakdown import Breakdown, StepCosts, break_down
 from truedraft.bench.turns import rotated
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
-from truedraft.engine.decisions import Decisions
 from truedraft.errors import TruedraftError
+from truedraft.planning.decisions import Decisions
 from truedraft.progress import Progress
 
 _WARM_UP_TOKENS = 16

@@ -14,7 +14,7 @@ from truedraft.bench.costs import Memory
 from truedraft.bench.runs import Row
 from truedraft.bench.suite import PLAIN
 from truedraft.core.stats import Counters
-from truedraft.engine.decisions import Decisions
+from truedraft.planning.decisions import Decisions
 from truedraft.theory import predicted_speedup
 
 _KILO = 1000

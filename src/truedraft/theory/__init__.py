@@ -12,7 +12,15 @@ from truedraft.theory.chains import (
     replay_factor,
     speedup,
 )
-from truedraft.theory.cost_curves import BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
+from truedraft.theory.cost_curves import (
+    BatchPoint,
+    CostCurve,
+    CostSurface,
+    DraftCost,
+    DraftPoint,
+    ForwardTable,
+    TargetCost,
+)
 
 __all__ = [
     "AcceptanceCurve",
@@ -21,6 +29,7 @@ __all__ = [
     "CostSurface",
     "DraftCost",
     "DraftPoint",
+    "ForwardTable",
     "SizeOption",
     "TargetCost",
     "best_gamma",
