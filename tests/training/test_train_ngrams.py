@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recipes.common import train_tokenizer
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import NgramDrafter
@@ -17,7 +18,7 @@ from truedraft.drafters.registry import TrainedDrafter, find_drafters
 from truedraft.errors import DataError, OptionError, VocabularyMismatchError
 from truedraft.training import Callbacks, NgramConfig, TimeBudget, WritingConfig, count_ngrams, evaluate, train_ngrams
 from truedraft.training import ngrams as module
-from truedraft.training.texts.tokenizer import save_tokenizer, train_tokenizer
+from truedraft.training.texts.tokenizer import save_tokenizer
 
 ANSWERS = NgramConfig(tokens=48, prompt_tokens=8, answers=WritingConfig(answer_tokens=12, batch=3, seed=5))
 

@@ -13,7 +13,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.drafters.base import Drafter, Features, StepOutcome
 from truedraft.drafters.portfolio import MergedProposal, joint_features
-from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
+from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
 from truedraft.engine.request import Request
@@ -98,8 +98,12 @@ class Drafting:
         request.told.pop(name, None)
         self._tell(self._members[name], [request])
 
-    def decide(self, batch: Batch) -> list[Decision | None]:
-        """What is drafted for each item; None during its prompt, and where its drafters failed."""
+    def decide(self, batch: Batch) -> None:
+        """Give each item what is to be drafted for it."""
+        for item, decision in zip(batch, self._decisions(batch), strict=True):
+            item.decision = decision
+
+    def _decisions(self, batch: Batch) -> list[Decision | None]:
         decisions: list[Decision | None] = [None] * len(batch)
         if not self._drafts:
             return decisions
@@ -192,30 +196,27 @@ class Drafting:
                 decisions.append(None)
         return decisions
 
-    def propose(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[MergedProposal]:
-        """A proposal for each item, as was decided; empty where that is nothing or the drafter failed."""
+    def propose(self, batch: Batch) -> None:
+        """Give each item what is drafted for it, as was decided; nothing where the drafter failed."""
         for name in self._asked:
             self._members[name].spent = None
         self._asked = {}
-        for item, decision in zip(batch, decisions, strict=True):
-            if decision is None or decision.is_zero:
-                continue
-            for part in decision.parts:
+        planned = [() if item.decision is None else item.decision.parts for item in batch]
+        for item, parts in zip(batch, planned, strict=True):
+            for part in parts:
                 noise = item.noise.of_member(self._numbers[part.drafter])
                 self._asked.setdefault(part.drafter, []).append(Asked(item.request, part.budget, noise))
         asked = self._asked
         if not asked:
-            return [NOTHING_DRAFTED] * len(batch)
+            return
         for name, of_member in asked.items():
             if self._members[name].drafter.told_late:
                 self._tell(self._members[name], [each.request for each in of_member])
         made = {name: self._members[name].propose(of_member) for name, of_member in asked.items()}
-        proposals = []
-        for item, decision in zip(batch, decisions, strict=True):
-            parts = decision.parts if decision is not None else ()
+        for item, parts in zip(batch, planned, strict=True):
             own = {part.drafter: made[part.drafter].get(item.request.id) for part in parts}
-            proposals.append(MergedProposal.of({name: each for name, each in own.items() if each is not None}))
-        return proposals
+            if found := {name: each for name, each in own.items() if each is not None}:
+                item.hold(MergedProposal.of(found))
 
     def admits(self, item: StepItem) -> bool:
         """Check the tokens of a proposal that came to the host after it was made; if some do not exist, give it up."""
