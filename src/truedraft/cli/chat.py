@@ -246,7 +246,7 @@ class _Here:
         """
         from truedraft.cli.generate import stream_answer
         from truedraft.cli.painting import writer
-        from truedraft.engine.decisions import Decisions
+        from truedraft.planning.decisions import Decisions
 
         prompt: str | list[int]
         if self.chats:
