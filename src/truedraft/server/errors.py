@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -45,12 +46,6 @@ _ANTHROPIC = {
 
 _PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
 """Where a file's path may begin."""
-
-_HALF_WRITTEN = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]|\xed[\xa0-\xbf]"
-)
-"""What a body has where a text of it has half a character, and may have elsewhere."""
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 class ErrorFields(BaseModel):
@@ -214,27 +209,37 @@ async def refuse_half_characters(http: Request) -> None:
         ApiError: shows the first one.
     """
     body = await http.body()
-    if not _HALF_WRITTEN.search(body):
-        return
-    with contextlib.suppress(ValueError, RecursionError):  # whoever reads the body says so
-        for place, half in _halves(json.loads(body)):
-            named = _named(place)
-            message = f"{named or 'the body'} has half a character (U+{ord(half):04X}); mend how its text was cut"
-            raise ApiError(400, message, param=named or None, code="invalid_value")
+    with contextlib.suppress(UnicodeDecodeError):
+        body.decode()
+        if b"\\ud" not in body and b"\\uD" not in body:  # which most have neither of, and is seen at once
+            return
+    found = await asyncio.to_thread(_first_half, body)
+    if found is not None:
+        named, half = _named(found[0]), ord(found[1])
+        message = f"{named or 'the body'} has half a character (U+{half:04X}); mend how its text was cut"
+        raise ApiError(400, message, param=named or None, code="invalid_value")
 
 
-def _halves(body: Any) -> Iterator[tuple[Sequence[int | str], str]]:
-    """Where the texts of a body have half characters, and these."""
-    waiting: list[tuple[tuple[int | str, ...], Any]] = [((), body)]
-    while waiting:
-        place, value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [((*place, name), each) for name, each in value.items()][::-1]
-            value = "".join(value)
-        elif isinstance(value, list):
-            waiting += [((*place, number), each) for number, each in enumerate(value)][::-1]
-        if isinstance(value, str) and (found := _HALF.search(value)):
-            yield place, found[0]
+def _first_half(body: bytes) -> tuple[tuple[int | str, ...], str] | None:
+    """Where a text of a body has half a character, and that; None of what is no JSON, which its reader says."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return next(_halves(json.loads(body), ()), None)
+    return None
+
+
+def _halves(value: Any, place: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            yield place, error.object[error.start]
+    elif isinstance(value, dict):
+        yield from _halves("".join(value), place)
+        for name, each in value.items():
+            yield from _halves(each, (*place, name))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _halves(each, (*place, number))
 
 
 def _named(place: Sequence[int | str]) -> str:
