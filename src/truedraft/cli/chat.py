@@ -282,12 +282,13 @@ def _model_asked(options: ChatOptions) -> str | None:
     Raises:
         OptionError: an option is given that a server decides.
     """
-    asked = {each.name: getattr(options.stack, each.name) for each in fields(options.stack)}
-    given = [name for name, value in asked.items() if value != getattr(StackOptions(), name)]
+    usual = StackOptions()
+    names = [each.name for each in fields(usual)]
+    given = [name for name in names if getattr(options.stack, name) != getattr(usual, name)]
     given += ["show_drafts"] if options.talk.show_drafts else []
     if wrong := next((name for name in given if name != "model"), None):
         raise OptionError("is for a model here, and --url talks to one that a server has; leave it out", field=wrong)
-    return options.stack.model if given else None
+    return options.stack.model if "model" in given else None
 
 
 class _Server:

@@ -119,10 +119,7 @@ class Gains(ABC):
             weight += (self._weight - weight) * others._fresh(step)
         else:
             expected = self._prior[0] if len(self._prior) else UNKNOWN_RATE
-        known = weight + tried
-        rate = (weight * expected + accepted) / known
-        # A rate of 0 or 1 is doubted as if one more verdict had said otherwise.
-        return rate, math.sqrt(max(rate * (1.0 - rate), 0.5 / (known + 1.0)) / known)
+        return _with_error(weight, expected, tried, accepted)
 
     def beyond(self, nodes: int, count: int, step: int) -> tuple[float, float]:
         """The mean gain of the places from `nodes` to `count` at a step, a fraction, and its standard error."""
@@ -131,9 +128,7 @@ class Gains(ABC):
         tried = fresh * sum(pool._tried[nodes:count])
         accepted = fresh * sum(pool._accepted[nodes:count])
         expected = sum(prior) / len(prior) if prior else 0.0
-        known = pool._own_weight + tried
-        rate = (pool._own_weight * expected + accepted) / known
-        return rate, math.sqrt(max(rate * (1.0 - rate), 0.5 / (known + 1.0)) / known)
+        return _with_error(pool._own_weight, expected, tried, accepted)
 
     def _fresh(self, step: int) -> float:
         """How much verdicts count at a step."""
@@ -165,6 +160,14 @@ class Gains(ABC):
             foretold = (weight * rate + own_accepted) / (weight + own_tried)
             self._errors[number] = self._keep * self._errors[number] + (foretold - came) ** 2
         self._of_all = _WEIGHTS[self._errors.index(min(self._errors))]
+
+
+def _with_error(weight: float, expected: float, tried: float, accepted: float) -> tuple[float, float]:
+    """A rate of verdicts and a prior of so many, and its standard error."""
+    known = weight + tried
+    rate = (weight * expected + accepted) / known
+    # A rate of 0 or 1 is doubted as if one more verdict had said otherwise.
+    return rate, math.sqrt(max(rate * (1.0 - rate), 0.5 / (known + 1.0)) / known)
 
 
 class ChainGains(Gains):
