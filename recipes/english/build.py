@@ -4,56 +4,38 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
-import torch
-
-from truedraft.errors import TruedraftError
+from recipes.common import ROOT, command, pretraining_loop, run_loop, train_tokenizer
 from truedraft.models.architecture import LlamaShape, save_llama
-from truedraft.training import PretrainConfig, pretraining_loop
-from truedraft.training.loop import StepRecord
+from truedraft.training.drafts import DraftConfig
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.data import Curriculum, read_stream, read_texts, write_stream
-from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 
-ROOT = Path(__file__).parents[2]
 VOCAB_SIZE, CONTEXT = 4096, 512
 SHAPE = LlamaShape(vocab_size=VOCAB_SIZE, width=192, layers=4, heads=3, kv_heads=1, intermediate=512, context=CONTEXT)
 CURRICULUM = Curriculum(stable_length=256, decay_length=CONTEXT, tokens_per_step=4096, tokens_per_pass=4096)
 HELD_OUT = 0.05  # of each text, its end
 
 
-def config(stable_steps: int, decay_steps: int) -> PretrainConfig:
-    """Every number that decides the target."""
-    schedule = WarmupStableDecay(10, stable_steps, decay_steps)
-    return PretrainConfig(SHAPE, schedule, curriculum=CURRICULUM, seed=0)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Train the target; an interrupted run goes on from its last checkpoint."""
-    options = _parse(arguments)
-    torch.set_num_threads(options.threads)
-    run: Path = options.run
-    try:
-        _data(options.text, run)
-        loop = pretraining_loop(config(*options.steps), read_stream(run / "train.bin"), run / "target" / "work")
-        loop.run(on_step=_report)
-        save_llama(loop.model, run / "target")
-        save_tokenizer(load_tokenizer(run / "tokenizer"), run / "target")
-    except TruedraftError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, action="append", required=True, help="English prose; may be repeated")
     parser.add_argument("--run", type=Path, default=ROOT / "runs" / "english", help="texts, tokenizer, target")
     parser.add_argument("--steps", type=int, nargs=2, default=(500, 150), help="before and in the decay")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args(arguments)
+    return command(parser, _build, arguments)
+
+
+def _build(options: argparse.Namespace) -> None:
+    run: Path = options.run
+    _data(options.text, run)
+    config = DraftConfig(schedule=WarmupStableDecay(10, *options.steps), curriculum=CURRICULUM)
+    loop = pretraining_loop(SHAPE, config, read_stream(run / "train.bin"), run / "target" / "work")
+    run_loop(loop, "target")
+    save_llama(loop.model, run / "target")
+    save_tokenizer(load_tokenizer(run / "tokenizer"), run / "target")
 
 
 def _data(paths: list[Path], run: Path) -> None:
@@ -70,12 +52,6 @@ def _data(paths: list[Path], run: Path) -> None:
     tokenizer = train_tokenizer(seen, vocab_size=VOCAB_SIZE, context=CONTEXT)
     save_tokenizer(tokenizer, run / "tokenizer")
     write_stream(seen, tokenizer, run / "train.bin")
-
-
-def _report(record: StepRecord) -> None:
-    if (record.step + 1) % 20 == 0:
-        values = " ".join(f"{name} {value:.4f}" for name, value in record.values.items())
-        print(time.strftime("%H:%M:%S"), f"step {record.step + 1} {values} {record.elapsed_s:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3_5ForCausalLM
 
-from recipes.hybrid.build import ROOT
+from recipes.common import ROOT
 
 TIMES, LAYERS = 4, 8  # so many times the heads and widths of the own model, and at least so many layers
 _SPREAD = 0.02

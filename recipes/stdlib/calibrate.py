@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from recipes.common import ROOT
 from recipes.stdlib import heads, redrafter
-from recipes.stdlib.head_recipe import ROOT, TARGET, HeadRecipe, Show, prompts
+from recipes.stdlib.head_recipe import TARGET, HeadRecipe, Show, prompts
 from recipes.stdlib.publish_heads import card_of
 from truedraft.embedded import embedded_heads
 from truedraft.heads import HeadRecord

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from recipes.common import ROOT, command, say
 from recipes.stdlib.publish_heads import Published, publish_heads
 from recipes.stdlib.sources import load_sources
-from truedraft.errors import TruedraftError
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
@@ -24,7 +21,6 @@ from truedraft.training.texts.prompts import PromptSets, as_stream, cut_prompts,
 from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import WORK
 
-ROOT = Path(__file__).parents[2]
 TARGET = "embedded:target"
 TEXT: dict[str, Any] = {"tokens": 1_000_000, "writing": WritingConfig(temperatures=(0.0, 1.0, 1.0))}
 """How much the target writes, and how; the same for all kinds of heads, so that it writes once."""
@@ -48,29 +44,6 @@ class HeadRecipe:
 
     def main(self, arguments: list[str] | None = None) -> int:
         """Train the heads; an interrupted run goes on from its last checkpoint."""
-        options = self._parse(arguments)
-        torch.set_num_threads(options.threads)
-        started = time.time()
-        try:
-            config = self.settings(options.device)
-            if options.text is not None:
-                share_text(options.text, options.out)
-            result = train_heads(TARGET, prompts(config), options.out, config, callbacks=Callbacks(Show()))
-        except TruedraftError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-            return 130
-        # A run that goes on from a checkpoint counts what its steps took before.
-        total_s = max(time.time() - started, float(result.as_dict().get("elapsed_s", 0.0)))
-        _say(f"finished after {total_s / 60:.1f} minutes: {result.as_dict()}")
-        if options.publish is not None:
-            heads = self.published(options.out)
-            publish_heads(heads, options.publish, options.results, total_s=total_s, device=options.device)
-        return 0
-
-    def _parse(self, arguments: list[str] | None) -> argparse.Namespace:
         parser = argparse.ArgumentParser(description=f"Train the embedded heads of `--drafter {self.name}`.")
         runs, results = ROOT / "runs" / "stdlib", ROOT / "benchmarks" / "results"
         parser.add_argument("--out", type=Path, default=runs / self.name, help="heads and work")
@@ -80,8 +53,20 @@ class HeadRecipe:
             "--results", type=Path, default=results / f"{self.name}_heads.json", help="written with --publish"
         )
         parser.add_argument("--device", default="cpu")
-        parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-        return parser.parse_args(arguments)
+        return command(parser, self._train, arguments)
+
+    def _train(self, options: argparse.Namespace) -> None:
+        started = time.time()
+        config = self.settings(options.device)
+        if options.text is not None:
+            share_text(options.text, options.out)
+        result = train_heads(TARGET, prompts(config), options.out, config, callbacks=Callbacks(Show()))
+        # A run that goes on from a checkpoint counts what its steps took before.
+        total_s = max(time.time() - started, float(result.as_dict().get("elapsed_s", 0.0)))
+        say(f"finished after {total_s / 60:.1f} minutes: {result.as_dict()}")
+        if options.publish is not None:
+            heads = self.published(options.out)
+            publish_heads(heads, options.publish, options.results, total_s=total_s, device=options.device)
 
 
 def share_text(written: Path, folder: Path) -> None:
@@ -119,8 +104,4 @@ class Show:
         """See `OnProgress`."""
         if done == total or time.time() - self._last > 20.0:
             self._last = time.time()
-            _say(f"{what}: {done} of {total} {remark}")
-
-
-def _say(message: str) -> None:
-    print(time.strftime("%H:%M:%S"), message, flush=True)
+            say(f"{what}: {done} of {total} {remark}")

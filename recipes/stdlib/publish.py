@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.loading import load_model
 from truedraft.training.drafts import chain_evaluations, record_draft
-from truedraft.training.evaluate import EngineEvaluation, PairReport, evaluate_model, evaluate_pair
+from truedraft.training.evaluate import EngineEvaluation, PairReport, evaluate_pair, mean_loss
 from truedraft.training.report import Card, pair_facts, training_facts
 from truedraft.training.texts.data import read_stream
 
@@ -39,18 +40,17 @@ def publish(
     facts = json.loads((run / "data.json").read_text())
     stream = read_stream(run / "heldout.bin")
     models = {name: load_causal_lm(folder, dtype=torch.bfloat16) for name, folder in _pair(target, draft)}
-    reports = {
-        name: evaluate_model(model, stream, text_bytes=facts["held_out_bytes"]) for name, model in models.items()
-    }
+    losses = {name: mean_loss(model, stream)[0] for name, model in models.items()}  # nats per token
+    bits_per_byte = len(stream) / facts["held_out_bytes"] / math.log(2)  # of one nat per token
     pair = evaluate_pair(models["target"], models["draft"], stream)
     for name, folder in _pair(target, draft):
         out = destination / f".{name}.partial"
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(folder, out, ignore=shutil.ignore_patterns(*_SKIPPED))
         rows = _facts(folder, facts, models[name].num_parameters())
-        rows["validation loss (nats per token)"] = f"{reports[name].validation_loss:.4f}"
-        rows["bits per byte"] = f"{reports[name].bits_per_byte:.4f}"
-        rows["held-out data"] = f"{facts['held_out_files']} files, {reports[name].tokens:,} tokens"
+        rows["validation loss (nats per token)"] = f"{losses[name]:.4f}"
+        rows["bits per byte"] = f"{losses[name] * bits_per_byte:.4f}"
+        rows["held-out data"] = f"{facts['held_out_files']} files, {pair.tokens:,} tokens"
         _card(name, rows, pair).write(out)
         if name == "draft":
             prompts = run / "heldout_prompts.jsonl"
@@ -60,9 +60,9 @@ def publish(
         _copy_log(folder, name)
     shutil.copy(run / "heldout_prompts.jsonl", destination / "heldout_prompts.jsonl")
     result = {
-        "target_validation_loss": reports["target"].validation_loss,
-        "target_bits_per_byte": reports["target"].bits_per_byte,
-        "draft_validation_loss": reports["draft"].validation_loss,
+        "target_validation_loss": losses["target"],
+        "target_bits_per_byte": losses["target"] * bits_per_byte,
+        "draft_validation_loss": losses["draft"],
         "alpha": pair.alpha,
         "greedy_agreement": pair.greedy_agreement,
     }

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from recipes.stdlib.head_recipe import ROOT, TEXT, HeadRecipe
+from recipes.common import ROOT
+from recipes.stdlib.head_recipe import TEXT, HeadRecipe
 from recipes.stdlib.publish_heads import Published
 from truedraft.heads import RedrafterHead
 from truedraft.training.optimizer import OptimizerConfig

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.models.architecture import LlamaShape
-from truedraft.training import PretrainConfig
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
@@ -44,38 +43,35 @@ class Settings:
         """Read the settings; a missing or unknown name is an error."""
         return cls(**json.loads(path.read_text()))
 
-    def target(self, device: str) -> PretrainConfig:
+    def target(self, device: str) -> tuple[LlamaShape, DraftConfig]:
         """The target: 15.7 M parameters."""
-        schedule = WarmupStableDecay(WARMUP_STEPS, self.target_stable_steps, self.target_decay_steps)
-        return PretrainConfig(TARGET_SHAPE, schedule, curriculum=CURRICULUM, seed=0, device=device)
+        return TARGET_SHAPE, _config(self.target_stable_steps, self.target_decay_steps, 2e-3, 0, device)
 
-    def first_target(self, device: str) -> PretrainConfig:
+    def first_target(self, device: str) -> tuple[LlamaShape, DraftConfig]:
         """The same run, decayed early."""
-        schedule = WarmupStableDecay(WARMUP_STEPS, self.first_target_stable_steps, self.first_target_decay_steps)
-        return PretrainConfig(TARGET_SHAPE, schedule, curriculum=CURRICULUM, seed=0, device=device)
+        return TARGET_SHAPE, _config(self.first_target_stable_steps, self.first_target_decay_steps, 2e-3, 0, device)
 
-    def draft_start(self, device: str) -> PretrainConfig:
+    def draft_start(self, device: str) -> tuple[LlamaShape, DraftConfig]:
         """The draft as a language model of its own: 1.5 M parameters, cheap steps before the dear ones."""
-        schedule = WarmupStableDecay(WARMUP_STEPS, self.draft_start_steps, 0)
-        return PretrainConfig(DRAFT_SHAPE, schedule, OptimizerConfig(4e-3, 4e-3), CURRICULUM, seed=1, device=device)
+        return DRAFT_SHAPE, _config(self.draft_start_steps, 0, 4e-3, 1, device)
 
     def first_draft(self, start_from: Path, device: str) -> DraftConfig:
         """The first distillation, from the early target."""
-        schedule = WarmupStableDecay(WARMUP_STEPS, self.first_draft_stable_steps, self.first_draft_decay_steps)
-        return self._draft(start_from, schedule, seed=2, device=device)
+        return _config(self.first_draft_stable_steps, self.first_draft_decay_steps, 3e-3, 2, device, start_from)
 
     def draft(self, start_from: Path, device: str) -> DraftConfig:
         """The last distillation, from the final target."""
-        schedule = WarmupStableDecay(WARMUP_STEPS, self.draft_stable_steps, self.draft_decay_steps)
-        return self._draft(start_from, schedule, seed=3, device=device)
+        return _config(self.draft_stable_steps, self.draft_decay_steps, 3e-3, 3, device, start_from)
 
-    @staticmethod
-    def _draft(start_from: Path, schedule: WarmupStableDecay, *, seed: int, device: str) -> DraftConfig:
-        return DraftConfig(
-            start_from=start_from,
-            schedule=schedule,
-            optimizer=OptimizerConfig(3e-3, 3e-3),
-            curriculum=CURRICULUM,
-            seed=seed,
-            device=device,
-        )
+
+def _config(
+    stable: int, decay: int, rate: float, seed: int, device: str, start_from: Path | None = None
+) -> DraftConfig:
+    return DraftConfig(
+        start_from=start_from,
+        schedule=WarmupStableDecay(WARMUP_STEPS, stable, decay),
+        optimizer=OptimizerConfig(rate, rate),
+        curriculum=CURRICULUM,
+        seed=seed,
+        device=device,
+    )

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.errors import DataError
-from truedraft.training.texts.data import near_duplicate_clusters
 
 PYTHON_VERSION = "3.11.7"
 MANIFEST = Path(__file__).parent / "manifest.json"
-HELD_OUT_FRACTION = 0.04
 
 # Not code that somebody wrote: generated tables, deliberately broken files, and what the build of the
 # interpreter writes (which differs between machines).
@@ -72,26 +70,6 @@ def read_library(folder: Path | None = None) -> dict[str, bytes]:
         if content.strip() and _is_utf8(content):
             found[name] = content
     return found
-
-
-def make_manifest(files: dict[str, bytes]) -> dict[str, object]:
-    """Hashes of all files and the held-out side of the split (recorded once, then committed).
-
-    Near duplicates share a side: the side is drawn for a cluster, from the hash of its first path.
-    """
-    names = sorted(files)
-    clusters = near_duplicate_clusters([files[name].decode() for name in names])
-    held_out: list[str] = []
-    for cluster in clusters:
-        key = hashlib.sha256(names[cluster[0]].encode()).digest()
-        if int.from_bytes(key[:8], "big") < HELD_OUT_FRACTION * 2**64:
-            held_out += [names[index] for index in cluster]
-    return {
-        "python": PYTHON_VERSION,
-        "held_out": sorted(held_out),
-        "near_duplicate_clusters": [[names[i] for i in cluster] for cluster in clusters if len(cluster) > 1],
-        "sha256": {name: hashlib.sha256(files[name]).hexdigest() for name in names},
-    }
 
 
 def load_sources(manifest: Path = MANIFEST, folder: Path | None = None) -> list[Source]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from recipes.common import pretraining_loop, run_loop, train_tokenizer
 from recipes.stdlib import publish
 from recipes.stdlib.prompts import write_prompts
 from recipes.stdlib.settings import CONTEXT, VOCAB_SIZE, Settings
@@ -19,17 +20,18 @@ from recipes.stdlib.sources import load_sources
 from truedraft.errors import DataError
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm, save_llama
-from truedraft.training import PretrainConfig, pretraining_loop
-from truedraft.training.drafts import DraftConfig, distillation_loop, starting_draft
-from truedraft.training.loop import CHECKPOINT, Progress, StepRecord, TrainingLoop
+from truedraft.training.drafts import DraftConfig, starting_draft, stream_loop
+from truedraft.training.loop import CHECKPOINT, TrainingLoop
 from truedraft.training.texts.data import read_stream, write_stream
-from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from truedraft.models.architecture import LlamaShape
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,9 @@ class Recipe:
         """The training tokens."""
         return read_stream(self.run / "train.bin")
 
-    def _pretrain(self, config: PretrainConfig, name: str, *, until: int | None = None) -> TrainingLoop:
-        loop = pretraining_loop(config, self.stream(), self.run / name)
-        self._finish(loop, name, until)
+    def _pretrain(self, what: tuple[LlamaShape, DraftConfig], name: str, *, until: int | None = None) -> TrainingLoop:
+        loop = pretraining_loop(*what, self.stream(), self.run / name)
+        run_loop(loop, name, until=until, every=self.every, say=self.say)
         return loop
 
     def _distill(self, config: DraftConfig, target: Path, name: str) -> Path:
@@ -127,22 +129,10 @@ class Recipe:
         if not _is_model(out):
             teacher = load_causal_lm(target, dtype=torch.bfloat16, device=self.device).eval()
             draft = starting_draft(config, teacher, load_tokenizer(target))
-            loop = distillation_loop(config, teacher, draft, self.stream(), out)
-            self._finish(loop, name, None)
+            loop = stream_loop(config, teacher, draft, self.stream(), out)
+            run_loop(loop, name, every=self.every, say=self.say)
             self._export(loop, out)
         return out
-
-    def _finish(self, loop: TrainingLoop, name: str, until: int | None) -> Progress:
-        last = loop.total_steps if until is None else until
-        self.say(f"{name}: training to step {last} of {loop.total_steps}")
-
-        def report(record: StepRecord) -> None:
-            if (record.step + 1) % self.every == 0:
-                values = " ".join(f"{key} {value:.4f}" for key, value in record.values.items())
-                rate = record.tokens / max(record.elapsed_s, 1e-9)
-                self.say(f"{name}: step {record.step + 1}/{last} {values} ({rate:.0f} tokens/s)")
-
-        return loop.run(until=until, on_step=report)
 
     def _export(self, loop: TrainingLoop, out: Path) -> None:
         save_llama(loop.model, out)

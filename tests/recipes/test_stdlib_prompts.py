@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from recipes.common import train_tokenizer
 from recipes.stdlib.prompts import COUNT, TOKENS, write_prompts
 from recipes.stdlib.sources import Source
 
 from truedraft.errors import DataError
-from truedraft.training.texts.tokenizer import train_tokenizer
 
 
 def sources(count):

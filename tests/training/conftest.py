@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from recipes.common import pretraining_loop, train_tokenizer
 
 from truedraft.models.architecture import LlamaShape, new_llama, save_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training.drafts import PretrainConfig, pretraining_loop
+from truedraft.training.drafts import DraftConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
 from truedraft.training.texts.self_distillation import CollatedBatch
-from truedraft.training.texts.tokenizer import save_tokenizer, train_tokenizer
+from truedraft.training.texts.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,8 +52,8 @@ def stream(tokenizer):
 def target_folder(tmp_path_factory, tokenizer, stream) -> Path:
     """A target that has learned the text a little."""
     folder = tmp_path_factory.mktemp("target")
-    config = PretrainConfig(SHAPE, WarmupStableDecay(3, 40, 10), curriculum=CURRICULUM)
-    loop = pretraining_loop(config, stream, folder / "work")
+    config = DraftConfig(schedule=WarmupStableDecay(3, 40, 10), curriculum=CURRICULUM)
+    loop = pretraining_loop(SHAPE, config, stream, folder / "work")
     loop.run()
     save_llama(loop.model, folder)
     save_tokenizer(tokenizer, folder)
@@ -64,10 +65,11 @@ def learned_folder(tmp_path_factory, tokenizer, stream) -> Path:
     """A target that has learned the text well, so that its answers can be guessed."""
     folder = tmp_path_factory.mktemp("learned")
     rates = OptimizerConfig(1e-2, 1e-2)
-    config = PretrainConfig(SHAPE, WarmupStableDecay(3, 40, 10), rates, curriculum=Curriculum(32, 64, 256, 256))
+    curriculum = Curriculum(32, 64, 256, 256)
+    config = DraftConfig(schedule=WarmupStableDecay(3, 40, 10), optimizer=rates, curriculum=curriculum)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    loop = pretraining_loop(config, stream, folder / "work")
+    loop = pretraining_loop(SHAPE, config, stream, folder / "work")
     loop.run()
     torch.set_num_threads(before)
     save_llama(loop.model, folder)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes.common import pretraining_loop
 
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.huggingface import weights_hash
-from truedraft.training.drafts import DraftConfig, PretrainConfig, distillation_loop, pretraining_loop
+from truedraft.training.drafts import DraftConfig, stream_loop
 from truedraft.training.loop import CHECKPOINT, identity_of, refuse_another_run
 from truedraft.training.losses import ForwardKL
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
@@ -22,13 +23,13 @@ CURRICULUM = Curriculum(stable_length=16, decay_length=32, tokens_per_step=128, 
 
 
 def config(stable=6, decay=3, **changes):
-    return PretrainConfig(SHAPE, WarmupStableDecay(2, stable, decay), **({"curriculum": CURRICULUM} | changes))
+    return DraftConfig(schedule=WarmupStableDecay(2, stable, decay), **({"curriculum": CURRICULUM} | changes))
 
 
 @pytest.fixture
 def begun(stream, tmp_path):
     """A folder with a checkpoint at step 4."""
-    pretraining_loop(config(), stream, tmp_path).run(until=4)
+    pretraining_loop(SHAPE, config(), stream, tmp_path).run(until=4)
     return tmp_path
 
 
@@ -44,27 +45,27 @@ def begun(stream, tmp_path):
 def test_another_configuration_is_refused_by_name(begun, stream, changes, name):
     record = (begun / "run.json").read_text()
     with pytest.raises(OptionError, match=name):
-        pretraining_loop(config(**changes), stream, begun)
+        pretraining_loop(SHAPE, config(**changes), stream, begun)
     assert (begun / "run.json").read_text() == record  # a refused attempt leaves no trace
 
 
 def test_other_data_are_refused(begun, stream):
     with pytest.raises(OptionError, match="data_sha256"):
-        pretraining_loop(config(), stream[:-1], begun)
+        pretraining_loop(SHAPE, config(), stream[:-1], begun)
 
 
 def test_what_does_not_decide_the_weights_may_differ(begun, stream):
-    assert pretraining_loop(config(checkpoint_every_s=0.0), stream, begun).run(until=5).step == 5
+    assert pretraining_loop(SHAPE, config(checkpoint_every_s=0.0), stream, begun).run(until=5).step == 5
 
 
 def test_before_the_decay_its_beginning_may_move(begun, stream):
-    assert pretraining_loop(config(stable=8, decay=2), stream, begun).run().step == 10
+    assert pretraining_loop(SHAPE, config(stable=8, decay=2), stream, begun).run().step == 10
 
 
 def test_a_broken_checkpoint_is_named(begun, stream):
     (begun / CHECKPOINT).write_bytes(b"torn")
     with pytest.raises(TrainingError, match=r"cannot read the checkpoint .*remove it to begin again"):
-        pretraining_loop(config(), stream, begun)
+        pretraining_loop(SHAPE, config(), stream, begun)
 
 
 def test_the_loss_is_a_part_of_the_identity():
@@ -88,12 +89,12 @@ def test_every_weight_counts():
 def test_a_target_with_another_late_row_is_not_gone_on_with(stream, tmp_path):
     settings = DraftConfig(schedule=WarmupStableDecay(2, 6, 3), curriculum=CURRICULUM)
     target = new_llama(SHAPE, seed=1)
-    distillation_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=2)
-    assert distillation_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=3).step == 3
+    stream_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=2)
+    assert stream_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=3).step == 3
     with torch.no_grad():
         target.get_input_embeddings().weight[-1] += 1.0
     with pytest.raises(OptionError, match="target was"):
-        distillation_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path)
+        stream_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["target", "start_from"])

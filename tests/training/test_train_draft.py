@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from recipes.common import train_tokenizer
 from safetensors import safe_open
 
 from truedraft import Engine, SamplingParams, load_model
@@ -28,7 +29,7 @@ from truedraft.training.drafts import DraftConfig, train_draft
 from truedraft.training.loop import Callbacks, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
-from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 from truedraft.training.workspace import TimeBudget
 
 CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=256)

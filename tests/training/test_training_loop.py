@@ -9,10 +9,11 @@ import signal
 
 import pytest
 import torch
+from recipes.common import pretraining_loop
 
 from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape
-from truedraft.training.drafts import PretrainConfig, pretraining_loop
+from truedraft.training.drafts import DraftConfig
 from truedraft.training.loop import CHECKPOINT, LOG, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
@@ -26,8 +27,9 @@ class KilledError(Exception):
 
 
 def new_loop(stream, folder, *, stable=6, decay=3):
-    config = PretrainConfig(SHAPE, WarmupStableDecay(2, stable, decay), curriculum=CURRICULUM, checkpoint_every_s=0.0)
-    return pretraining_loop(config, stream, folder)
+    schedule = WarmupStableDecay(2, stable, decay)
+    config = DraftConfig(schedule=schedule, curriculum=CURRICULUM, checkpoint_every_s=0.0)
+    return pretraining_loop(SHAPE, config, stream, folder)
 
 
 def weights(loop) -> dict[str, torch.Tensor]:
@@ -203,8 +205,8 @@ def test_a_branch_of_the_stable_stretch_equals_a_run_that_was_that_short(stream,
 def test_accumulation_does_not_change_the_gradient(stream, tmp_path):
     def first_update(tokens_per_pass):
         curriculum = Curriculum(16, 32, tokens_per_step=128, tokens_per_pass=tokens_per_pass)
-        config = PretrainConfig(SHAPE, WarmupStableDecay(1, 1, 1), curriculum=curriculum)
-        loop = pretraining_loop(config, stream, tmp_path / str(tokens_per_pass))
+        config = DraftConfig(schedule=WarmupStableDecay(1, 1, 1), curriculum=curriculum)
+        loop = pretraining_loop(SHAPE, config, stream, tmp_path / str(tokens_per_pass))
         loop.autocast = False
         norms = []
         loop.run(until=1, on_step=lambda record: norms.append((record.gradient_norm, record.values["loss"])))
@@ -234,7 +236,7 @@ def test_run_record_names_versions_and_data(stream, tmp_path):
     assert record["versions"]["torch"]
     assert len(record["identity"]["data_sha256"]) == 64
     assert record["machine"] and record["threads"] == 1
-    assert record["identity"]["shape.width"] == 32
+    assert len(record["identity"]["start_from"]) == 32 and record["identity"]["loss"] == "CrossEntropy()"
 
 
 def test_lengths_that_do_not_divide_the_step_are_refused():

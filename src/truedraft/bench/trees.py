@@ -96,7 +96,7 @@ class DraftedTree:
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
         return {
-            "contestant": self.system,
+            "system": self.system,
             "trees": "fixed" if self.chosen is None else "likeliest",
             "nodes": self.nodes,
             "promised": self.promised,
@@ -145,7 +145,7 @@ def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: Sa
     found = []
     drafting = [(member_title(each, name), member) for each in suite.ours for name, member in _members(each)]
     for title, member in drafting:
-        facts = member.tree_facts(params)
+        facts = None if member.trees is None else member.trees.tree_facts(params)
         if facts is None:
             continue
         counted = facts.accuracy is not None and bool(facts.tree.survival)

@@ -16,11 +16,12 @@ from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import batch_probs, sound_rows, usable_rows
-from truedraft.core.proposal import DrawCheck, DrawKind, Proposal
+from truedraft.core.proposal import DrawCheck, DrawKind, Proposal, check_ids, check_proposal
 from truedraft.core.shaping import Shaping
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree, TreeShape, shape_of
 from truedraft.core.verdict import Verdict
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView, check_ids, check_proposal
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
@@ -147,11 +148,8 @@ class Cascade(Drafter):
 
     def __init__(self, drafter: Drafter, middle: Drafter, num_speculative_tokens: int = 8) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
-        if not middle.can_verify or middle.model is None:
-            raise CompositionError(
-                f"{middle.name!r} has no model that could verify; the last member of a cascade is a draft model or "
-                "self:int8, as in cascade(prompt-lookup;draft)"
-            )
+        middle.caught_up(())  # raises where it cannot verify
+        assert middle.model is not None
         if drafter.features is not None or list(drafter.members.values()) != [drafter] or not drafter.is_inner:
             raise CompositionError(
                 f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, looks at the target's own "
@@ -193,9 +191,6 @@ class Cascade(Drafter):
     @property
     def request_bytes(self) -> int:  # type: ignore[override]
         return self.drafter.request_bytes + self.middle.request_bytes
-
-    def cache_tokens(self, tokens: int) -> int:
-        return self.middle.cache_tokens(tokens + self.limits.depth + self.drafter.limits.nodes)
 
     def model_caches(self, number: int, tokens: int) -> Iterator[tuple[LanguageModel, RequestCache | None, int]]:
         ahead = tokens + self.limits.depth + self.drafter.limits.nodes

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.budget import Decision
+from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.tree import chain_shape, shape_of
+from truedraft.core.verdict import Verdict
 from truedraft.drafters.base import Features
 from truedraft.drafters.portfolio import MergedProposal
 from truedraft.engine.request import Request
@@ -35,9 +38,31 @@ class StepItem:
         kept: nodes of the proposal that the forward sees; None is all of them. Those that leave the form of a
             structured answer, and all below them, have no chance: they are judged, but not computed.
         rows: which rows of the forward's output are its own.
+        decision: what is to be drafted for it; None during its prompt, and where its drafters failed.
+        verdict: the accepted path and one more token, cut before the first row that gives no distribution; None where
+            nothing is judged, and before it is.
+        broken: whether there was such a row on its way.
+        banned: whether the request's options left no token there.
+        logprobs: of each token of the verdict, where the request asks for them.
     """
 
-    __slots__ = ("context", "drafted", "fed", "judged", "kept", "noise", "prefill", "proposal", "request", "rows")
+    __slots__ = (
+        "banned",
+        "broken",
+        "context",
+        "decision",
+        "drafted",
+        "fed",
+        "judged",
+        "kept",
+        "logprobs",
+        "noise",
+        "prefill",
+        "proposal",
+        "request",
+        "rows",
+        "verdict",
+    )
 
     def __init__(self, request: Request, fed: int) -> None:
         assert request.cache is not None
@@ -51,6 +76,16 @@ class StepItem:
         self.proposal = NOTHING_DRAFTED.proposal
         self.kept: list[int] | None = None
         self.rows = slice(0, 0)
+        self.decision: Decision | None = None
+        self.verdict: Verdict | None = None
+        self.broken = self.banned = False
+        self.logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def hold(self, drafted: MergedProposal) -> None:
+        """Take what was drafted; what of it leaves the form of a structured answer is left out of the forward."""
+        self.drafted, self.proposal = drafted, drafted.proposal
+        if self.request.shaping is not None:
+            self._keep_legal()
 
     @property
     def judged_rows(self) -> slice:
@@ -65,8 +100,7 @@ class StepItem:
         places = list(path) if self.kept is None else [self.kept.index(node) for node in path]
         return [self.fed + place for place in places]
 
-    def keep_legal(self) -> None:
-        """Leave out of the forward what leaves the form of a structured answer."""
+    def _keep_legal(self) -> None:
         shaping, tree = self.request.shaping, self.proposal.tree
         if shaping is None or shaping.form is None or not len(tree):
             return
@@ -100,20 +134,13 @@ class Batch:
         left = [item for item in self.items if item.request.finish_reason is None]
         return [Batch([StepItem(item.request, min(item.fed, item.request.uncomputed))]) for item in left]
 
-    def segments(
-        self, proposals: Sequence[MergedProposal], target: LanguageModel, features: Features | None
-    ) -> list[Segment]:
+    def segments(self, target: LanguageModel, features: Features | None) -> list[Segment]:
         """What the target is fed: for each request its last token and the tree below it, or a part of its prompt.
 
         Args:
-            proposals: one for each item, which it then holds.
             target: that is fed.
             features: at which rows of a part of a prompt they are wanted; without any, only where a token is drawn.
         """
-        for item, merged in zip(self.items, proposals, strict=True):
-            item.drafted, item.proposal = merged, merged.proposal
-            if item.request.shaping is not None:
-                item.keep_legal()
         waits = transfers.waits(target.device)
         on_device = [item for item in self.items if waits and item.proposal.tree.on_device]
         drafted = iter(_tokens_on_device(on_device, target))

@@ -8,12 +8,12 @@ from functools import partial
 
 from truedraft.control import Controller
 from truedraft.core import transfers
-from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView, Speculation
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView, Speculation
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.drafters.base import Drafter, Features, StepOutcome
 from truedraft.drafters.portfolio import MergedProposal, joint_features
-from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
+from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
 from truedraft.engine.request import Request
@@ -50,8 +50,7 @@ class Drafting:
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
         self._resting_plain = False  # whether nothing is drafted in these
-        self._watched = [member for member in self._members.values() if member.drafter.hints_change]
-        self._seen: list[Hint] | None = None  # what these knew when it was asked, if that may end a rest
+        self._seen: list[tuple[int, bool]] | None = None  # what drafters found then, if that may end a rest
         self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
         self._controller = controller
         self._failures = failures
@@ -99,14 +98,18 @@ class Drafting:
         request.told.pop(name, None)
         self._tell(self._members[name], [request])
 
-    def decide(self, batch: Batch) -> list[Decision | None]:
-        """What is drafted for each item; None during its prompt, and where its drafters failed."""
+    def decide(self, batch: Batch) -> None:
+        """Give each item what is to be drafted for it."""
+        for item, decision in zip(batch, self._decisions(batch), strict=True):
+            item.decision = decision
+
+    def _decisions(self, batch: Batch) -> list[Decision | None]:
         decisions: list[Decision | None] = [None] * len(batch)
         if not self._drafts:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
         if self._rests and self._seen is not None and self._rests % max(len(batch) // 2, 2) == 0:
-            self._rests = self._rests if self._watched_hints(batch) == self._seen else 0
+            self._rests = self._rests if self._found(batch) == self._seen else 0
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
@@ -124,7 +127,7 @@ class Drafting:
             self._rests = 1 + self._controller.rests
             self._last = [item.request for item in batch], decisions
             self._resting_plain = all(each is None or each.is_zero for each in decisions)
-            self._seen = self._watched_hints(batch) if self._resting_plain else None
+            self._seen = self._found(batch) if self._resting_plain else None
         return self._fitted(batch, decisions)
 
     def _fitted(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[Decision | None]:
@@ -143,9 +146,10 @@ class Drafting:
             fitted.append(decision)
         return fitted
 
-    def _watched_hints(self, batch: Batch) -> list[Hint]:
-        """What drafters know whose hints change."""
-        return [member.hint(item.request) for item in batch for member in self._watched]
+    def _found(self, batch: Batch) -> list[tuple[int, bool]]:
+        """What drafters know of their next proposals that changes while nothing is drafted."""
+        hints = (member.hint(item.request) for item in batch for member in self._members.values())
+        return [(hint.kind, hint.finds) for hint in hints]
 
     def _is_undrafted(self, item: StepItem) -> bool:
         excluded, no_room = item.request.excluded, item.request.no_room
@@ -192,30 +196,27 @@ class Drafting:
                 decisions.append(None)
         return decisions
 
-    def propose(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[MergedProposal]:
-        """A proposal for each item, as was decided; empty where that is nothing or the drafter failed."""
+    def propose(self, batch: Batch) -> None:
+        """Give each item what is drafted for it, as was decided; nothing where the drafter failed."""
         for name in self._asked:
             self._members[name].spent = None
         self._asked = {}
-        for item, decision in zip(batch, decisions, strict=True):
-            if decision is None or decision.is_zero:
-                continue
-            for part in decision.parts:
+        planned = [() if item.decision is None else item.decision.parts for item in batch]
+        for item, parts in zip(batch, planned, strict=True):
+            for part in parts:
                 noise = item.noise.of_member(self._numbers[part.drafter])
                 self._asked.setdefault(part.drafter, []).append(Asked(item.request, part.budget, noise))
         asked = self._asked
         if not asked:
-            return [NOTHING_DRAFTED] * len(batch)
+            return
         for name, of_member in asked.items():
             if self._members[name].drafter.told_late:
                 self._tell(self._members[name], [each.request for each in of_member])
         made = {name: self._members[name].propose(of_member) for name, of_member in asked.items()}
-        proposals = []
-        for item, decision in zip(batch, decisions, strict=True):
-            parts = decision.parts if decision is not None else ()
+        for item, parts in zip(batch, planned, strict=True):
             own = {part.drafter: made[part.drafter].get(item.request.id) for part in parts}
-            proposals.append(MergedProposal.of({name: each for name, each in own.items() if each is not None}))
-        return proposals
+            if found := {name: each for name, each in own.items() if each is not None}:
+                item.hold(MergedProposal.of(found))
 
     def admits(self, item: StepItem) -> bool:
         """Check the tokens of a proposal that came to the host after it was made; if some do not exist, give it up."""

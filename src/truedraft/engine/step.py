@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.core.budget import Decision
 from truedraft.core.stats import RequestStep, StepRecord
-from truedraft.core.verdict import Origin
+from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.request import Request
-from truedraft.engine.verifier import Judged, Verifier
+from truedraft.engine.verifier import Verifier
 from truedraft.errors import InvalidLogitsError, OptionError, TruedraftError
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
@@ -41,15 +40,15 @@ class Step:
     def run(self, batch: Batch) -> StepRecord:
         """One step; each request gains tokens, a part of its prompt, or an error."""
         clock = StepClock(self._target.device)
-        decisions = self._drafting.decide(batch)
+        self._drafting.decide(batch)
         clock.lap()
-        proposals = self._drafting.propose(batch, decisions)
+        self._drafting.propose(batch)
         clock.lap()
-        output = batch.whole_rows(self._forward(batch.segments(proposals, self._target, self._features)))
+        output = batch.whole_rows(self._forward(batch.segments(self._target, self._features)))
         clock.lap()
-        judged = self._verifier.verify(batch, output)
+        self._verifier.verify(batch, output)
         clock.lap()
-        steps, outcomes = self._commit(batch, decisions, judged)
+        steps, outcomes = self._commit(batch)
         self._drafting.observe(batch, outcomes, output)
         record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent)
         self._drafting.record(batch, record)
@@ -58,23 +57,21 @@ class Step:
     def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)
 
-    def _commit(
-        self, batch: Batch, decisions: Sequence[Decision | None], judged: Sequence[Judged | None]
-    ) -> tuple[tuple[RequestStep, ...], list[StepOutcome]]:
+    def _commit(self, batch: Batch) -> tuple[tuple[RequestStep, ...], list[StepOutcome]]:
         """Keep accepted paths in the caches, emit, count, and say what became of each proposal."""
         steps: list[RequestStep] = []
         outcomes: list[StepOutcome] = []
-        for item, decision, own in zip(batch, decisions, judged, strict=True):
+        for item in batch:
             shape = item.proposal.tree.shape
             step = RequestStep(
                 item.request.id,
                 item.context,
                 item.fed + (len(shape) if item.kept is None else len(item.kept)),
                 item.prefill,
-                decision=decision,
+                decision=item.decision,
                 greedy=item.request.params.greedy,
             )
-            path, tokens = self._emit(item, own, step) if own is not None else ((), ())
+            path, tokens = self._emit(item, item.verdict, step) if item.verdict is not None else ((), ())
             assert item.request.cache is not None
             item.request.cache.commit([*range(item.fed), *item.fed_nodes(path)])
             item.request.count(step)
@@ -82,18 +79,18 @@ class Step:
             outcomes.append(StepOutcome(item.proposal, path, tokens, partial=not item.judged))
         return tuple(steps), outcomes
 
-    def _emit(self, item: StepItem, judged: Judged, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _emit(self, item: StepItem, verdict: Verdict, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append what a verdict emits to the answer; returns the accepted path, cut where the answer ended, and it."""
-        request, verdict, shape = item.request, judged.verdict, item.proposal.tree.shape
-        tokens, ended_by_id = request.emit(verdict, judged.logprobs)
+        request, shape = item.request, item.proposal.tree.shape
+        tokens, ended_by_id = request.emit(verdict, item.logprobs)
         step.nodes, step.depth, step.listed_tokens = len(shape), shape.depth, shape.listed
         step.emitted = len(tokens)
         step.accepted = min(len(tokens), len(verdict.path))
         step.rejected = Origin.RECOVERED in verdict.origins[: len(tokens)]
         step.stop_tokens = int(ended_by_id)
         step.shares = item.drafted.shares(verdict.path[: step.accepted], step.rejected)
-        if judged.broken and request.finish_reason is None:
-            request.fail(self._broken(request, banned=judged.banned))
+        if item.broken and request.finish_reason is None:
+            request.fail(self._broken(request, banned=item.banned))
         return verdict.path[: step.accepted], tokens
 
     def _broken(self, request: Request, *, banned: bool) -> TruedraftError:

@@ -25,23 +25,6 @@ from truedraft.verification import Rule
 _AT_TEMPERATURE_ONE = SamplingParams(temperature=1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What came of one item.
-
-    Attributes:
-        verdict: the accepted path and one more token; cut before the first row that gives no distribution.
-        broken: whether there was such a row on its way.
-        banned: whether the request's options left no token there.
-        logprobs: of each of its tokens, where the request asks for them.
-    """
-
-    verdict: Verdict
-    broken: bool = False
-    banned: bool = False
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
 @dataclass(slots=True, eq=False)
 class _Part:
     """An item while it is judged.
@@ -52,7 +35,7 @@ class _Part:
         shaped: likewise, as the request's options change them.
         probs: `[rows, vocab]`, or logits where its rule only looks at the largest entry of a row.
         broken: tree rows whose logits were NaN or infinite.
-        verdict: what the rule says.
+        verdict: what the rule says, of those rows too.
     """
 
     item: StepItem
@@ -62,18 +45,17 @@ class _Part:
     broken: frozenset[int] = frozenset()
     verdict: Verdict | None = None
 
-    @property
-    def judged(self) -> Judged:
-        """The verdict up to the first broken tree row on its way: what plain decoding would emit."""
-        verdict, broken, banned = self.verdict, False, False
+    def settle(self) -> None:
+        """Give the item its verdict, up to the first broken tree row on its way: what plain decoding would emit."""
+        verdict, item = self.verdict, self.item
         assert verdict is not None
         if self.broken:
             rows = (0, *(node + 1 for node in verdict.path))
             place = next((i for i, row in enumerate(rows) if row in self.broken), None)
             if place is not None:
-                verdict, broken = verdict.cut(place), True
-                banned = self.shaped is not self.logits and bool(self.logits[rows[place]].amax().isfinite())
-        return Judged(verdict, broken, banned, self._logprobs(verdict))
+                verdict, item.broken = verdict.cut(place), True
+                item.banned = self.shaped is not self.logits and bool(self.logits[rows[place]].amax().isfinite())
+        item.verdict, item.logprobs = verdict, self._logprobs(verdict)
 
     def _logprobs(self, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
         params = self.item.request.params
@@ -120,22 +102,22 @@ class Verifier:
             return self._coupled
         return rule.greedy_form if params.greedy else rule
 
-    def verify(self, batch: Batch, output: ForwardOutput) -> list[Judged | None]:
-        """Judge what was drafted for each item; None behind a part of a prompt that is not its last."""
+    def verify(self, batch: Batch, output: ForwardOutput) -> None:
+        """Give each item its verdict, but for parts of a prompt that are not its last."""
         for item in batch:
             if item.prefill and item.request.params.prompt_logprobs is not None:
                 _note_prompt(item, output.logits)
         items = [item for item in batch if item.judged]
         if not items:
-            return [None] * len(batch)
+            return
         logits = output.logits
         sizes = [len(item.proposal.tree) + 1 for item in items]
         if sum(sizes) < len(logits):  # there are rows of parts of prompts, which somebody wanted
             logits = torch.cat([logits[item.judged_rows] for item in items])
         parts, sound = self._parts(items, sizes, logits)
         self._judge(parts, sizes, sound)
-        judged = iter(parts)
-        return [next(judged).judged if item.judged else None for item in batch]
+        for part in parts:
+            part.settle()
 
     def _parts(
         self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor

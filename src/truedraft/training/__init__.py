@@ -1,4 +1,4 @@
-"""Training: drafts, tables of n-grams, heads of any kind on a target's own answers, with the target, from scratch.
+"""Training: drafts, tables of n-grams, heads of any kind on a target's own answers, also together with the target.
 
 Each name loads on first use: the words for a training need none of it.
 """
@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from truedraft.training.drafts import DraftConfig, DraftResult, PretrainConfig, pretraining_loop, train_draft
+    from truedraft.training.drafts import DraftConfig, DraftResult, train_draft
     from truedraft.training.head_config import Calibrated, HeadTrainingConfig, JointConfig
     from truedraft.training.heads import train_heads
     from truedraft.training.loop import Callbacks
@@ -37,7 +37,6 @@ _HOMES = {
     "NgramConfig": "ngrams",
     "NgramResult": "ngrams",
     "OptimizerConfig": "optimizer",
-    "PretrainConfig": "drafts",
     "PromptSets": "texts.prompts",
     "RedrafterTrainingConfig": "redrafter",
     "TimeBudget": "workspace",
@@ -46,7 +45,6 @@ _HOMES = {
     "count_ngrams": "ngram_counts",
     "distill": "losses",
     "loss_from_spec": "losses",
-    "pretraining_loop": "drafts",
     "train_draft": "drafts",
     "train_heads": "heads",
     "train_ngrams": "ngrams",
@@ -65,7 +63,6 @@ __all__ = [
     "NgramConfig",
     "NgramResult",
     "OptimizerConfig",
-    "PretrainConfig",
     "PromptSets",
     "RedrafterTrainingConfig",
     "TimeBudget",
@@ -74,7 +71,6 @@ __all__ = [
     "count_ngrams",
     "distill",
     "loss_from_spec",
-    "pretraining_loop",
     "train_draft",
     "train_heads",
     "train_ngrams",

@@ -1,7 +1,6 @@
 """Training whole language models on streams of text: towards a target's distributions, or towards the text itself.
 
-The first is how drafts are distilled, `truedraft train draft`; the second makes the embedded target, and a first start
-for its draft.
+The first is how drafts are distilled, `truedraft train draft`; the second is how recipes make models to begin with.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from truedraft.training.loop import (
     identity_of,
 )
 from truedraft.training.losses import (
-    CrossEntropy,
     DistillationLoss,
     ForwardKL,
     Mixture,
@@ -196,7 +194,7 @@ def train_draft(
         config = _fitting(config, target_model, draft, told.on_note)
         config = _planned(config, target_model, draft, train, out / WORK, budget, told.on_plan)
         _check_amount(config, train, told.on_note)
-        loop = distillation_loop(config, target_model, draft, train, out / WORK)
+        loop = stream_loop(config, target_model, draft, train, out / WORK)
         progress = loop.run(
             on_step=_follower(told, loop.total_steps),
             on_checkpoint=told.on_checkpoint,
@@ -241,7 +239,7 @@ def _planned(
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
         return replace(config, schedule=WarmupStableDecay(*numbers)) if budget.limited and any(numbers) else config
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
-        step_s, size = distillation_loop(config, target_model, copy.deepcopy(draft), stream, Path(place)).trial()
+        step_s, size = stream_loop(config, target_model, copy.deepcopy(draft), stream, Path(place)).trial()
     steps = budget.steps(config.schedule.total_steps, step_s)
     within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
     on_plan(
@@ -341,18 +339,34 @@ def record_draft(
     write_record(folder, "draft", target, fingerprint_of(target_model), figures)
 
 
-def distillation_loop(
+def stream_loop(
     config: DraftConfig,
-    target: PreTrainedModel,
+    target: PreTrainedModel | None,
     draft: PreTrainedModel,
     stream: NDArray[np.uint32],
     folder: Path,
 ) -> TrainingLoop:
-    """The loop that trains the draft towards the target's distributions along the stream."""
-    more = {"data_sha256": stream_hash(stream), "target": weights_hash(target)}
-    if config.start_from is not None:
+    """The loop that trains the draft along the stream; `loop.run()` starts, or resumes from the folder's checkpoint.
+
+    The folder may be given the checkpoint of another run's stable stretch, as long as that is not longer than
+    this one's: the run then branches from there.
+
+    Args:
+        config: loss, schedule, lengths; of its sizes nothing is read.
+        target: whose distributions are learned; None where the loss looks at the text alone.
+        draft: as it begins, on the configured device.
+        stream: token ids.
+        folder: for checkpoint, log and record.
+
+    Raises:
+        DataError: the stream is shorter than a sequence.
+        OptionError: the folder holds a training with another configuration.
+    """
+    more = {"data_sha256": stream_hash(stream)}
+    if target is not None:
+        more["target"] = weights_hash(target.requires_grad_(False))
+    if target is None or config.start_from is not None:
         more["start_from"] = weights_hash(draft)
-    target.requires_grad_(False)
     use_training_attention(draft)
     phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
     return TrainingLoop(
@@ -451,37 +465,3 @@ def _streams(
         return train, read_stream(folder / "held_out.bin")
     cut = len(train) - max(2, int(len(train) * _HELD_OUT_FRACTION))
     return train[:cut], train[cut:]
-
-
-@dataclass(frozen=True)
-class PretrainConfig:
-    """Everything that decides the weights, but for the data and the last bits of floating point."""
-
-    shape: LlamaShape
-    schedule: WarmupStableDecay
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    curriculum: Curriculum = field(default_factory=Curriculum)
-    seed: int = 0
-    device: str = "cpu"
-    checkpoint_every_s: float = CHECKPOINT_EVERY_S
-
-
-def pretraining_loop(config: PretrainConfig, stream: NDArray[np.uint32], folder: Path) -> TrainingLoop:
-    """A new model and the loop that trains it; `loop.run()` starts, or resumes from the folder's checkpoint.
-
-    The folder may be given the checkpoint of another run's stable stretch, as long as that is not longer than
-    this one's: the run then branches from there.
-    """
-    model = new_llama(config.shape, seed=config.seed)
-    model.to(config.device)
-    use_training_attention(model)
-    phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
-    identity = identity_of(config, data_sha256=stream_hash(stream))
-    return TrainingLoop(
-        model,
-        MixedOptimizer(model, config.optimizer),
-        StreamObjective(model, CrossEntropy()),
-        phases,
-        config.schedule,
-        RunFolder(folder, identity, config.device, config.checkpoint_every_s),
-    )

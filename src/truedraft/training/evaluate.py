@@ -6,7 +6,6 @@ tokens of its block before it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,19 +31,6 @@ _TOKENS = 128  # of an answer, half the context at the most
 
 
 @dataclass(frozen=True)
-class LanguageModelReport:
-    """How well one model predicts the text."""
-
-    tokens: int
-    validation_loss: float  # nats per token
-    bits_per_byte: float
-
-    def as_dict(self) -> dict[str, float]:
-        """The fields, for JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class PairReport:
     """How well a draft stands in for its target, at temperature 1 and greedily."""
 
@@ -56,20 +42,6 @@ class PairReport:
     def as_dict(self) -> dict[str, float]:
         """The fields, for JSON."""
         return asdict(self)
-
-
-def evaluate_model(
-    model: PreTrainedModel,
-    stream: NDArray[np.uint32],
-    *,
-    text_bytes: int,
-    length: int = 2048,
-    max_tokens: int | None = None,
-) -> LanguageModelReport:
-    """Loss and bits per byte along the stream, whose text is `text_bytes` long in UTF-8."""
-    loss, count = mean_loss(model, stream, length=length, max_tokens=max_tokens)
-    bytes_per_token = text_bytes / len(stream)
-    return LanguageModelReport(count, loss, loss / math.log(2) / bytes_per_token)
 
 
 def mean_loss(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes.common import END_OF_TEXT
 
-from truedraft.training.texts.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 
 HARD = [
     "",

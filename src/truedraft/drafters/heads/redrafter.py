@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -17,11 +16,12 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.survival import scores_for
 from truedraft.core.tree import TokenTree, narrowed
-from truedraft.drafters.base import DraftRequest, SizePlan
+from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.beams import Beams, MergedBeams, beam_search, merge, trees_of, with_dropped
 from truedraft.drafters.heads.calibration import FACT, Calibration, beam_curves
 from truedraft.drafters.heads.sampled_beams import SampledBeams
+from truedraft.drafters.measured_trees import SizePlan
 from truedraft.errors import OptionError
 from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
 from truedraft.models.base import LanguageModel
@@ -97,24 +97,6 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         self.sampled = sampled
         self._calibration = Calibration.of(self.facts.get(FACT, {}))
         self.limits = Budget(self.length, self.beams, min(self.nodes, self.beams * self.length))
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        *,
-        beams: int | None = None,
-        length: int | None = None,
-        nodes: int | None = None,
-        sampled: bool | None = None,
-    ) -> Redrafter:
-        """The head of a folder that `truedraft train redrafter` wrote, or of Apple's `Drafter`; see `Redrafter`.
-
-        Raises:
-            ModelError: there is no such head, or its files are damaged.
-            OptionError: as `Redrafter`.
-        """
-        return cls(RedrafterHead.load(folder), beams=beams, length=length, nodes=nodes, sampled=sampled)
 
     def with_sizes(self, beams: int, length: int, nodes: int) -> Redrafter:
         """The same head with other sizes, as measuring may show them to be best; 0 nodes draft nothing.

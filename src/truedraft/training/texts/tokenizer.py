@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer and save it as an ordinary Hugging Face folder."""
+"""The tokenizer of a model for training, and an ordinary Hugging Face folder of it."""
 
 from __future__ import annotations
 
@@ -6,61 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from truedraft.errors import ModelError
 from truedraft.models.loading import load_config, resolve_source
 from truedraft.text.tokenizer import Tokenizer as ModelTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedTokenizerBase
-
-END_OF_TEXT = "<|endoftext|>"
-
-# How text is cut before merging. A line break keeps the indentation after it, since in source code the two
-# are decided together; a word keeps one sign before it (`.append`, `(self`); numbers come in threes.
-CODE_PATTERN = (
-    r"(?:[^\S\n]*\n)+[^\S\n]*"  # line breaks, blank lines, and the indentation that follows
-    r"|[^\n\p{L}\p{N}]?\p{L}+"
-    r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+"
-    r"|[^\S\n]+(?=\S)|[^\S\n]+"
-)
-
-
-def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int, context: int, pattern: str = CODE_PATTERN
-) -> PreTrainedTokenizerFast:
-    """Learn byte-level BPE merges from the texts.
-
-    Every string survives encoding and decoding unchanged: no normalisation, no prefix space, all 256 bytes in
-    the alphabet. Id 0 is `<|endoftext|>`, which separates documents and ends an answer.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-        model_max_length=context,
-    )
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
