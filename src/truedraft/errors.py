@@ -199,3 +199,8 @@ class PeerError(TruedraftError):
 
 class MissingExtraError(TruedraftError):
     """An optional dependency is not installed."""
+
+
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says, for a sentence of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

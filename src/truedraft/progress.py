@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from rich.console import Console
 
-Progress: TypeAlias = Callable[[int, str], None]
-"""Is told how much is done, and a remark that stands behind the bar."""
+Progress: TypeAlias = Callable[[float, str], None]
+"""Is told how much is done, a share where no total was agreed on, and a remark that stands behind the bar."""
+
+
+def unwatched(done: float, remark: str) -> None:
+    """Progress that nobody is told of."""
 
 
 @contextlib.contextmanager
@@ -42,7 +46,7 @@ def progress_bar(console: Console, what: str, total: int, *, wanted: bool, patie
     task = bar.add_task(what, total=total, remark="")
     started = time.perf_counter()
 
-    def show(done: int, remark: str) -> None:
+    def show(done: float, remark: str) -> None:
         bar.update(task, completed=done, remark=remark)
         if wanted and not bar.live.is_started and time.perf_counter() - started >= patience_s:
             bar.start()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
-from truedraft.cache.arena import SPAN_STEP, Arena, ArenaCache, ArenaPool
+from truedraft.cache.arena import SPAN_STEP, Arena, ArenaPool
 from truedraft.errors import CacheError
 
 HEADS, WIDTH, CALLS, LIMIT = 2, 3, 2, 1024
@@ -42,7 +42,7 @@ def fill(cache: RequestCache, tokens: Sequence[float]) -> None:
     cache.commit(range(len(tokens)))
 
 
-def filled(pool: ArenaPool, tokens: Sequence[float]) -> ArenaCache:
+def filled(pool: ArenaPool, tokens: Sequence[float]) -> RequestCache:
     cache = pool.acquire()
     fill(cache, tokens)
     return cache
@@ -109,7 +109,7 @@ def test_capacity_and_slots_grow_and_entries_stay() -> None:
     second = filled(pool, range(SPAN_STEP + 1))
     assert first.capacity == second.capacity == 2 * SPAN_STEP
     others = [filled(pool, [7, number]) for number in range(3)]
-    assert first.arena.slots == 8
+    assert first.storage.arena.slots == 8
     for cache, tokens in ((first, [1, 2, 3]), (second, range(SPAN_STEP + 1)), (others[2], [7, 2])):
         assert_holds(cache.entries(), tokens)
 
@@ -127,35 +127,35 @@ def test_addresses_stay_until_the_arena_grows() -> None:
     cache = filled(pool, [1, 2, 3])
 
     def addresses() -> list[int]:
-        return [tensor.data_ptr() for call in range(CALLS) for tensor in cache.arena.rows(call)]
+        return [tensor.data_ptr() for call in range(CALLS) for tensor in cache.storage.arena.rows(call)]
 
-    before, generation = addresses(), cache.arena.generation
+    before, generation = addresses(), cache.storage.arena.generation
     for token in range(SPAN_STEP - 10):
         fill(cache, [token])
     forward(cache, range(5))
     cache.commit((0, 3))
     assert addresses() == before
-    assert cache.arena.generation == generation
+    assert cache.storage.arena.generation == generation
     forward(cache, range(2 * SPAN_STEP))
-    assert cache.arena.generation == generation + 1
+    assert cache.storage.arena.generation == generation + 1
 
 
 def test_requests_lie_in_the_lowest_slots_without_gaps() -> None:
     """The highest moves into the first gap, its uncommitted tokens with it."""
     pool = new_pool()
     caches = [filled(pool, [number, 10]) for number in range(5)]
-    assert [cache.slot for cache in caches] == [0, 1, 2, 3, 4]
+    assert [cache.storage.slot for cache in caches] == [0, 1, 2, 3, 4]
     forward(caches[4], [20, 21, 22])
-    arena = caches[0].arena
+    arena = caches[0].storage.arena
     for gone in (caches[1], caches[3]):
         pool.release(gone)
     arena.close_gaps()
-    assert [caches[number].slot for number in (0, 4, 2)] == [0, 1, 2]
+    assert [caches[number].storage.slot for number in (0, 4, 2)] == [0, 1, 2]
     for number in (0, 2, 4):
         assert_holds(caches[number].entries(), [number, 10])
     caches[4].commit((0, 2))
     assert_holds(caches[4].entries(), [4, 10, 20, 22])
-    assert pool.acquire().slot == 3
+    assert pool.acquire().storage.slot == 3
     assert pool.in_use == 4
 
 
@@ -165,9 +165,9 @@ def test_a_free_slot_is_taken_again_and_nothing_of_its_past_shows() -> None:
     old = filled(pool, [float("nan")] * 40)
     pool.release(old)
     cache = filled(pool, [1, 2, 3])
-    assert cache.slot == 0
+    assert cache.storage.slot == 0
     for call in range(CALLS):
-        for entries in cache.arena.entries(call):
+        for entries in cache.storage.arena.entries(call):
             assert bool(entries.isfinite().all())
     assert_holds(cache.entries(), [1, 2, 3])
 
@@ -178,7 +178,7 @@ def test_what_a_longer_tree_left_is_cleaned_by_the_next_forward() -> None:
     cache.commit((0,))
     forward(cache, [5])
     for call in range(CALLS):
-        for entries in cache.arena.entries(call):
+        for entries in cache.storage.arena.entries(call):
             assert bool(entries.isfinite().all())
 
 
@@ -187,13 +187,13 @@ def test_what_a_moved_request_left_is_cleaned_as_well() -> None:
     pool = new_pool()
     long, short = filled(pool, [float("nan")] * 30), filled(pool, [1, 2])
     pool.release(long)
-    short.arena.close_gaps()
-    assert short.slot == 0
+    short.storage.arena.close_gaps()
+    assert short.storage.slot == 0
     fill(short, [3])
     fresh = filled(pool, [9])
     assert_holds(short.entries(), [1, 2, 3])
     assert_holds(fresh.entries(), [9])
-    for entries in short.arena.entries(0):
+    for entries in short.storage.arena.entries(0):
         assert bool(entries.isfinite().all())
 
 
@@ -202,8 +202,8 @@ def test_a_cache_that_was_dropped_frees_its_slot() -> None:
     kept = [filled(pool, [1]), filled(pool, [2])]
     del kept[0]
     gc.collect()
-    kept[0].arena.close_gaps()
-    assert kept[0].slot == 0
+    kept[0].storage.arena.close_gaps()
+    assert kept[0].storage.slot == 0
     assert_holds(kept[0].entries(), [2])
 
 
@@ -227,8 +227,6 @@ def test_misuse_is_refused() -> None:
         cache.commit([0, 2])
     with pytest.raises(CacheError, match="cannot build on 3 uncommitted tokens: 2 were written"):
         cache.reserve(4, 3)
-    with pytest.raises(CacheError, match="without buffers of its own"):
-        cache.buffers(CALLS, HEADS, WIDTH, WIDTH, torch.float32)
     for foreign in (RequestCache(LIMIT), new_pool().acquire()):
         with pytest.raises(CacheError, match="made by another model"):
             pool.release(foreign)

@@ -19,6 +19,7 @@ from truedraft.costs.measuring import in_rounds
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.errors import DrafterError, OptionError, VocabularyMismatchError
+from truedraft.progress import unwatched
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
 ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
@@ -70,13 +71,13 @@ def test_small_contexts_are_not_exceeded(context_length: int) -> None:
 
 def test_a_real_model_is_measured_and_left_as_it_was() -> None:
     model = packed("llama")
-    seen: list[tuple[int, int, str]] = []
+    seen: list[tuple[float, str]] = []
     cost = measure_target(model, effort=ONCE, progress=lambda *each: seen.append(each))
     assert cost(1, [128]) > 0.0
     assert cost(64, [192]) >= cost(1, [128])
     assert model.pool.in_use == 0
-    done, total, label = seen[-1]
-    assert done == total
+    done, label = seen[-1]
+    assert done == 1.0
     assert "llama" in label
     assert [each[0] for each in seen] == sorted(each[0] for each in seen)
 
@@ -229,15 +230,15 @@ def test_rounds_interleave_and_stop_when_time_is_up() -> None:
         seen.append((key, number))
         clock.now += 1.0
 
-    progress: list[int] = []
-    rounds = in_rounds("abc", measure, Effort(10.0, 2, 50), lambda done, *_: progress.append(done), "x", clock)
+    progress: list[float] = []
+    rounds = in_rounds("abc", measure, Effort(10.0, 2, 50), lambda done, _: progress.append(done), "x", clock)
     assert rounds == 3  # a round takes 3 s, the warm-up too: 12 s are over after the third
     assert [number for _, number in seen] == [-1] * 3 + [0] * 3 + [1] * 3 + [2] * 3
     assert len({tuple(key for key, number in seen if number == n) for n in range(3)}) == 3
-    assert progress[-1] == 3 * 51
+    assert progress[-1] == 1.0 and progress[0] == pytest.approx(1 / (3 * 51))
     seen.clear()
-    assert in_rounds("abc", measure, Effort(0.0, 2, 50), None, "x", clock) == 2
-    assert in_rounds("abc", measure, Effort(1e9, 2, 4), None, "x", clock) == 4
+    assert in_rounds("abc", measure, Effort(0.0, 2, 50), unwatched, "x", clock) == 2
+    assert in_rounds("abc", measure, Effort(1e9, 2, 4), unwatched, "x", clock) == 4
 
 
 @pytest.mark.parametrize("values", [(-1.0, 1, 1), (float("nan"), 1, 1), (1.0, 0, 1), (1.0, 3, 2)])

@@ -37,7 +37,7 @@ def markov(seed: int = 1) -> MarkovModel:
 
 def allocated(engine: Engine) -> int:
     """Bytes of all buffers, one by one."""
-    pools = {id(pool): pool for model in models(engine) if (pool := model.cache_pool) is not None}
+    pools = {id(pool): pool for model in models(engine) if (pool := model.pool) is not None}
     kept = [cache for pool in pools.values() for cache in pool._free]
     running = [request.cache for request in engine._scheduler.running if request.cache is not None]
     drafted = [

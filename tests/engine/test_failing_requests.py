@@ -76,7 +76,7 @@ def test_one_whose_beginning_cannot_be_kept_ends_all_the_same(
         raise MemoryError("no room for blocks")
 
     own = expected(target)
-    pool = target.cache_pool
+    pool = target.pool
     assert pool is not None
     before = pool.in_use
     engine = Engine(

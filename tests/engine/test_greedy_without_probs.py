@@ -290,7 +290,7 @@ def test_the_poison_is_one(body: BackendMaker, monkeypatch: pytest.MonkeyPatch) 
 
     def forgetful(self: RequestCache, path: Sequence[int]) -> None:
         commit(self, path)
-        self._stale = 0
+        self.storage._stale = self.storage._end = 0
 
     monkeypatch.setattr(RequestCache, "commit", forgetful)
     answers, _ = poisoned(body)

@@ -146,9 +146,9 @@ def test_a_path_is_written_and_read() -> None:
     cache.write(0, numbers[:, :10], numbers[:, :10])
     cache.commit(range(10))
     cache.reserve(4)
-    cache.write_path(0, [0, 1], numbers[:, 10:12], numbers[:, 10:12])
-    cache.write_path(0, [0, 2], numbers[:, 12:13], numbers[:, 12:13])
-    keys, values = cache.write_path(0, [0, 2, 3], numbers[:, 13:14], numbers[:, 13:14])
+    cache.storage.write_path(0, cache.length, [0, 1], numbers[:, 10:12], numbers[:, 10:12])
+    cache.storage.write_path(0, cache.length, [0, 2], numbers[:, 12:13], numbers[:, 12:13])
+    keys, values = cache.storage.write_path(0, cache.length, [0, 2, 3], numbers[:, 13:14], numbers[:, 13:14])
     expected = numbers[:, [*range(11), 12, 13]]
     assert keys.equal(expected) and values.equal(expected)
     cache.commit([0, 2, 3])

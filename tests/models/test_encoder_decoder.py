@@ -208,12 +208,12 @@ def test_the_cache_behind_a_verdict_is_that_of_its_tokens(path: tuple[int, ...])
     whole = [*text, *(int(drafted[node]) for node in path)]
     model.forward([Segment(fresh, torch.tensor(whole), chain_shape(len(whole)), (), prompt=len(whole))])
     fresh.commit(range(len(whole)))
-    assert cache.length == fresh.length == len(whole) and cache.memory == 4
+    assert cache.length == fresh.length == len(whole) and cache.family.memory == 4
     for ours, theirs in zip(cache.entries(), fresh.entries(), strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one, other, atol=1e-5)
     cache.rollback(2)
-    assert cache.memory == 0 and cache.source[:2] == [5, 6]
+    assert cache.family.memory == 0 and cache.family.source[:2] == [5, 6]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])

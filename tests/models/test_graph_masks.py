@@ -11,7 +11,8 @@ from torch import Tensor
 
 from support.pairwise import pairwise
 from support.trees import ancestor_mask
-from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
+from truedraft.cache import RequestCache
+from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.backends.graphs.batch import (
@@ -37,7 +38,7 @@ def large_tree(nodes: int) -> TreeShape:
     return TreeShape((-1, 0, 0, *range(1, nodes - 2)))
 
 
-def cache_of(pool: ArenaPool, length: int, shape: TreeShape, written: int) -> ArenaCache:
+def cache_of(pool: ArenaPool, length: int, shape: TreeShape, written: int) -> RequestCache:
     """A cache that holds `length` committed tokens and room for the tree."""
     cache = pool.acquire()
     cache.reserve(length)
@@ -55,8 +56,8 @@ def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, lone: bool = Fal
         cache = cache_of(pool, length, shape, written)
         count = len(shape) - written
         segment = Segment(cache, torch.arange(count), shape, range(count), written)
-        assert cache.slot is not None
-        parts.append(PlacedSegment(segment, cache.slot))
+        assert isinstance(cache.storage, ArenaSlot)
+        parts.append(PlacedSegment(segment, cache.storage.place))
     capacity = parts[0].segment.cache.capacity
     return ArenaBatch.lone(parts[-1], capacity, PATTERNS) if lone else ArenaBatch.shared(parts, capacity, PATTERNS)
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.backends import HostRecorder, graph_backend
 from support.tiny_models import FAMILIES, VOCAB, stock
-from truedraft.cache.arena import ArenaCache
+from truedraft.cache import RequestCache
+from truedraft.cache.arena import ArenaSlot
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
@@ -50,10 +51,9 @@ class Fixture:
     def chain(self, cache: object, count: int) -> Segment:
         return Segment(cache, self.drawn(count), chain_shape(count), range(count))  # type: ignore[arg-type]
 
-    def filled(self, count: int) -> ArenaCache:
+    def filled(self, count: int) -> RequestCache:
         """A cache with `count` committed tokens, fed one by one (so that nothing is recorded for its sake)."""
         cache = self.model.new_cache()
-        assert isinstance(cache, ArenaCache)
         self.model.forward([self.chain(cache, count)])
         cache.commit(range(count))
         return cache
@@ -76,7 +76,7 @@ def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
     first, second = fixture.filled(9), fixture.filled(5)
     model = fixture.model
 
-    def tree(cache: ArenaCache) -> Segment:
+    def tree(cache: RequestCache) -> Segment:
         return Segment(cache, fixture.drawn(7), TREE, range(7))
 
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_requests_that_are_over_take_no_part() -> None:
     for _ in range(2):
         fixture.model.forward([fixture.chain(caches[3], 2)])
     assert fixture.runner.buckets[-1] == Bucket(0, 1, 2, 256, 0, 2)
-    assert caches[3].slot == 0
+    assert caches[3].storage.slot == 0
 
 
 def test_replays_compute_from_new_numbers() -> None:
@@ -228,8 +228,8 @@ def placed(*segments: Segment) -> list[PlacedSegment]:
     parts = []
     for segment in segments:
         segment.cache.reserve(len(segment.shape), segment.written)
-        assert isinstance(segment.cache, ArenaCache)
-        parts.append(PlacedSegment(segment, segment.cache.place))
+        assert isinstance(segment.cache.storage, ArenaSlot)
+        parts.append(PlacedSegment(segment, segment.cache.storage.place))
     return parts
 
 

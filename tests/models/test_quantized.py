@@ -211,7 +211,7 @@ def test_its_bytes_are_fewer_and_it_says_what_it_is() -> None:
     eight, four = model.quantized(8), model.quantized(4)
     assert four.weight_bytes < eight.weight_bytes < model.weight_bytes
     assert (four.name, four.note) == ("tiny in 4 bits", None)
-    assert four.cache_pool is model.cache_pool
+    assert four.pool is model.pool
     assert model.name == "tiny"
 
 

@@ -125,7 +125,7 @@ def read(model: HuggingFaceModel, ids: Sequence[int], prompt: int, cuts: Sequenc
 
 def assert_same_states(one: Any, other: Any) -> None:
     assert one.length == other.length
-    for mine, theirs in zip(one.carried.entries(), other.carried.entries(), strict=True):
+    for mine, theirs in zip(one.family.carried.entries(), other.family.carried.entries(), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
@@ -239,9 +239,9 @@ def test_a_rolled_back_cache_begins_again(family: str) -> None:
     cache, _ = read(model, list(PROMPTS[0]), len(PROMPTS[0]))
     model.forward([Segment(cache, torch.tensor([1, 2]), chain_shape(2), (1,))])
     cache.rollback(cache.length)
-    assert cache.length == len(PROMPTS[0]) and cache.carried.edges == [cache.length]
+    assert cache.length == len(PROMPTS[0]) and cache.family.carried.edges == [cache.length]
     cache.rollback(cache.length - 1)
-    assert cache.length == 0 and not cache.carried.entries() and not cache.carried.edges
+    assert cache.length == 0 and not cache.family.carried.entries() and not cache.family.carried.edges
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled", "seeded"])

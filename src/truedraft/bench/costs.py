@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,13 +198,10 @@ def _is_seen(suite: Suite) -> bool:
     return suite.target.device.type == "cpu"
 
 
-def _part(progress: Progress, number: int, first: float = 0.0, share: float = 1.0) -> Callable[[int, int, str], None]:
+def _part(progress: Progress, number: int, first: float = 0.0, share: float = 1.0) -> Progress:
     """The progress of one curve as a share of those of one engine, behind those that come first."""
 
-    def tell(done: int, total: int, label: str) -> None:
-        progress(number * PARTS + int(PARTS * (first + share * done / max(1, total))), label)
-
-    return tell
+    return lambda done, label: progress(number * PARTS + int(PARTS * (first + share * done)), label)
 
 
 def shown_points(target: TargetCost, context_length: int) -> list[dict[str, float]]:

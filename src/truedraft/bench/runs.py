@@ -15,7 +15,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
 from truedraft.errors import TruedraftError
 from truedraft.planning.decisions import Decisions
-from truedraft.progress import Progress
+from truedraft.progress import Progress, unwatched
 
 _WARM_UP_TOKENS = 16
 
@@ -217,7 +217,7 @@ def run_all(
     context_length: int,
     costs: Mapping[str, StepCosts] | None = None,
     keep: Callable[[Row], None] = lambda row: None,
-    progress: Progress = lambda done, remark: None,
+    progress: Progress = unwatched,
 ) -> Results:
     """Let all systems answer all groups, `runs` times each: A B C, then B C A, and so on.
 

@@ -1,7 +1,21 @@
 """Key/value memory: preallocated, rollback sets a length, commit keeps an accepted path."""
 
-from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
+from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
+from truedraft.cache.buffers import WIDEST_GAP, Buffers, key_span
+from truedraft.cache.family import FamilyState
 from truedraft.cache.prefixes import FEW, Prefixes
-from truedraft.cache.request import WIDEST_GAP, CachePool, RequestCache, key_span
+from truedraft.cache.request import CachePool, RequestCache
 
-__all__ = ["FEW", "WIDEST_GAP", "Arena", "ArenaCache", "ArenaPool", "CachePool", "Prefixes", "RequestCache", "key_span"]
+__all__ = [
+    "FEW",
+    "WIDEST_GAP",
+    "Arena",
+    "ArenaPool",
+    "ArenaSlot",
+    "Buffers",
+    "CachePool",
+    "FamilyState",
+    "Prefixes",
+    "RequestCache",
+    "key_span",
+]

@@ -50,7 +50,7 @@ class Arena:
         self._row = (kv_heads, width)
         self._limit = _rounded(limit)
         self._data = torch.zeros(2, calls, 1, kv_heads, width, dtype=dtype, device=device)
-        self._owners: list[weakref.ref[ArenaCache] | None] = []
+        self._owners: list[weakref.ref[ArenaSlot] | None] = []
         self._filled: list[int] = []  # of each slot: from here on all entries are 0
         self.slots = 0
         self.capacity = 0
@@ -86,7 +86,7 @@ class Arena:
         slots = self._data[:, :, : self.nowhere]
         return slots.view(2, self.calls, self.slots, self.capacity, *self._row)
 
-    def take(self, owner: ArenaCache) -> int:
+    def take(self, owner: ArenaSlot) -> int:
         """The lowest free slot. Its memory is there once something was reserved."""
         with self.lock:
             slot = next((slot for slot in range(len(self._owners)) if self._owner(slot) is None), len(self._owners))
@@ -98,7 +98,7 @@ class Arena:
         with self.lock:
             self._owners[slot] = None
 
-    def _owner(self, slot: int) -> ArenaCache | None:
+    def _owner(self, slot: int) -> ArenaSlot | None:
         """Who holds a slot; a request that was dropped without giving its slot back holds it no more."""
         reference = self._owners[slot]
         return None if reference is None else reference()
@@ -116,7 +116,7 @@ class Arena:
                 self._move(last, slot)
             slot += 1
 
-    def _move(self, owner: ArenaCache, slot: int) -> None:
+    def _move(self, owner: ArenaSlot, slot: int) -> None:
         source = len(self._owners) - 1
         if source < len(self._filled):  # else nothing was written there yet
             end = self._filled[source]
@@ -189,28 +189,23 @@ class Arena:
         block[:, :, target : target + count] = block[:, :, source : source + count].clone()
 
 
-class ArenaCache(RequestCache):
-    """Keys and values of one request, in a slot of a arena; everything else is as in `RequestCache`.
+class ArenaSlot:
+    """Where one request lies; its methods are as in `Buffers`.
 
     A forward over the arena writes the entries itself, by their addresses; `write` is for one that does not know it.
 
     Args:
         arena: takes the lowest free slot of it.
-        limit: the model's context.
 
     Attributes:
+        arena: as given.
         slot: where the request lies; the arena may move it between forwards. None once it was given back.
     """
 
-    def __init__(self, arena: Arena, limit: int) -> None:
-        super().__init__(limit)
-        self._arena = arena
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
         self.slot: int | None = arena.take(self)
-
-    @property
-    def arena(self) -> Arena:
-        """The arena that holds this request."""
-        return self._arena
+        self._start = 0  # position of the first token that the running forward writes
 
     @property
     def place(self) -> int:
@@ -225,76 +220,56 @@ class ArenaCache(RequestCache):
 
     @property
     def capacity(self) -> int:
-        return self._arena.capacity
+        return self.arena.capacity
 
     @property
-    def most(self) -> int:
-        return _rounded(self.limit)
+    def calls(self) -> int:
+        return self.arena.calls if self.place < self.arena.slots else 0
 
     @property
     def n_bytes(self) -> int:
-        return self._arena.slot_bytes
+        return self.arena.slot_bytes
 
-    def limit_to(self, limit: int) -> None:
+    def most(self, limit: int) -> int:
+        return _rounded(limit)
+
+    def limit_to(self, limit: int, empty: bool) -> None:
         # The slots of all grow together, so they do it now: then it is known beforehand to what.
-        self.limit = limit
-        self._arena.reserve(limit)
+        self.arena.reserve(limit)
 
-    def allow(self, limit: int) -> None:
-        self.limit_to(limit)
-
-    def reserve(self, count: int, written: int = 0) -> None:
-        with self._arena.lock:
+    def reserve(self, start: int, end: int, limit: int) -> None:
+        with self.arena.lock:
             _ = self.place
-            if written > self._written:
-                raise CacheError(f"cannot build on {written} uncommitted tokens: {self._written} were written")
-            self._arena.reserve(self.length + count)
-            self._start = self.length + written
-            self._written = count
-
-    def buffers(
-        self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        raise CacheError("this cache is a slot of a arena, without buffers of its own; use the model that made it")
+            self.arena.reserve(end)
+            self._start = start
 
     @torch.inference_mode()
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         end = self._start + keys.shape[1]
-        with self._arena.lock:
+        with self.arena.lock:
             slot = self.place
-            self._arena.clean(slot, end)
-            all_keys, all_values = (entries[slot] for entries in self._arena.entries(call))
+            self.arena.clean(slot, end)
+            all_keys, all_values = (entries[slot] for entries in self.arena.entries(call))
         all_keys[self._start : end] = keys.transpose(0, 1)
         all_values[self._start : end] = values.transpose(0, 1)
         span = min(_rounded(end), self.capacity)
         return all_keys[:span].permute(1, 2, 0), all_values[:span].transpose(0, 1)
 
-    def commit(self, path: Sequence[int]) -> None:
+    def keep(self, length: int, path: Sequence[int]) -> None:
         # Entries move in runs, by addresses that the host knows, so nothing is copied to the device for it.
-        kept = len(path)
-        if kept and not 0 <= path[-1] < self._written:
-            raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self._written}")
-        with self._arena.lock:
+        with self.arena.lock:
             slot = self.place
             for source, target, count in _runs(path):
-                self._arena.shift(slot, self.length + source, self.length + target, count)
-            self.length += kept
-            self._written = 0
+                self.arena.shift(slot, length + source, length + target, count)
 
-    def entries(self) -> list[tuple[Tensor, Tensor]]:
-        with self._arena.lock:
-            slot = self.place
-            if slot >= self._arena.slots:
-                return []
-            pairs = [self._arena.entries(call) for call in range(self._arena.calls)]
-            return [
-                (keys[slot, : self.length].transpose(0, 1), values[slot, : self.length].transpose(0, 1))
-                for keys, values in pairs
-            ]
+    def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
+        with self.arena.lock:
+            keys, values = (entries[self.place, :length] for entries in self.arena.entries(call))
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 class ArenaPool(CachePool):
-    """Hands out slots of a arena as caches and takes them back.
+    """Hands out caches in slots of an arena and takes them back.
 
     Args:
         arena: where they lie.
@@ -305,8 +280,8 @@ class ArenaPool(CachePool):
         super().__init__(limit, keep=0)
         self._arena = arena
 
-    def acquire(self) -> ArenaCache:
-        cache = ArenaCache(self._arena, self._limit)
+    def acquire(self) -> RequestCache:
+        cache = RequestCache(self._limit, storage=ArenaSlot(self._arena))
         with self._lock:
             self.in_use += 1
         return cache
@@ -317,12 +292,13 @@ class ArenaPool(CachePool):
         Raises:
             CacheError: it is not of this pool, or was given back before.
         """
-        if not isinstance(cache, ArenaCache) or cache.arena is not self._arena:
+        slot = cache.storage
+        if not isinstance(slot, ArenaSlot) or slot.arena is not self._arena:
             raise CacheError("this cache was made by another model; give it back to that one")
         with self._arena.lock:
-            self._arena.give_back(cache.place)
+            self._arena.give_back(slot.place)
             cache.rollback(0)
-            cache.slot = None
+            slot.slot = None
         with self._lock:
             self.in_use -= 1
 

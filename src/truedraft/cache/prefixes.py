@@ -5,9 +5,8 @@ another bit for bit. It is copied: from a request that runs and begins alike, as
 from blocks that were kept of earlier ones, as the turns of a conversation that goes on. Requests of different scopes,
 such as the keys of a server's clients, share nothing: how soon an answer begins would tell what others asked.
 
-Where layers carry states only those behind the edges of prompts are there to go on from, so less is shared. Of an
-encoder's text every entry depends on all of it, so only requests with the same one share, while they run. So it is with
-prompts that have images or sound beside their tokens: their scope holds a digest of all of that.
+Of which tokens that holds differs from family to family (`cache/family.py`). Prompts that have images or sound beside
+their tokens share while they run, and only with the same ones: their scope holds a digest of all of that.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from truedraft.cache.carried import PIECE, StateRow, bytes_of
+from truedraft.cache.carried import StateRow, bytes_of
+from truedraft.cache.family import BLOCK
 from truedraft.cache.request import RequestCache
 
-BLOCK = 64
-"""Tokens of a block that is kept."""
 FEW = 16
 """So many tokens are computed again, which is as fast as copying them."""
 
@@ -46,21 +44,8 @@ class _Member:
 
     @property
     def last(self) -> int:
-        """Where the last token lies that is computed in any case.
-
-        Where layers carry states that is the prompt's: behind it the same tokens have other bits, read one by one.
-        """
-        return (self.prompt if self.cache.carries and self.prompt is not None else len(self.tokens)) - 1
-
-    def comes_by(self, tokens: int) -> int:
-        """How many of its first tokens, at most so many, another may begin with once it has read them."""
-        if tokens >= self.last:
-            return self.last
-        if self.cache.encodes:
-            return 0
-        if not self.cache.carries:
-            return tokens
-        return tokens // PIECE * PIECE
+        """Where the last token lies that is computed in any case."""
+        return self.cache.family.last(len(self.tokens), self.prompt)
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +136,7 @@ class Prefixes:
             member = self._members.get(other)
             if member is None or member.scope != own.scope or member is own:
                 continue
-            alike = member.comes_by(min(_alike(own.tokens, member.tokens), own.last))
+            alike = member.cache.family.comes_by(min(_alike(own.tokens, member.tokens), own.last), member.last)
             if alike > most and member.cache.length < alike:
                 best, most = (other, alike), alike
         return best
@@ -170,8 +155,8 @@ class Prefixes:
         if not self.shares:
             return 0
         own = self._members[number]
-        before, last = own.cache.length, own.last
-        if own.cache.encodes and before:
+        before, last, family = own.cache.length, own.last, own.cache.family
+        if family.encodes and before:
             return 0
         donor, alike = None, max(before + FEW, least) - 1
         for each in self._members.values():
@@ -185,9 +170,8 @@ class Prefixes:
             self._write(own.cache, kept, _joined(blocks, before, kept), blocks[-1].states)
         elif donor is not None:
             entries = [(keys[:, before:alike], values[:, before:alike]) for keys, values in donor.cache.entries()]
-            self._write(own.cache, alike, entries, donor.cache.carried.at(alike) if own.cache.carries else None)
-            own.cache.memory, own.cache.source = donor.cache.memory, list(donor.cache.source)
-            own.cache.shift = donor.cache.shift
+            self._write(own.cache, alike, entries, donor.cache.family.carried.at(alike) if family.carries else None)
+            family.begin_as(donor.cache.family)
         copied = own.cache.length - before
         self.copied += copied
         return copied
@@ -201,7 +185,7 @@ class Prefixes:
             block = block.following.get(tuple(own.tokens[first : first + BLOCK]))
             if block is not None:
                 found.append(block)
-        if own.cache.carries:
+        if own.cache.family.carries:
             while found and (found[-1].states is None or len(found) * BLOCK > own.last):
                 found.pop()
         self._use(found)
@@ -226,18 +210,15 @@ class Prefixes:
             cache.write(call, keys, values)
         cache.commit(range(count))
         if states is not None:
-            cache.carried.take(length, states)
+            cache.family.carried.take(length, states)
 
     @torch.inference_mode()
     def keep(self, number: int) -> None:
         """Keep the whole blocks of what a request's cache holds, for requests to come."""
         own = self._members.get(number)
-        if own is None or self.most_bytes <= 0 or own.cache.encodes:
+        if own is None or self.most_bytes <= 0:
             return
-        edges = set(own.cache.carried.edges)
-        length = (
-            max((edge for edge in edges if edge % BLOCK == 0), default=0) if own.cache.carries else own.cache.length
-        )
+        carried, length = own.cache.family.carried, own.cache.family.kept(own.cache.length)
         if length < BLOCK:
             return
         entries = own.cache.entries()
@@ -252,8 +233,8 @@ class Prefixes:
                 following = block.following[tokens] = _Block(block, tokens, copies)
                 self._blocks[id(following)] = following
                 self.n_bytes += following.n_bytes
-            if following.states is None and first + BLOCK in edges:
-                following.states = own.cache.carried.at(first + BLOCK)
+            if following.states is None and first + BLOCK in carried.edges:
+                following.states = carried.at(first + BLOCK)
                 self.n_bytes += bytes_of(following.states)
             block = following
             path.append(block)

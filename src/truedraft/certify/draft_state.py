@@ -351,7 +351,7 @@ def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequenc
             for a, b in zip(ours, theirs, strict=True)
         ]
         if cache.length == length:
-            carried = zip(cache.carried.entries(), other.carried.entries(), strict=True)
+            carried = zip(cache.family.carried.entries(), other.family.carried.entries(), strict=True)
             pairs += [(ours[name], theirs[name]) for ours, theirs in carried for name in theirs]
         largest = size = 0.0
         for a, b in pairs if length else ():

@@ -81,7 +81,7 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
     with quiet_hub(), errors_about("model"):
         model = load_model(name)
     with terminal.progress("forwards", _PARTS) as show:
-        costs = StepCosts(model, progress=lambda done, total, remark: show(round(_PARTS * done / total), remark))
+        costs = StepCosts(model, progress=lambda share, remark: show(round(_PARTS * share), remark))
         forwards = costs.forwards()
     for warning in costs.warnings:
         terminal.err.print(warning)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from truedraft.core.sums import summed
 from truedraft.core.verdict import Divergence
 
 if TYPE_CHECKING:
@@ -198,13 +199,7 @@ class DrafterCounters:
         """Accepted tokens per drafted token; 0 when nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
-    def __add__(self, other: DrafterCounters) -> DrafterCounters:
-        """The sum of two counts."""
-        return DrafterCounters(
-            self.target_calls + other.target_calls,
-            self.draft_tokens + other.draft_tokens,
-            self.accepted_tokens + other.accepted_tokens,
-        )
+    __add__ = summed
 
 
 @dataclass(slots=True)
@@ -312,39 +307,8 @@ class Counters:
             for position in range(step.accepted):
                 self.accepted_per_position[position] += 1
 
-    def __add__(self, other: Counters) -> Counters:
-        """The sum of two counts."""
-        none = DrafterCounters()
-        return Counters(
-            self.target_calls + other.target_calls,
-            self.prefill_calls + other.prefill_calls,
-            self.draft_tokens + other.draft_tokens,
-            self.accepted_tokens + other.accepted_tokens,
-            self.emitted_tokens + other.emitted_tokens,
-            self.prefill_tokens + other.prefill_tokens,
-            _sum(self.accepted_per_position, other.accepted_per_position),
-            _sum(self.tried_per_position, other.tried_per_position),
-            self.listed_tokens + other.listed_tokens,
-            self.recoveries + other.recoveries,
-            _sum_known(self.divergence, other.divergence),
-            self.stop_tokens + other.stop_tokens,
-            {
-                name: self.by_drafter.get(name, none) + other.by_drafter.get(name, none)
-                for name in (*self.by_drafter, *(name for name in other.by_drafter if name not in self.by_drafter))
-            },
-        )
+    __add__ = summed
 
 
 def _grow(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
-
-
-def _sum(left: list[int], right: list[int]) -> list[int]:
-    length = max(len(left), len(right))
-    return [sum(counts[i] for counts in (left, right) if i < len(counts)) for i in range(length)]
-
-
-def _sum_known(left: Divergence | None, right: Divergence | None) -> Divergence | None:
-    if left is None or right is None:
-        return left or right
-    return left + right

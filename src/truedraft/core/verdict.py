@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from truedraft.core.sums import summed
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDivergence:
@@ -71,15 +73,7 @@ class Divergence:
             math.fsum(one.kl_greedy for one in each),
         )
 
-    def __add__(self, other: Divergence) -> Divergence:
-        """The sums over the tokens of both."""
-        return Divergence(
-            self.tokens + other.tokens,
-            self.total_variation + other.total_variation,
-            self.kl + other.kl,
-            self.total_variation_greedy + other.total_variation_greedy,
-            self.kl_greedy + other.kl_greedy,
-        )
+    __add__ = summed
 
 
 class Origin(Enum):

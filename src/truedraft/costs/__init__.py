@@ -10,7 +10,7 @@ from truedraft.costs.kept import (
     parts,
     target_cost,
 )
-from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target
+from truedraft.costs.measuring import Effort, measure_drafter, measure_target
 from truedraft.costs.running import RunningTimes
 from truedraft.costs.store import CostStore
 
@@ -20,7 +20,6 @@ __all__ = [
     "CurveCheck",
     "Effort",
     "Measured",
-    "Progress",
     "ReadBandwidth",
     "RunningTimes",
     "StepCosts",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import StepRecord
-from truedraft.costs.measuring import Effort, Progress, measure_drafter, measure_target, rehearse
+from truedraft.costs.measuring import Effort, measure_drafter, measure_target, rehearse
 from truedraft.costs.store import CostKey, CostStore, drafter_key, target_key
 from truedraft.drafters.base import Drafter
 from truedraft.models.base import LanguageModel
+from truedraft.progress import Progress, unwatched
 from truedraft.theory import DraftCost, TargetCost
 
 STEPS = 50
@@ -54,7 +55,7 @@ class Measured(Generic[Cost]):
 def target_cost(
     model: LanguageModel,
     *,
-    progress: Progress | None = None,
+    progress: Progress = unwatched,
     refresh: bool = False,
     effort: Effort | None = None,
     store: CostStore | None = None,
@@ -85,7 +86,7 @@ def drafter_cost(
     target: LanguageModel,
     *,
     params: SamplingParams | None = None,
-    progress: Progress | None = None,
+    progress: Progress = unwatched,
     refresh: bool = False,
     effort: Effort | None = None,
     store: CostStore | None = None,
@@ -155,7 +156,7 @@ class StepCosts:
         forwards: TargetCost | None = None,
         refresh: bool = False,
         store: CostStore | None = None,
-        progress: Progress | None = None,
+        progress: Progress = unwatched,
     ) -> None:
         self.target = target
         self.measuring_s = 0.0
@@ -246,7 +247,7 @@ class CurveCheck:
         tell: given the median of measured / V after every 50 steps without a part of a prompt.
     """
 
-    def __init__(self, forwards: TargetCost, tell: Callable[[float], None]) -> None:
+    def __init__(self, forwards: Callable[[int, Sequence[int]], float], tell: Callable[[float], None]) -> None:
         self._forwards = forwards
         self._tell = tell
         self._ratios: list[float] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,10 @@ from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.machine import wait_for
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.progress import Progress, unwatched
 from truedraft.theory import BatchPoint, DraftCost, DraftPoint, TargetCost
 
 Key = TypeVar("Key", bound=Hashable)
-Progress: TypeAlias = Callable[[int, int, str], None]
-"""Called with measurements done, all measurements planned, and a label."""
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _CONTEXTS = (128, 512, 1024)
@@ -69,7 +68,7 @@ def in_rounds(
     keys: Sequence[Key],
     measure: Callable[[Key, int], None],
     effort: Effort,
-    progress: Progress | None,
+    progress: Progress,
     label: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
@@ -96,11 +95,9 @@ def in_rounds(
             break
         for place in range(len(keys)):
             measure(keys[(place + number) % len(keys)], number)
-            if progress is not None:
-                progress((number + 1) * len(keys) + place + 1, total, label)
+            progress(((number + 1) * len(keys) + place + 1) / total, label)
         rounds = number + 1
-    if progress is not None and rounds < effort.most_rounds:
-        progress(total, total, label)
+    progress(1.0, label)
     return rounds
 
 
@@ -118,7 +115,7 @@ def measure_target(
     model: LanguageModel,
     *,
     effort: Effort | None = None,
-    progress: Progress | None = None,
+    progress: Progress = unwatched,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TargetCost:
     """Time forwards of 1 to 64 rows behind contexts of 128 to 1,024 tokens, and of several requests at once.
@@ -217,7 +214,7 @@ def measure_drafter(
     *,
     params: SamplingParams | None = None,
     effort: Effort | None = None,
-    progress: Progress | None = None,
+    progress: Progress = unwatched,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftCost:
     """Time `propose` and `observe` for one request, at budgets of depth 1 up to the drafter's own.

@@ -14,7 +14,7 @@ from statistics import median
 from truedraft.core.budget import RequestView
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import DraftTime, StepRecord
-from truedraft.costs.kept import STEPS, StepCosts
+from truedraft.costs.kept import CurveCheck, StepCosts
 from truedraft.drafters.base import Drafter
 from truedraft.errors import TruedraftError
 from truedraft.theory import ForwardTable
@@ -133,7 +133,7 @@ class RunningTimes:
         self._unlike = dict.fromkeys(self._steps, 0)  # steps of each kind, behind others, since one was looked at
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
         self._forward_s = ForwardTable(lambda rows, contexts: costs.forwards()(rows, contexts))
-        self._forward_ratios: list[float] = []  # of forwards, measured over V
+        self._check = CurveCheck(self._forward_s, lambda ratio: costs.judge(ratio))
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         drafted = rows > len(contexts)
@@ -202,16 +202,9 @@ class RunningTimes:
         measured = record.total_s - record.draft_s - (0.0 if drafted else record.decide_s)
         forward_s = self._forward_s(rows, record.contexts)
         self._steps[kind].learn(rows, measured, forward_s)
-        self._judge(record.target_s / forward_s)
+        self._check(record)
         for each in record.drafting:
             self._observe_drafting(each, greedy)
-
-    def _judge(self, ratio: float) -> None:
-        """Take note how forwards stand to V; a kept curve that they part from is measured again at its next use."""
-        self._forward_ratios.append(ratio)
-        if len(self._forward_ratios) == STEPS:
-            self._costs.judge(median(self._forward_ratios))
-            self._forward_ratios.clear()
 
     def _observe_drafting(self, spent: DraftTime, greedy: bool) -> None:
         if not spent.depth:

@@ -192,7 +192,7 @@ class DraftModel(Drafter):
             cache = self.caches[request.id]
             ids = request.tokens[cache.length : len(request.tokens) - (not whole)][:_PREFILL_TOKENS]
             if ids:
-                inputs = request.inputs if self._hears and not cache.memory else None
+                inputs = request.inputs if self._hears and not cache.family.memory else None
                 rows = (len(ids) - 1,) if whole else ()
                 prompt = len(ids) if len(ids) > FEW else 0  # a draft's bits may hang on anything
                 shape = chain_shape(len(ids))

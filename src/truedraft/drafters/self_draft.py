@@ -46,7 +46,7 @@ class SelfDraft(Drafter):
     def __init__(self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
-        if model.cache_pool is None or model.cache_pool is not target.cache_pool:
+        if model.pool is None or model.pool is not target.pool:
             raise CompositionError(
                 f"{model.name!r} does not read the caches of {target.name!r}; give a model made of it, such as "
                 "target.quantized(4)"
@@ -65,7 +65,7 @@ class SelfDraft(Drafter):
         Raises:
             CompositionError: it was made from another one.
         """
-        if target.cache_pool is not self._target.cache_pool:
+        if target.pool is not self._target.pool:
             raise CompositionError(
                 f"this drafter is {self._target.name!r} itself, and reads its keys and values; make one of "
                 f"{target.name!r} to draft for that"

@@ -135,12 +135,12 @@ class CacheMemory:
     def extend(self, request: Request) -> None:
         """Let the caches of a request grow to what it was granted."""
         assert request.cache is not None
-        request.cache.allow(request.granted)
+        request.cache.limit_to(request.granted)
         request.most_positions = request.cache.most
         for drafter in self._members.values():
             for _, cache, tokens in drafter.model_caches(request.id, request.granted):
                 if cache is not None:
-                    cache.allow(tokens)
+                    cache.limit_to(tokens)
 
     def released(self) -> None:
         """A request is over, and its caches were given back."""
@@ -259,7 +259,7 @@ def _is_near(request: Request) -> bool:
 
 def _pool_of(model: LanguageModel) -> CachePool:
     """The model's own pool, or one that only counts."""
-    pool = model.cache_pool
+    pool = model.pool
     return pool if pool is not None else CachePool(model.context_length, keep=0)
 
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, first_line
 from truedraft.heads.base import HeadRecord
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
@@ -206,8 +206,7 @@ def _tensors(file: Path, advice: str) -> dict[str, Tensor]:
     try:
         state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"cannot read {str(file)!r} as tensors ({reason}); fetch the file again") from error
+        raise ModelError(f"cannot read {str(file)!r} as tensors ({first_line(error)}); fetch the file again") from error
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
         raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
     return state

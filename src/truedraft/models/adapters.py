@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
-from truedraft.errors import MissingExtraError, ModelError, ModelNotFoundError, UnsupportedModelError
+from truedraft.errors import MissingExtraError, ModelError, ModelNotFoundError, UnsupportedModelError, first_line
 from truedraft.models.packing import ForwardPlan
 
 _LEAST_ROWS = 4  # of a product: fewer take other kernels, and a row must not depend on how many share its forward
@@ -96,8 +96,7 @@ def _with_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) ->
             else:
                 wrapped.load_adapter(str(folder), adapter_name=name)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"the adapter {str(folder)!r} does not fit this model: {first}") from error
+            raise ModelError(f"the adapter {str(folder)!r} does not fit this model: {first_line(error)}") from error
     return wrapped
 
 

@@ -111,6 +111,7 @@ class LanguageModel(Reader, ABC):
         shared_ids: ids that it can write at all, of a draft that has another tokenizer than its target; None: all.
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
         placeholders: ids of tokens that this takes the place of.
+        pool: where its caches come from, and wait for the next request; None where none are kept.
         failure: why it cannot run, in a sentence, where its weights are made late and could not be; None while it can.
     """
 
@@ -126,6 +127,7 @@ class LanguageModel(Reader, ABC):
     shared_ids: Tensor | None = None
     input_names: frozenset[str] = frozenset()
     placeholders: frozenset[int] = frozenset()
+    pool: CachePool | None = None
     failure: str | None = None
 
     @property
@@ -148,18 +150,15 @@ class LanguageModel(Reader, ABC):
         """
         raise PromptError(f"{self.name!r} takes no pictures; give text alone, or name a model that sees")
 
-    @abstractmethod
     def new_cache(self) -> RequestCache:
         """An empty cache for one request."""
+        assert self.pool is not None
+        return self.pool.acquire()
 
-    @property
-    def cache_pool(self) -> CachePool | None:
-        """Where its caches come from, and wait for the next request; None where none are kept."""
-        return None
-
-    @abstractmethod
     def release_cache(self, cache: RequestCache) -> None:
         """Take back a cache that is no longer used."""
+        assert self.pool is not None
+        self.pool.release(cache)
 
     @property
     def opening(self) -> tuple[int, ...]:

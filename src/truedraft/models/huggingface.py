@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from truedraft.cache import CachePool, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
@@ -165,16 +164,6 @@ class HuggingFaceModel(LanguageModel):
         if not self.input_names or getattr(config, "vision_config", None) is None:
             return super().processor
         return Processor.load(config.name_or_path, self.name, getattr(config, "_commit_hash", None))
-
-    def new_cache(self) -> RequestCache:
-        return self.pool.acquire()
-
-    @property
-    def cache_pool(self) -> CachePool:
-        return self.pool
-
-    def release_cache(self, cache: RequestCache) -> None:
-        self.pool.release(cache)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:

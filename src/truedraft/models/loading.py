@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError, first_line
 from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
@@ -211,7 +211,7 @@ def _stumbles(say: Callable[[str], str]) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(say(_first_line(error))) from error
+        raise UnsupportedModelError(say(first_line(error))) from error
 
 
 def run_alone(
@@ -385,10 +385,10 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
                 "family that transformers has itself"
             ) from error
         if Path(source).is_dir():
-            raise ModelError(f"cannot read the configuration of {name!r}: {_first_line(error)}") from error
+            raise ModelError(f"cannot read the configuration of {name!r}: {first_line(error)}") from error
         raise ModelNotFoundError(
             f"found no model {name!r}: there is no such folder, and the Hugging Face hub did not give it "
-            f"({_first_line(error)})"
+            f"({first_line(error)})"
         ) from error
 
 
@@ -412,7 +412,7 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelError(f"cannot load the weights of {name!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
     missing, superfluous = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if superfluous and not missing:  # without those that the family declares to be of no use
         raise ModelError(
@@ -447,7 +447,7 @@ def refuse_broken_generation_config(source: str, name: str, revision: str | None
     try:
         read = json.loads(Path(found).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _bad_generation_config(name, f"cannot be read ({_first_line(error)})") from error
+        raise _bad_generation_config(name, f"cannot be read ({first_line(error)})") from error
     if not isinstance(read, dict):
         raise _bad_generation_config(name, f"holds a {type(read).__name__} in place of an object")
     ends = read.get("eos_token_id")
@@ -517,10 +517,6 @@ def _class_of(config: Any) -> Any:
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not writer.endswith("ForConditionalGeneration"):
         return AutoModelForCausalLM
     return getattr(transformers, writer)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ def noting_shift(model: PreTrainedModel, cache: RequestCache) -> Iterator[None]:
     found = next(
         (own for each in model.modules() if isinstance(own := getattr(each, "rope_deltas", None), Tensor)), None
     )
-    cache.shift = shift if found is None else int(found.flatten()[0])
+    cache.family.shift = shift if found is None else int(found.flatten()[0])
 
 
 def on_device(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class ForwardPlan:
             segment.cache.reserve(written + count, written)
             start = len(positions)
             plans.append(SegmentPlan(segment, start, count, length, device))
-            first = length - 1 + segment.cache.shift
+            first = length - 1 + segment.cache.family.shift
             positions.extend(first + depth for depth in segment.shape.depths[written:])
             rows.extend(start + row for row in segment.rows)
         tokens = _on_device([segment.tokens for segment in segments], device)

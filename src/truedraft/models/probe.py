@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.errors import UnsupportedModelError
+from truedraft.errors import UnsupportedModelError, first_line
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.recurrence import carrying_modules, without_states
@@ -462,7 +462,7 @@ def _by_itself(model: PreTrainedModel, texts: Tensor, name: str) -> Tensor:
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{name} ({type(model).__name__}) cannot be run by transformers itself on token ids alone "
-            f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); check its config.json"
+            f"({type(error).__name__}: {first_line(error)}); check its config.json"
         ) from error
     return logits.float()
 

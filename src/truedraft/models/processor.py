@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
-from truedraft.errors import MissingExtraError, ModelError, PromptError
+from truedraft.errors import MissingExtraError, ModelError, PromptError, first_line
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.text.tokenizer import ChatOptions, Tokenizer
 
@@ -62,10 +62,9 @@ class Processor:
                 source, revision=revision, trust_remote_code=False, local_files_only=folder.is_dir()
             )
         except Exception as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise ModelError(
-                f"the processor of {name!r} cannot be read ({first}); fetch its files again, preprocessor_config.json "
-                "among them"
+                f"the processor of {name!r} cannot be read ({first_line(error)}); fetch its files again, "
+                "preprocessor_config.json among them"
             ) from error
         if getattr(backend, "image_processor", None) is None or getattr(backend, "tokenizer", None) is None:
             raise _without_processor(name)
@@ -138,8 +137,7 @@ class Processor:
                     text=text, images=list(pictures), return_tensors="pt", add_special_tokens=special_tokens
                 )
         except _REFUSALS as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise PromptError(f"the processor of {self._name!r} refuses this prompt ({first})") from error
+            raise PromptError(f"the processor of {self._name!r} refuses this prompt ({first_line(error)})") from error
         return MultimodalPrompt.of(encoded)
 
 

@@ -210,7 +210,7 @@ class _Layer:
                     note([(part, last - 1)], found, [each[0] for each in output])
                 behind = states[id(part)][end - 1]
                 assert behind is not None
-                part.segment.cache.carried.mark(self._number, part.length + end, behind)
+                part.segment.cache.family.carried.mark(self._number, part.length + end, behind)
             for level in order.levels:
                 for places, known in self._batches(level, states):
                     index = torch.tensor([order.row(place) for place in places], device=hidden_states.device)
@@ -218,7 +218,7 @@ class _Layer:
                     rows.append(index)
                     note(places, found, [each[:, 0] for each in output])
             for part in plan.segments:
-                part.segment.cache.carried.note(self._number, states[id(part)], part.segment.written)
+                part.segment.cache.family.carried.note(self._number, states[id(part)], part.segment.written)
             index = torch.cat(rows).to(hidden_states.device)
             mixed = []
             for each in zip(*outputs, strict=True):
@@ -251,7 +251,7 @@ class _Layer:
                     here.append(row)
                     there.append(part.start + parent - segment.written)
                     continue
-                known = segment.cache.carried.behind(self._number, parent)
+                known = segment.cache.family.carried.behind(self._number, parent)
                 if known is not None:
                     before[0, row] = known.states[name][known.row]
         if here:
@@ -264,7 +264,7 @@ class _Layer:
         segment = part.segment
         parent = segment.shape.parents[node]
         if parent < segment.written:
-            return segment.cache.carried.behind(self._number, parent)
+            return segment.cache.family.carried.behind(self._number, parent)
         return states[id(part)][parent - segment.written]
 
     def _batches(

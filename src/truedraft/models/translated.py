@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truedraft.cache import CachePool, RequestCache
+from truedraft.cache import FamilyState, RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, shape_of
 from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
@@ -60,6 +60,7 @@ class TranslatedModel(LanguageModel):
         self.device = draft.device
         self.dtype = draft.dtype
         self.fast_paths = draft.fast_paths
+        self.pool = draft.pool
         self.parameters = draft.parameters
         self.weight_bytes = draft.weight_bytes
         self.head_width = draft.head_width
@@ -84,10 +85,6 @@ class TranslatedModel(LanguageModel):
 
     def new_cache(self) -> RequestCache:
         return _SpelledCache(self._draft.new_cache())
-
-    @property
-    def cache_pool(self) -> CachePool | None:
-        return self._draft.cache_pool
 
     def release_cache(self, cache: RequestCache) -> None:
         assert isinstance(cache, _SpelledCache)
@@ -146,7 +143,7 @@ class _SpelledCache(RequestCache):
 
     def __init__(self, spelled: RequestCache) -> None:
         # As of a model that carries states: what it holds is not shared by positions.
-        super().__init__(spelled.limit, carries=True)
+        super().__init__(spelled.limit, FamilyState(carries=True))
         self.spelled = spelled
         self._lengths = [0]  # of the spelled cache behind each committed token
         self._ends: list[int] = []  # of each uncommitted token, the number of its last id among the uncommitted ones
@@ -169,7 +166,7 @@ class _SpelledCache(RequestCache):
                 parent = len(parents) - 1
             self._ends.append(parent)
         self._parents = parents
-        self._written = len(self._ends)
+        self.uncommitted = len(self._ends)
         rows = [self._ends[segment.written + row] - written for row in segment.rows]
         return shape_of(tuple(parents)), rows, written
 
@@ -193,7 +190,7 @@ class _SpelledCache(RequestCache):
         self.length = length
 
     def _forget_uncommitted(self) -> None:
-        self._ends, self._parents, self._written = [], [], 0
+        self._ends, self._parents, self.uncommitted = [], [], 0
 
     @property
     def n_bytes(self) -> int:
@@ -205,9 +202,6 @@ class _SpelledCache(RequestCache):
 
     def limit_to(self, limit: int) -> None:
         self.spelled.limit_to(limit)
-
-    def allow(self, limit: int) -> None:
-        self.spelled.allow(limit)
 
     def entries(self) -> list[tuple[Tensor, Tensor]]:
         return self.spelled.entries()

@@ -15,6 +15,7 @@ import numpy as np
 
 from truedraft.core.budget import Decision
 from truedraft.core.stats import RequestStep, StepRecord
+from truedraft.core.sums import summed
 from truedraft.theory import ForwardTable
 
 PLAIN, PROBE = "plain", "probe"
@@ -89,9 +90,7 @@ class Tally:
             self.foreseen += step.decision.expected_tokens
             self.foreseen_steps += 1
 
-    def __add__(self, other: Tally) -> Tally:
-        """The sum of two."""
-        return _sum(self, other)
+    __add__ = summed
 
     @property
     def drafted_per_step(self) -> float:
@@ -146,9 +145,7 @@ class Stretch:
     plain_s: float = 0.0
     plain_steps_curve_s: float = 0.0
 
-    def __add__(self, other: Stretch) -> Stretch:
-        """Both, one behind the other."""
-        return _sum(self, other)
+    __add__ = summed
 
     @property
     def requests(self) -> int:
@@ -398,15 +395,3 @@ def _factors(sums: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.
 def _stretch_record(stretch: Stretch) -> dict[str, Any]:
     names = ("steps", "seconds", "drafted", "accepted", "emitted", "decisions")
     return {name: getattr(stretch, name) for name in names}
-
-
-def _sum(left: Any, right: Any) -> Any:
-    """The sum of two of a kind, field by field; of counts by name, name by name."""
-    sums: list[Any] = []
-    for field_name in left.__slots__:
-        one, other = getattr(left, field_name), getattr(right, field_name)
-        if isinstance(one, dict):
-            sums.append({name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}})
-        else:
-            sums.append(one + other)
-    return type(left)(*sums)

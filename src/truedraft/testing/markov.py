@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from truedraft.cache import CachePool, RequestCache
+from truedraft.cache import CachePool
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 
@@ -48,16 +48,6 @@ class MarkovModel(LanguageModel):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
         return cls(torch.softmax(logits, dim=-1), **options)  # type: ignore[arg-type]
-
-    def new_cache(self) -> RequestCache:
-        return self.pool.acquire()
-
-    @property
-    def cache_pool(self) -> CachePool:
-        return self.pool
-
-    def release_cache(self, cache: RequestCache) -> None:
-        self.pool.release(cache)
 
     def probs_after(self, tokens: Sequence[int]) -> Tensor:
         """The distribution `[vocab]` after a text."""

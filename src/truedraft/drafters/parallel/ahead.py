@@ -245,7 +245,7 @@ class AheadDrafter:
         text.told = len(text.tokens)
         cache = self.drafter.caches[call.id]
         if cache.limit != call.limit:
-            (cache.allow if cache.length else cache.limit_to)(call.limit)
+            cache.limit_to(call.limit)
         followed = call.noise == text.key(len(assumed), step=1)
         if ahead is None or assumed != call.tokens or not followed:
             return None

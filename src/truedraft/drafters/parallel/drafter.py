@@ -108,7 +108,7 @@ class ParallelDraft(Drafter):
             why = "has another tokenizer than the target, and async drafts in the same ids"
         elif model.sources is not None:
             why = "has an encoder, and async drafts with decoders alone"
-        elif model.cache_pool is not None and model.cache_pool.carries:
+        elif model.pool is not None and model.pool.carries:
             why = "has layers that carry states, which do not go back; async needs attention alone"
         if why is not None:
             raise CompositionError(f"draft {model.name!r} {why}; leave async out")

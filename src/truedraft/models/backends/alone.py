@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from truedraft.cache import RequestCache
+from truedraft.cache import Buffers, RequestCache
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import Backend
@@ -80,7 +80,7 @@ class AloneBackend(Backend):
         cache = plan.segments[0].segment.cache
         with noting_shift(self._model, cache):
             found = self.run(plan)
-        cache.apart = not cache.encodes  # nobody knows under which masks a decoder read
+        cache.family.apart = not cache.family.encodes  # nobody knows under which masks a decoder read
         return found
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
@@ -121,7 +121,7 @@ class AloneBackend(Backend):
         """
         end = past.end
         given: dict[str, Any] = {
-            "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None] + past.cache.shift,
+            "position_ids": torch.arange(end - ids.shape[1], end, device=ids.device)[None] + past.cache.family.shift,
             "attention_mask": torch.ones(1, end, dtype=torch.int64, device=ids.device),
             "logits_to_keep": places,
         }
@@ -169,7 +169,9 @@ class PathCache(Cache):
 
     def __init__(self, cache: RequestCache, path: Sequence[int], new: int) -> None:
         super().__init__(layers=[])
+        assert isinstance(cache.storage, Buffers)
         self.cache = cache
+        self._buffers = cache.storage
         self._path = path
         self._new = new
         self._updated: set[int] = set()
@@ -178,7 +180,7 @@ class PathCache(Cache):
     @property
     def end(self) -> int:
         """Tokens up to the path's last."""
-        return self.cache.length + len(self._path) - self.cache.memory
+        return self.cache.length + len(self._path) - self.cache.family.memory
 
     @property
     def used(self) -> bool:
@@ -193,15 +195,17 @@ class PathCache(Cache):
                 f"a layer keeps keys of the shape {tuple(key_states.shape)} for {self._new} tokens, and truedraft "
                 "knows those of one text, by head and token; use another model"
             )
-        keys, values = self.cache.write_path(self._call, self._path, key_states[0], value_states[0])
+        keys, values = self._buffers.write_path(
+            self._call, self.cache.length, self._path, key_states[0], value_states[0]
+        )
         self._updated.add(layer_idx)
         self._call += 1
-        return keys[None, :, self.cache.memory :], values[None, :, self.cache.memory :]
+        return keys[None, :, self.cache.family.memory :], values[None, :, self.cache.family.memory :]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Keys `[1, new, width]` by which sparse attention picks its positions; they have no values."""
-        keys, _ = self.cache.write_path(
-            self._call, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
+        keys, _ = self._buffers.write_path(
+            self._call, self.cache.length, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
         )
         self._call += 1
         return keys

@@ -108,8 +108,8 @@ class CopiedBackend(WholeTextBackend):
     ) -> Tensor:
         new, whole = ids.shape[1], text_of(ids, past)
         text, cache = whole[0].tolist(), past.cache
-        copies = cache.beside if isinstance(cache.beside, _Copies) else _Copies()
-        cache.beside = copies
+        beside = cache.family.beside
+        copies = cache.family.beside = beside if isinstance(beside, _Copies) else _Copies()
         if copies.kept is not None and cache.length - len(copies.kept.ids) > _MOST_BEHIND:
             self._catch_up(copies, whole[:, : cache.length])
         read = copies.next_read(text, cache.length, len(text) - new, cache.uncommitted > 1)

@@ -47,12 +47,12 @@ class EncoderDecoderBackend(AloneBackend):
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
         """Tokens of the source among the new ones; with its last one the encoder runs."""
-        cache = part.segment.cache
+        family = part.segment.cache.family
         self._encoded = None
-        if 0 < cache.memory <= part.length + part.segment.written:
+        if 0 < family.memory <= part.length + part.segment.written:
             return 0
-        cache.source = [*cache.source[: part.length], *tokens.tolist()]
-        length = self._sources.length(cache.source)
+        family.source = [*family.source[: part.length], *tokens.tolist()]
+        length = self._sources.length(family.source)
         if length is None:
             if part.segment.rows:
                 raise ModelError(
@@ -62,10 +62,10 @@ class EncoderDecoderBackend(AloneBackend):
             return len(tokens)
         if part.segment.rows and part.segment.rows[0] < length - part.length:
             raise ModelError("what an encoder reads has no logits; ask for those of the tokens behind it")
-        self._encoded = self._encode(cache.source[:length], part.segment.inputs, tokens.device)
+        self._encoded = self._encode(family.source[:length], part.segment.inputs, tokens.device)
         if self._encoded.shape[1] != length:
             raise ModelError(f"the encoder made {self._encoded.shape[1]} vectors in place of {length} of a source")
-        cache.memory = length
+        family.memory = length
         return length - part.length
 
     def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
@@ -91,15 +91,15 @@ class EncoderDecoderBackend(AloneBackend):
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         cache, encoded = past.cache, self._encoded
-        memory = _Memory(cache, 0 if encoded is not None else cache.calls)
+        memory = _Memory(cache, 0 if encoded is not None else cache.storage.calls)
         if encoded is None:  # it was read before, and its shape is all that is looked at
-            encoded = self._head.weight.new_zeros(1, 1, 1).expand(1, cache.memory, self._width)
+            encoded = self._head.weight.new_zeros(1, 1, 1).expand(1, cache.family.memory, self._width)
         given: dict[str, Any] = {
             "encoder_outputs": Encoded(last_hidden_state=encoded),
             "past_key_values": EncoderDecoderCache(past, memory),
         }
         if self._sources.sound is None:  # that of a sound would be of its moments, and all of them are heard
-            given["attention_mask"] = torch.ones(1, cache.memory, dtype=torch.int64, device=ids.device)
+            given["attention_mask"] = torch.ones(1, cache.family.memory, dtype=torch.int64, device=ids.device)
         logits: Tensor = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
         self._encoded = None
         return logits
@@ -117,16 +117,16 @@ class _Memory(Cache):
         super().__init__(layers=[])
         self._cache = cache
         for call in range(calls):
-            keys, values = cache.memory_of(call)
+            keys, values = cache.storage.entry(call, cache.family.memory)
             self.layers.append(SimpleNamespace(keys=keys[None], values=values[None]))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._cache.memory if self.layers else 0
+        return self._cache.family.memory if self.layers else 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self._cache.memory_of(layer_idx)
+        keys, values = self._cache.storage.entry(layer_idx, self._cache.family.memory)
         if key_states.shape[1:] != keys.shape or value_states.shape[1:] != values.shape:
             raise UnsupportedModelError(
                 f"cross-attention keeps keys of the shape {tuple(key_states.shape[1:])} where its layer's "

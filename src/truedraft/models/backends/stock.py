@@ -218,7 +218,7 @@ class _PackedAttention:
         if mask is not None:
             seen = mask[-1] if mask.dtype == torch.bool else mask[-1] >= 0
             first = max(0, self.patterns[call].first(len(seen) - 1))
-            plan.segments[0].segment.cache.apart |= bool(seen[:first].any()) or not bool(seen[first:].all())
+            plan.segments[0].segment.cache.family.apart |= bool(seen[:first].any()) or not bool(seen[first:].all())
         return plan.attend_masked(call, mask, scoring, query[0], key[0], value[0])[None].contiguous(), None
 
     def _next_call(self, module: nn.Module) -> tuple[ForwardPlan, int]:

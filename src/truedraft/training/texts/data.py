@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from truedraft.errors import DataError, TrainingError
-from truedraft.files import take_place
+from truedraft.files import written_whole
 from truedraft.models.loading import quiet_transformers
 from truedraft.training.loop import Phase
 from truedraft.training.optimizer import WarmupStableDecay
@@ -127,9 +127,8 @@ def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
     if len(pieces) == 1:
         raise DataError("the training data holds no text: give at least one file that is not empty")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    stream.tofile(partial)
-    take_place(partial, path)
+    with written_whole(path) as file:
+        file.write(stream.data)
     return len(stream)
 
 

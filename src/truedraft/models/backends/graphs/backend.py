@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
 from truedraft.cache import CachePool
-from truedraft.cache.arena import Arena, ArenaCache, ArenaPool
+from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
 from truedraft.errors import CacheError
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
@@ -114,10 +114,10 @@ class GraphBackend(Backend):
         return logits, hidden
 
     def _slot_of(self, segment: Segment) -> int:
-        cache = segment.cache
-        if not isinstance(cache, ArenaCache) or cache.arena is not self._arena:
+        slot = segment.cache.storage
+        if not isinstance(slot, ArenaSlot) or slot.arena is not self._arena:
             raise CacheError("this cache was made by another model; take one with this model's new_cache()")
-        return cache.place
+        return slot.place
 
     def _inputs(self, bucket: Bucket) -> Inputs:
         return Inputs(bucket, len(self._decoder.patterns), self._arena.nowhere, self._device)

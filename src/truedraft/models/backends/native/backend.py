@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from truedraft.cache import RequestCache
+from truedraft.cache import Buffers, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import CacheError, ModelError
@@ -65,7 +65,7 @@ class NativeBackend(Backend):
         self._weights = Weights(library)
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
-        self._caches: WeakKeyDictionary[RequestCache, _Buffers] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
         self._model = model = _model(llama, self._weights)
         self._width, self._vocab = model.width, model.lm_head.outputs
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
@@ -169,19 +169,22 @@ class NativeBackend(Backend):
 
     def _segment(self, part: SegmentPlan, own: tuple[Tensor, Tensor] | None) -> CSegment:
         segment = part.segment
-        buffers = self._buffers(segment.cache)
+        buffers = self._addresses(segment.cache)
         return CSegment(
             part.start, part.count, part.length, segment.written, segment.cache.capacity,
             ctypes.addressof(buffers.keys), ctypes.addressof(buffers.values),
             None if own is None else own[0].data_ptr(), None if own is None else own[1].data_ptr(),
         )  # fmt: skip
 
-    def _buffers(self, cache: RequestCache) -> _Buffers:
-        """Addresses of a cache's buffers; they change only when it grows."""
-        buffers = self._caches.get(cache)
-        if buffers is None or buffers.generation != cache.generation:
-            buffers = self._caches[cache] = _Buffers(cache, *self._cache_shape, self._dtype)
-        return buffers
+    def _addresses(self, cache: RequestCache) -> _Addresses:
+        """Those of a cache's buffers; they change only when it grows."""
+        buffers = cache.storage
+        if not isinstance(buffers, Buffers):
+            raise CacheError("a cache of another model was given; make it by this model's new_cache")
+        known = self._caches.get(buffers)
+        if known is None or known.generation != buffers.generation:
+            known = self._caches[buffers] = _Addresses(buffers, *self._cache_shape, self._dtype)
+        return known
 
 
 def _model(llama: Llama, weights: Weights) -> CModel:
@@ -323,18 +326,18 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
     return made
 
 
-class _Buffers:
+class _Addresses:
     """Where the keys and values of one request lie, for every layer."""
 
     def __init__(
-        self, cache: RequestCache, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
+        self, buffers: Buffers, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> None:
-        keys, values = cache.buffers(calls, kv_heads, key_width, value_width, dtype)
-        sizes = ((kv_heads, key_width, cache.capacity), (kv_heads, cache.capacity, value_width))
+        keys, values = buffers.addressed(calls, kv_heads, key_width, value_width, dtype)
+        sizes = ((kv_heads, key_width, buffers.capacity), (kv_heads, buffers.capacity, value_width))
         there = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for k, v in zip(keys, values, strict=True)}
         if len(keys) != calls or there != {(*sizes, dtype, dtype)}:
             raise CacheError("a cache of another model was given; make it by this model's new_cache")
-        self.generation = cache.generation
+        self.generation = buffers.generation
         self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
         self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
 

@@ -1,0 +1,186 @@
+"""Keys and values of one request, in buffers that are kept for the next one.
+
+How many key/value positions a product over keys looks at: a few fixed lengths, so that kernels are reused and add up
+alike. oneDNN makes a kernel for every shape, which takes about half a millisecond; a context that grows by a token at
+every step would pay that at every step. So products run over more positions than are filled, in steps of 64
+(`key_span`), and those too many get the weight 0.
+
+The same library adds up products over up to 1,024 keys in one go and longer ones in blocks of 512, which rounds
+differently. Up to 512 keys both give the same bits, so lengths in between are taken as 1,088: then a row's result
+does not depend on whether its neighbours in the forward lie before or behind that border. Measured bit for bit to
+8,192 keys (benchmarks/LOG.md); tests hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_FIRST_CAPACITY = 256
+_STEP = 64
+_ONE_BLOCK = 512
+_FIRST_IN_BLOCKS = 1088
+
+WIDEST_GAP = _FIRST_IN_BLOCKS - _ONE_BLOCK
+"""Most positions that a span exceeds what it was made for."""
+
+
+def key_span(positions: int) -> int:
+    """The least span that holds so many key/value positions.
+
+    >>> [key_span(positions) for positions in (1, 64, 65, 512, 513, 1089)]
+    [64, 64, 128, 512, 1088, 1152]
+    """
+    if _ONE_BLOCK < positions <= _FIRST_IN_BLOCKS:
+        return _FIRST_IN_BLOCKS
+    return -(-positions // _STEP) * _STEP
+
+
+class Buffers:
+    """Of one request's own.
+
+    They grow by doubling, up to the limit unless a tree needs more, and never shrink, so a reused cache does not
+    allocate. Keys lie transposed, as the product with queries reads them. Positions behind the written ones are read
+    with the weight 0, so their values must be finite: whatever forgotten tokens left there is set to 0.
+
+    Attributes:
+        capacity: key/value positions that are allocated.
+        generation: rises whenever buffers moved; addresses taken before are void.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        self.generation = 0
+        self._start = 0  # key/value position of the first token that the running forward writes
+        self._end = 0  # behind the last one that it writes
+        self._stale = 0  # from here on all values were 0 before it
+        self._keys: list[Tensor] = []  # one for each attention call: [kv_heads, key width, capacity]
+        self._values: list[Tensor] = []  # [kv_heads, capacity, value width]
+
+    @property
+    def calls(self) -> int:
+        """Attention calls that wrote here."""
+        return len(self._keys)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
+
+    def most(self, limit: int) -> int:
+        """Key/value positions that are allocated at most while no more than `limit` are asked for."""
+        return key_span(limit)
+
+    def limit_to(self, limit: int, empty: bool) -> None:
+        """No more than `limit` will be asked for; what is larger is given back if nothing is in it."""
+        if empty and self.capacity > key_span(limit):
+            self._keys, self._values = [], []
+            self.capacity = self._end = self._stale = 0
+            self.generation += 1
+
+    def reserve(self, start: int, end: int, limit: int) -> None:
+        """The next forward writes from position `start` to `end`; beyond `limit` grow only as far as that needs."""
+        self._stale = max(self._stale, self._end)
+        self._start, self._end = start, end
+        needed = key_span(end)
+        if needed <= self.capacity:
+            return
+        doubled = max(2 * self.capacity, _FIRST_CAPACITY)
+        self.capacity = max(needed, min(doubled, key_span(limit)))
+        self.generation += 1
+        self._keys = [self._grown(keys.transpose(1, 2)).transpose(1, 2).contiguous() for keys in self._keys]
+        self._values = [self._grown(values) for values in self._values]
+
+    def _grown(self, buffer: Tensor) -> Tensor:
+        larger = buffer.new_zeros(buffer.shape[0], self.capacity, buffer.shape[2])
+        larger[:, : self._start] = buffer[:, : self._start]
+        return larger
+
+    def addressed(
+        self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The buffers themselves, for a forward that writes them by address; made on the CPU where there are none yet.
+
+        Args:
+            calls: attention calls of the model.
+            kv_heads: key/value heads.
+            key_width: of a key.
+            value_width: of a value.
+            dtype: of both.
+
+        Returns:
+            Keys `[kv_heads, key width, capacity]` and values `[kv_heads, capacity, value width]` of each call. They
+            stay where they are until `generation` changes.
+        """
+        for _ in range(len(self._keys), calls):
+            self._keys.append(torch.zeros(kv_heads, key_width, self.capacity, dtype=dtype, device="cpu"))
+            self._values.append(torch.zeros(kv_heads, self.capacity, value_width, dtype=dtype, device="cpu"))
+        return self._keys, self._values
+
+    def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RequestCache.write`."""
+        self._make(call, keys, values)
+        end = self._start + keys.shape[1]
+        span = key_span(end)
+        all_keys, all_values = self._keys[call], self._values[call]
+        if self._stale > end:
+            all_values[:, end : min(self._stale, span)] = 0
+        all_keys[:, :, self._start : end] = keys.transpose(1, 2)
+        all_values[:, self._start : end] = values
+        return all_keys[:, :, :span], all_values[:, :span]
+
+    def write_path(
+        self, call: int, length: int, path: Sequence[int], keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write the last tokens of a path of uncommitted ones, and read all that the last of them follows.
+
+        Worked example: `write_path(0, 10, [0, 2, 3], keys, values)` of one new token writes position 13 and returns the
+        entries of positions 0 to 9, 10, 12 and 13.
+
+        Args:
+            call: which attention call of the forward this is, from 0; calls come in order.
+            length: committed tokens.
+            path: uncommitted tokens from the first behind the committed ones, rising; the last ones are new.
+            keys: `[kv_heads, new, key width]`.
+            values: `[kv_heads, new, value width]`.
+
+        Returns:
+            Keys `[kv_heads, tokens, key width]` and values `[kv_heads, tokens, value width]` of the committed tokens
+            and the path: views of them where the path is a chain.
+        """
+        self._make(call, keys, values)
+        all_keys, all_values = self._keys[call], self._values[call]
+        end, new = length + len(path), keys.shape[1]
+        if path[-1] == len(path) - 1:
+            all_keys[:, :, end - new : end] = keys.transpose(1, 2)
+            all_values[:, end - new : end] = values
+            return all_keys[:, :, :end].transpose(1, 2), all_values[:, :end]
+        places = torch.tensor([*range(length), *(length + node for node in path)], device=keys.device)
+        all_keys[:, :, places[-new:]] = keys.transpose(1, 2)
+        all_values[:, places[-new:]] = values
+        return all_keys.index_select(2, places).transpose(1, 2), all_values.index_select(1, places)
+
+    def _make(self, call: int, keys: Tensor, values: Tensor) -> None:
+        """The buffers of an attention call that comes for the first time."""
+        if call == len(self._keys):
+            self._keys.append(keys.new_zeros(keys.shape[0], keys.shape[2], self.capacity))
+            self._values.append(values.new_zeros(values.shape[0], self.capacity, values.shape[2]))
+
+    def keep(self, length: int, path: Sequence[int]) -> None:
+        """Move the entries of `path`, rising numbers of tokens behind the first `length`, to right behind these."""
+        if path and path[-1] != len(path) - 1 and self._keys:
+            source = torch.tensor([length + i for i in path], device=self._keys[0].device)
+            target = slice(length, length + len(path))
+            # index_select copies before it is written, so source and target may overlap.
+            for keys, values in zip(self._keys, self._values, strict=True):
+                keys[:, :, target] = keys.index_select(2, source)
+                values[:, target] = values.index_select(1, source)
+        # Every call of the forward has cleaned the positions of its span.
+        if self._stale <= key_span(self._end):
+            self._stale = self._end
+
+    def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
+        """Views `[kv_heads, length, width]` of the first keys and values of an attention call."""
+        return self._keys[call][:, :, :length].transpose(1, 2), self._values[call][:, :length]

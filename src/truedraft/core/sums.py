@@ -1,0 +1,30 @@
+"""Sums of counts. Needs no torch."""
+
+from __future__ import annotations
+
+import copy
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind")
+
+
+def summed(left: Kind, right: Kind) -> Kind:
+    """The sum of two of a kind: of numbers, of lists place by place, of counts by name, of dataclasses field by field.
+
+    What one of them lacks (None) is nothing. The sum shares nothing that could be changed with either. Dataclasses have
+    slots.
+    """
+    one: Any = left
+    other: Any = right
+    if one is None or other is None:
+        return copy.copy(other if one is None else one)
+    kind: Any = type(one)
+    if isinstance(one, list):
+        return kind(summed(*pair) for pair in zip_longest(one, other))
+    if isinstance(one, dict):
+        return kind((name, summed(one.get(name), other.get(name))) for name in {**one, **other})
+    names = getattr(kind, "__slots__", None)
+    if names is None:
+        return one + other
+    return kind(*(summed(getattr(one, name), getattr(other, name)) for name in names))
