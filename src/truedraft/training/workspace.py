@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from truedraft.errors import OptionError, TrainingError
-from truedraft.files import take_place
+from truedraft.files import written_whole
 from truedraft.options import check_positive
 
 WORK = "work"
@@ -29,7 +29,7 @@ _PLACES = ("work/joint", "stage-1/work", "work")  # of working files inside the 
 _WORKING = (
     "checkpoint.pt*",
     "log.jsonl*",
-    "run.json",
+    "run.json*",
     "train.*",
     "tree.*",
     "tree-*.*",
@@ -64,14 +64,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         TrainingError: it cannot be written.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with writing(path):
-            partial.write_text(text, encoding="utf-8")
-            take_place(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with writing(path), written_whole(path) as file:
+        file.write(text.encode())
 
 
 @contextlib.contextmanager
