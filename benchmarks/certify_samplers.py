@@ -27,9 +27,10 @@ from torch import Tensor
 from truedraft import __version__
 from truedraft.certify import Part
 from truedraft.certify.e_process import ALARM, CERTAIN
+from truedraft.certify.faults import Fault
 from truedraft.certify.samplers import Sampler, certify_sampler, load_sampler
 from truedraft.certify.samplers.evidence import Evidence
-from truedraft.certify.samplers.suspects import Suspect, suspects
+from truedraft.certify.samplers.suspects import joint_of, suspects
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
 from truedraft.errors import TruedraftError
 from truedraft.peers.samplers import vllm
@@ -94,15 +95,15 @@ def _versions(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def power(worlds: list[SamplerWorld], known: list[Suspect], number: int) -> dict[str, Any]:
+def power(worlds: list[SamplerWorld], known: list[Fault], number: int) -> dict[str, Any]:
     """Rows until e-values of 1,000 and a million for a sampler that has one of the known faults, by its closed form."""
     suspect = known[number]
-    joints = [suspect.joint(world) for world in worlds]
+    joints = [joint_of(suspect, world) for world in worlds]
     variation = [float((own - world.joint).abs().sum()) / 2.0 for own, world in zip(joints, worlds, strict=True)]
     rows = [_rows_to(worlds, known, joints, random.Random(f"{number}/{seed}")) for seed in range(SEEDS)]
     return {
         "kind": "power",
-        "fault": suspect.fault,
+        "fault": suspect.name,
         "detail": suspect.detail,
         "measures": [float(number) for number in re.findall(r"\d+(?:\.\d+)?", suspect.detail)],
         "total_variation": statistics.mean(variation),
@@ -114,7 +115,7 @@ def power(worlds: list[SamplerWorld], known: list[Suspect], number: int) -> dict
 
 
 def _rows_to(
-    worlds: list[SamplerWorld], known: list[Suspect], joints: list[Tensor], seeds: random.Random
+    worlds: list[SamplerWorld], known: list[Fault], joints: list[Tensor], seeds: random.Random
 ) -> tuple[int, int]:
     evidence, batch = Evidence(worlds, known), 2.0
     generator = torch.Generator().manual_seed(seeds.getrandbits(63))

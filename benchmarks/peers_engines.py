@@ -26,8 +26,7 @@ from truedraft.errors import PeerError
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Peer
 from truedraft.peers.endpoint import Endpoint
-from truedraft.peers.generate import GeneratePeer, Way, assisted_way, lookup_way, plain_way, universal_way
-from truedraft.peers.transformers import AssistedSetting
+from truedraft.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way, universal_way
 from truedraft.text import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +86,7 @@ def engine_ways() -> list[EngineWay]:
         EngineWay("llama.cpp", "plain", partial(served, partial(llamacpp, "plain", None))),
         EngineWay("llama.cpp", drafted, partial(served, partial(llamacpp, "draft", lambda: gguf("draft")))),
         EngineWay("llama.cpp", copied, partial(served, partial(llamacpp, "ngram", lambda: None))),
-        EngineWay("transformers", "plain", partial(in_process, plain_way)),
+        EngineWay("transformers", "plain", partial(in_process, Way)),
         EngineWay("transformers", "prompt lookup", partial(in_process, lookup_way), (1,)),
         EngineWay("transformers", "assisted", partial(in_process, assisted), (1,)),
         EngineWay("transformers", "assisted, other tokenizer", partial(in_process, universal), (1,)),
@@ -123,7 +122,7 @@ def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Runnin
     model = stock("target")
 
     def peer(together: int, seed: int) -> Peer:
-        return GeneratePeer(model, target.eos_token_ids, made, together=together, seed=seed)
+        return Generate(model, target.eos_token_ids, made, together=together, seed=seed)
 
     yield Running(peer, lambda: None)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx2
 
 from truedraft.errors import PeerError
 
@@ -21,7 +21,6 @@ PORT = "{port}"
 
 _PATIENCE_S = 600.0
 _STOP_S = 60.0
-_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _NOTE_EVERY_S = 10.0
 _LAST_LINES = 3
 
@@ -137,9 +136,8 @@ class Server:
 
     def _healthy(self) -> bool:
         try:
-            with _WITHOUT_PROXY.open(self.url + self.launch.health, timeout=5.0) as answer:
-                return bool(answer.status == 200)
-        except (OSError, http.client.HTTPException):
+            return httpx2.get(self.url + self.launch.health, timeout=5.0, trust_env=False).status_code == 200
+        except httpx2.HTTPError:
             return False
 
     def _last_lines(self, count: int) -> list[str]:

@@ -31,7 +31,7 @@ import psutil
 from common import RESULTS, Child, Lines, exported, heldout_texts
 from launches import SERVED_NAME, Drafting, vllm_launch
 from servers import PORT, Launch, Server
-from serving_load import Load, Outcome, Request, ask, closed_loop, open_loop
+from serving_load import Load, LoadResult, Request, ask, closed_loop, open_loop
 
 ROOT = Path(__file__).parent.parent
 OUT = RESULTS / "serving.jsonl"
@@ -170,7 +170,7 @@ def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) 
             server.stop()
 
 
-def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], Outcome]]]:
+def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], LoadResult]]]:
     """The cells of a row, and how one server's turn of it is measured."""
     if row == "first":
         texts = prompts(TURNS * 2, 1400)
@@ -208,7 +208,7 @@ def _capacity(kept: Kept, way: str) -> float:
     return min(statistics.median(line[name]["tokens_per_s"] for line in lines) for name in ("ours", "vllm"))
 
 
-def run(work: Any) -> Outcome:
+def run(work: Any) -> LoadResult:
     """What came of a load."""
     return asyncio.run(work)
 

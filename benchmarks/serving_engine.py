@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from serving_load import Answered, Outcome
+from serving_load import Answered, LoadResult
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec
@@ -25,7 +25,7 @@ while True:
 """
 
 
-def answer(engine: Engine, load: dict[str, Any]) -> Outcome:
+def answer(engine: Engine, load: dict[str, Any]) -> LoadResult:
     """Answer all requests of a load, so many at a time."""
     waiting = [
         (each["prompt"], SamplingParams(each["max_tokens"], each["temperature"])) for each in reversed(load["requests"])
@@ -45,7 +45,7 @@ def answer(engine: Engine, load: dict[str, Any]) -> Outcome:
         for each in answers
         if each is not None
     ]
-    return Outcome.of(found, seconds)
+    return LoadResult.of(found, seconds)
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadResult:
     """What came of a load.
 
     Attributes:
@@ -91,7 +91,7 @@ class Outcome:
     per_token_p95_s: float
 
     @classmethod
-    def of(cls, answers: Sequence[Answered], seconds: float) -> Outcome:
+    def of(cls, answers: Sequence[Answered], seconds: float) -> LoadResult:
         """From the answers."""
         tokens = sum(each.tokens for each in answers)
         times = sorted(each.per_token_s for each in answers)
@@ -129,7 +129,7 @@ async def ask(port: int, request: Request) -> Answered:
     return Answered(tokens, first - began, last - began)
 
 
-async def closed_loop(port: int, load: Load) -> Outcome:
+async def closed_loop(port: int, load: Load) -> LoadResult:
     """Each client sends its next request when its last one is answered."""
     waiting = iter(load.requests)
     answers: list[Answered] = []
@@ -140,10 +140,10 @@ async def closed_loop(port: int, load: Load) -> Outcome:
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(load.clients)))
-    return Outcome.of(answers, time.perf_counter() - began)
+    return LoadResult.of(answers, time.perf_counter() - began)
 
 
-async def open_loop(port: int, load: Load, rate: float, chance: random.Random) -> Outcome:
+async def open_loop(port: int, load: Load, rate: float, chance: random.Random) -> LoadResult:
     """Requests come by themselves, `rate` a second at random (Poisson), whatever was answered."""
     began = time.perf_counter()
     asked = []
@@ -151,4 +151,4 @@ async def open_loop(port: int, load: Load, rate: float, chance: random.Random) -
         asked.append(asyncio.ensure_future(ask(port, request)))
         await asyncio.sleep(chance.expovariate(rate))
     answers = await asyncio.gather(*asked)
-    return Outcome.of(answers, time.perf_counter() - began)
+    return LoadResult.of(answers, time.perf_counter() - began)

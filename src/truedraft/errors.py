@@ -70,12 +70,21 @@ class OptionError(TruedraftError, ValueError):
     """An option has an unusable value."""
 
 
+_GONE = {
+    "drafter early-exit": "self:int4, which drafts with the target itself, too",
+    "option of drafter 'draft' outcomes": "async=1 alone, which drafts behind the likeliest outcome",
+    "option of drafter 'ngram' sampled": "nodes: trees are of the likeliest tokens",
+    "option of drafter 'ngram' branching": "nodes: trees are of the likeliest tokens",
+}
+"""What replaces words that there are no more, by what they named."""
+
+
 class UnknownOptionError(OptionError):
     """An option or a word does not exist."""
 
     @classmethod
     def nearest(cls, what: str, given: str, valid: Iterable[str]) -> UnknownOptionError:
-        """Build the message: what was given, the nearest valid word, and all valid words.
+        """Build the message: what was given, what replaces it or the nearest valid word, and all valid words.
 
         Args:
             what: was given; in a single word it is the option itself.
@@ -85,6 +94,7 @@ class UnknownOptionError(OptionError):
         words = sorted(valid)
         close = difflib.get_close_matches(given, words, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = f"it is gone, take {gone}; " if (gone := _GONE.get(f"{what} {given}")) else hint
         error = cls(f"unknown {what} {given!r}; {hint}valid: {', '.join(words)}")
         error.field = what if what.isidentifier() else None
         return error

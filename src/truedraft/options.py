@@ -6,17 +6,20 @@ Commands and servers read both: `truedraft.cli.parameters` makes typer's paramet
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import math
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
 from typing import Any
 
 from truedraft.errors import OptionError, UnknownOptionError
@@ -234,6 +237,68 @@ def read_number(name: str, typed: str) -> float:
         return float(typed)
     except ValueError as error:
         raise OptionError(f"must be a number, got {typed!r}", field=name) from error
+
+
+def _read_flag(name: str, typed: str) -> bool:
+    if typed not in ("true", "false"):
+        raise OptionError(f"must be true or false, got {typed!r}", field=name)
+    return typed == "true"
+
+
+def _read_wholes(name: str, typed: str) -> Sequence[int]:
+    """Whole numbers, as 3-2-1 or as a Python list."""
+    numbers = typed.strip("[()], ").replace(",", "-") if typed[:1] in ("[", "(") else typed
+    return [read_whole(name, number) for number in numbers.split("-")]
+
+
+_READERS: Mapping[object, Callable[[str, str], Any]] = {
+    int: read_whole,
+    float: read_number,
+    bool: _read_flag,
+    str: lambda name, typed: typed,
+    Sequence[int]: _read_wholes,
+}
+
+
+def _read_as(name: str, typed: str, annotation: object) -> Any:
+    """A value as it is typed, as the kind that it is annotated with, or else as the Python literal that it is."""
+    if typing.get_origin(annotation) in (typing.Union, UnionType):
+        annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
+    if annotation in _READERS:
+        return _READERS[annotation](name, typed)
+    try:
+        return ast.literal_eval(typed)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return typed
+
+
+def called(
+    make: Callable[..., Any],
+    options: Mapping[str, str],
+    given: Mapping[str, object],
+    parts: Mapping[str, Callable[..., object]] | None = None,
+) -> Any:
+    """Call a function or a class with options as they were typed, each read as its parameter is annotated.
+
+    Args:
+        make: is called with arguments by name; it need not take all options.
+        options: by the names of its parameters, or of those of a part.
+        given: values of parameters that are no options.
+        parts: of parameters that are made before, what makes them; that is called likewise.
+
+    Raises:
+        OptionError: a value is not as it is annotated.
+    """
+    parameters = inspect.signature(make).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    try:
+        hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
+    except Exception:  # annotations that mean something to type checkers alone
+        hints = {}
+    typed = {name: value for name, value in options.items() if name in parameters or takes_any}
+    arguments = {name: _read_as(name, value, hints.get(name)) for name, value in typed.items()}
+    arguments |= {name: value for name, value in given.items() if name in parameters}
+    return make(**arguments, **{name: called(part, options, given) for name, part in (parts or {}).items()})
 
 
 def read_bytes(name: str, typed: str) -> int:

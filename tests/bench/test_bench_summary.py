@@ -12,13 +12,12 @@ from truedraft.bench.breakdown import Breakdown, Shares
 from truedraft.bench.costs import Memory, ReadSize, read_size
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import decides, markdown
-from truedraft.bench.runs import Failure, Results, Row, time_without_core
+from truedraft.bench.runs import Failure, Results, Row, SystemOutput, time_without_core
 from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, shown, summarise
 from truedraft.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
-from truedraft.engine.decisions import Decisions
-from truedraft.peers import Outcome
+from truedraft.planning.decisions import Decisions
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")
 BEST = {"peer": ("peer, slow", "peer, fast")}
@@ -45,7 +44,7 @@ def row(name: str, prompt: str, total_s: float, run: int = 0, tokens: tuple[int,
         plain_curve_s=calls * 0.1,
         drafting_curve_s=0.02 if calls == 2 else 0.0,
     )
-    outcome = Outcome(
+    outcome = SystemOutput(
         (tokens,),
         (0.5,),
         0.5,
@@ -104,9 +103,9 @@ def test_counts_prediction_and_bandwidth() -> None:
 def test_measured_is_held_against_predicted_prompt_by_prompt() -> None:
     """Acceptance that varies must not look like a prediction that fell short, or was surpassed."""
     slow, fast = row("draft", "a", 1.5), row("draft", "b", 1.5)
-    assert slow.breakdown is not None and fast.outcome.counters is not None
-    counters = dataclasses.replace(fast.outcome.counters, target_calls=1)
-    fast = dataclasses.replace(fast, outcome=dataclasses.replace(fast.outcome, counters=counters))
+    assert slow.breakdown is not None and fast.output.counters is not None
+    counters = dataclasses.replace(fast.output.counters, target_calls=1)
+    fast = dataclasses.replace(fast, output=dataclasses.replace(fast.output, counters=counters))
     # As fast as predicted: 1.25 and 2.5 times plain decoding.
     plain = [row("plain", "a", 0.5 + 1.25), row("plain", "b", 0.5 + 2.5)]
     draft = summarise([*plain, slow, fast], NAMES, ("plain", "draft"), {})[1]
@@ -181,7 +180,7 @@ def test_decisions_of_all_runs_in_table_record_and_report() -> None:
         ("plain", "16", "0.50", "0.00", "-", "-", "1.00", "0.33", "no draft pays"),
     )
     assert all(len(each) == len(table.headings) for each in table.rows)
-    record = bench_record([found], circumstances(), [], Results())["contestants"][0]["decisions"]
+    record = bench_record([found], circumstances(), [], Results())["systems"][0]["decisions"]
     assert record["speedup"]["factor"] == pytest.approx(4 / 3) and record["speedup"]["by_plain_steps"] is True
     text = markdown([found], circumstances(), [], [], [], [(found, "decisions-draft")])
     assert "### draft" in text and "| draft | 16 | 0.50 | 4.00 |" in text and "](decisions-draft.svg)" in text
@@ -195,14 +194,14 @@ def test_peers_draw_other_random_numbers() -> None:
     seeded = dataclasses.replace(circumstances(), sampling={"temperature": 0.8, "seed": 1})
     rows_of = {each[0]: each[-1] for each in all_tables(summaries(), seeded)[0].rows}
     assert (rows_of["draft"], rows_of["peer, slow"]) == ("2 of 2", "-")
-    contestants = bench_record(summaries(), seeded, [], Results())["contestants"]
-    assert [each["identical"] for each in contestants] == [True, True, None, None]
+    systems = bench_record(summaries(), seeded, [], Results())["systems"]
+    assert [each["identical"] for each in systems] == [True, True, None, None]
 
 
 def test_tokens_that_come_with_the_prefill_are_not_decoded() -> None:
     one = row("peer, fast", "a", 2.5)
     assert one.decode_tokens_per_s == pytest.approx(4 / 2.0)
-    several = dataclasses.replace(one, outcome=dataclasses.replace(one.outcome, first_tokens=3))
+    several = dataclasses.replace(one, output=dataclasses.replace(one.output, first_tokens=3))
     assert several.decode_tokens_per_s == pytest.approx(2 / 2.0)
 
 
@@ -251,21 +250,21 @@ def test_an_impossible_share_is_never_shown_without_saying_so() -> None:
     row = time_table([plain]).rows[0]
     assert row[4:] == ("1.50 (impossible)", "0.12", "-0.62 (impossible)", "0.010", "1.95 (impossible)")
     record = bench_record([plain], circumstances(), [], Results())
-    assert record["contestants"][0]["impossible"] == ["mbu", "target", "host"]
-    assert bench_record(summaries(), circumstances(), [], Results())["contestants"][1]["impossible"] == []
+    assert record["systems"][0]["impossible"] == ["mbu", "target", "host"]
+    assert bench_record(summaries(), circumstances(), [], Results())["systems"][1]["impossible"] == []
 
 
 def test_record() -> None:
     results = Results(failures=[Failure("", ("b",), "oh"), Failure("draft", ("a", "c"), "no")])
     record = bench_record(summaries(), circumstances(), [{"rows": 1, "context": 128, "seconds": 0.1}], results)
     again = json.loads(json.dumps(record, allow_nan=False))
-    assert again.keys() == record.keys() and again["contestants"] == record["contestants"]
+    assert again.keys() == record.keys() and again["systems"] == record["systems"]
     assert record["tokens_per_s"] == pytest.approx(5 / 1.5) and record["speedup"] == pytest.approx(5**0.5)
     assert record["identical"] is True and record["failures"] == ["prompt b: oh", "draft, prompt a, c: no"]
     for key in ("machine", "dtype", "threads", "batch", "sampling", "prompt_set", "fast_paths", "pad_to", "note"):
         assert key in record
-    assert all(each["note"] == record["note"] for each in record["contestants"]) and record["differences"] == []
-    assert record["contestants"][1]["shares"]["host"] == pytest.approx(1 - 0.3 - 0.02)
+    assert all(each["note"] == record["note"] for each in record["systems"]) and record["differences"] == []
+    assert record["systems"][1]["shares"]["host"] == pytest.approx(1 - 0.3 - 0.02)
     loose = dataclasses.replace(circumstances(), must_agree=False)
     assert bench_record(summaries(), loose, [], Results())["identical"] is None
     assert bench_record([], circumstances(), [], Results(interrupted=True))["tokens_per_s"] is None

@@ -8,10 +8,10 @@ import pytest
 
 from truedraft import Engine
 from truedraft.bench import Group, OurEngine, Results, Row, grouped, run_all
+from truedraft.bench.runs import System, SystemOutput
 from truedraft.core.params import SamplingParams
 from truedraft.drafters import PromptLookup
 from truedraft.errors import ModelError
-from truedraft.peers import Outcome, System
 from truedraft.testing import MarkovModel
 
 GREEDY = SamplingParams(max_tokens=20)
@@ -27,13 +27,13 @@ class Pretender(System):
         self.fails = fails
         self.stops_at = stops_at
 
-    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Outcome:
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
         if len(self.log) == self.stops_at:
             raise KeyboardInterrupt
         self.log.append((self.name, params.max_tokens))
         if self.fails:
             raise ModelError(self.fails)
-        return Outcome(tuple((1, 2, 3) for _ in prompts), (0.0,), 0.0, 2, 0, 5, 2, 1.0)
+        return SystemOutput(tuple((1, 2, 3) for _ in prompts), (0.0,), 0.0, 2, 0, 5, 2, 1.0)
 
 
 def run(systems: Sequence[System], groups: Sequence[Group] = PROMPTS, runs: int = 1) -> Results:
@@ -105,7 +105,7 @@ def test_our_engine(batch: int) -> None:
     assert not results.failures
     alone = Engine(model).generate([3, 1], GREEDY).token_ids
     for row in results.rows:
-        outcome, breakdown, counters = row.outcome, row.breakdown, row.outcome.counters
+        outcome, breakdown, counters = row.output, row.breakdown, row.output.counters
         assert counters is not None and breakdown is not None
         assert row.tokens == sum(map(len, outcome.token_ids)) > 10 * len(row.prompts)
         assert breakdown.requests == counters.target_calls == outcome.target_calls

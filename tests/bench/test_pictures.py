@@ -12,13 +12,12 @@ from PIL import Image
 
 from truedraft.bench.plots import draw_all, draw_decisions
 from truedraft.bench.report import OutputFolder
-from truedraft.bench.runs import Row
+from truedraft.bench.runs import Row, SystemOutput
 from truedraft.bench.summary import Ratio, Spread, Summary
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
-from truedraft.engine.decisions import Decisions
 from truedraft.errors import DataError, MissingExtraError
-from truedraft.peers import Outcome
+from truedraft.planning.decisions import Decisions
 
 COSTS = [
     {"rows": rows, "context": context, "seconds": 0.01 + 1e-3 * rows} for rows in (1, 2, 4) for context in (128, 512)
@@ -65,7 +64,7 @@ def test_only_what_there_are_numbers_for(tmp_path: Path) -> None:
 
 
 def test_rows_of_an_earlier_benchmark_stay_until_there_is_a_new_one(tmp_path: Path) -> None:
-    row = Row("plain", ("a",), 0, 0, 1.0, 1.0, Outcome(((1, 2),), (0.5,), 0.5, 1, 0, 3, 1, 1.0))
+    row = Row("plain", ("a",), 0, 0, 1.0, 1.0, SystemOutput(((1, 2),), (0.5,), 0.5, 1, 0, 3, 1, 1.0))
     for _ in range(2):
         with OutputFolder(tmp_path) as folder:
             folder.keep(row)
@@ -78,7 +77,9 @@ def test_rows_of_an_earlier_benchmark_stay_until_there_is_a_new_one(tmp_path: Pa
 
 def test_what_is_said_of_a_run_stands_in_each_row(tmp_path: Path) -> None:
     with OutputFolder(tmp_path) as folder:
-        folder.keep(Row("plain", ("a",), 0, 0, 1.0, 1.0, Outcome(((1,),), (0.5,), 0.5, 1, 0, 3, 1, 1.0)), {"note": "n"})
+        folder.keep(
+            Row("plain", ("a",), 0, 0, 1.0, 1.0, SystemOutput(((1,),), (0.5,), 0.5, 1, 0, 3, 1, 1.0)), {"note": "n"}
+        )
     assert json.loads((tmp_path / "rows.jsonl").read_text())["note"] == "n"
 
 

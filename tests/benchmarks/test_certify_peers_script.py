@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,8 +36,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 class Silent(Peer):
     facts = PeerFacts("fake", "1.0")
 
-    def ask(self, questions: list[Question]) -> list[Reply | PeerError]:
-        return [PeerError("says nothing") for _ in questions]
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        yield from enumerate(PeerError("says nothing") for _ in questions)
 
 
 class Report:

@@ -23,7 +23,7 @@ def script() -> dict[str, Any]:
 
 def test_power_is_counted_by_the_closed_form(script: dict[str, Any]) -> None:
     known = suspects()
-    number = next(i for i, each in enumerate(known) if each.fault == "keeps every drafted token")
+    number = next(i for i, each in enumerate(known) if each.name == "keeps every drafted token")
     found = script["power"](sampler_worlds(), known, number)
     assert found["fault"] == "keeps every drafted token"
     assert 0.4 < found["total_variation"] < found["largest_total_variation"] <= 1.0
@@ -40,7 +40,7 @@ def test_a_sampler_is_recorded_with_its_library(script: dict[str, Any]) -> None:
 def test_recorded_lines_are_of_todays_faults_and_samplers(script: dict[str, Any]) -> None:
     records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     power = [(each["fault"], each["detail"]) for each in records if each["kind"] == "power"]
-    assert power == [(each.fault, each.detail) for each in suspects()]
+    assert power == [(each.name, each.detail) for each in suspects()]
     samplers = {each["sampler"]: each for each in records if each["kind"] == "sampler"}
     assert set(samplers) == set(script["SAMPLERS"]) - {"sglang"}
     assert "transformers" in samplers["transformers"]["versions"]

@@ -289,20 +289,20 @@ class Mutant:
 MUTANTS = {
     "a greedy control is always caught": Mutant(
         controls,
-        "caught = self.strong and self.differing > 0",
+        "caught = self.strong and self.beside.untraced > 0",
         "caught = True",
         a_greedy_plant_that_does_nothing_is_not_found,
     ),
     "a greedy control is caught whatever its size": Mutant(
         controls,
-        "caught = self.strong and self.differing > 0",
-        "caught = self.differing > 0",
+        "caught = self.strong and self.beside.untraced > 0",
+        "caught = self.beside.untraced > 0",
         a_greedy_fault_in_few_tokens_is_too_small,
     ),
     "every greedy answer of a control differs": Mutant(
         controls,
-        "counted.differing += answer != expected",
-        "counted.differing += 1",
+        "counted.beside.add(right[number], wrong[number],",
+        "counted.beside.add(replace(right[number], finish_reason=''), wrong[number],",
         a_greedy_plant_that_does_nothing_is_not_found,
     ),
     "a sampled control is always caught": Mutant(

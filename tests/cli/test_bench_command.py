@@ -41,12 +41,12 @@ def test_everything(run: Run, base: tuple[str, ...], draft: str, tmp_path: Path)
     result = run(*base, *words, "--limit", "2", "--runs", "2", "--seed", "3", "--threads", "1")
     assert result.status == 0, result.err
     record = result.record
-    names = [each["name"] for each in record["contestants"]]
+    names = [each["name"] for each in record["systems"]]
     assert names[:5] == ["plain", "draft:draft", "prompt-lookup", "transformers", "transformers lookup"]
     assert len(names) == 8
-    plain, speculative = record["contestants"][:2]
+    plain, speculative = record["systems"][:2]
     assert record["tokens_per_s"] == speculative["tokens_per_s"] and record["speedup"] == speculative["speedup"]
-    assert record["identical"] is True and all(each["identical"] for each in record["contestants"])
+    assert record["identical"] is True and all(each["identical"] for each in record["systems"])
     assert plain["target_calls"] == 2 * 15 and plain["speedup"] == 1.0
     assert speculative["mean_acceptance_length"] >= 1 and speculative["acceptance_per_position"]
     assert speculative["predicted_speedup"] > 0 and speculative["measured_over_predicted"] > 0
@@ -83,7 +83,7 @@ def test_a_controller_that_weighs_costs(run: Run, base: tuple[str, ...], tmp_pat
     result = run(*words, "--drafter", "prompt-lookup,min_ngram=1", "--limit", "1", "--out", str(tmp_path / "out"))
     assert result.status == 0, result.err
     assert result.record["controller"] == "goodput" and "controller goodput" in result.out
-    reasons = [each["reasons"] for each in result.record["contestants"][1]["decisions"]["decided"]]
+    reasons = [each["reasons"] for each in result.record["systems"][1]["decisions"]["decided"]]
     assert {reason for each in reasons for reason in each} <= {"pays", "plain", "probe", "end"}
     assert "### prompt-lookup" in (tmp_path / "out" / "report.md").read_text()
 
@@ -96,7 +96,7 @@ def test_portfolios(run: Run, base: tuple[str, ...], target: str, draft: str, tm
     words = f"portfolio(prompt-lookup,min_ngram=1;draft:{draft})"
     result = run(*base, "--drafter", "auto", "--drafter", words, "--drafters-dir", str(drafters), "--limit", "2")
     assert result.status == 0, result.err
-    plain, auto, named = result.record["contestants"]
+    plain, auto, named = result.record["systems"]
     assert (plain["name"], auto["name"], named["name"]) == (
         "plain",
         "auto",
@@ -114,7 +114,7 @@ def test_a_batch_at_a_temperature(run: Run, base: tuple[str, ...], draft: str) -
     for seed, identical in ((), None), (("--seed", "1"), True):
         result = run(*base, *words, *seed)
         assert result.status == 0, result.err
-        assert result.record["identical"] is identical and result.record["contestants"][0]["groups"] == 2
+        assert result.record["identical"] is identical and result.record["systems"][0]["groups"] == 2
         shown = "".join(result.out.splitlines()[:-1])
         assert f"batch 3, temperature 0.8, {'seed 1' if seed else 'controller'}" in shown
         assert ("identical" in shown) == bool(identical)
@@ -123,7 +123,7 @@ def test_a_batch_at_a_temperature(run: Run, base: tuple[str, ...], draft: str) -
 def test_plain_alone_without_fast_paths(run: Run, base: tuple[str, ...]) -> None:
     result = run(*base, "--drafter", "none", "--no-fast-paths")
     assert result.status == 0, result.err
-    assert [each["name"] for each in result.record["contestants"]] == ["plain"]
+    assert [each["name"] for each in result.record["systems"]] == ["plain"]
     assert result.record["fast_paths"] == [] and result.record["drafters"] == []
 
 
@@ -175,7 +175,7 @@ def test_prompts_of_one_id_stay_two(run: Run, target: str, tmp_path: Path) -> No
     assert result.status == 0, result.err
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert {row["prompts"][0] for row in rows} == {"a", "a (2)", "a (3)"}
-    assert result.record["contestants"][0]["groups"] == 3 and result.record["identical"] is True
+    assert result.record["systems"][0]["groups"] == 3 and result.record["identical"] is True
 
 
 def test_a_prompt_that_does_not_fit_is_told(run: Run, target: str, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_prompt_that_does_not_fit_is_told(run: Run, target: str, tmp_path: Pat
     file.write_text(f"{'too long' * 100}\nfine\n")
     words = ("bench", "--model", target, "--drafter", "prompt-lookup", *WORDS, "--prompts", str(file))
     result = run(*words)
-    assert result.status == 1 and result.record["contestants"][0]["groups"] == 1
+    assert result.status == 1 and result.record["systems"][0]["groups"] == 1
     assert "error: prompt 1: the prompt has 800 tokens" in result.err and len(result.record["failures"]) == 1
     file.write_text("too long" * 100)
     result = run(*words)
@@ -198,7 +198,7 @@ def test_an_interrupted_run_keeps_what_is_finished(
 
     def interrupted(self: OurEngine, *arguments: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2 + 5:  # after the warm-up of two contestants and four turns
+        if len(calls) == 2 + 5:  # after the warm-up of two systems and four turns
             raise KeyboardInterrupt
         return answer(self, *arguments)
 
@@ -207,7 +207,7 @@ def test_an_interrupted_run_keeps_what_is_finished(
     assert result.status == 130
     assert "interrupted after 4 of 8 turns" in result.err
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
-    assert result.record["interrupted"] is True and result.record["contestants"][0]["groups"] == 2
+    assert result.record["interrupted"] is True and result.record["systems"][0]["groups"] == 2
     assert "- interrupted after 4 of 8 turns" in (tmp_path / "out" / "report.md").read_text() and "plain" in result.out
 
 

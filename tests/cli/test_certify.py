@@ -119,7 +119,7 @@ def test_an_earlier_report_is_kept(run: Run, name: str, tmp_path: Path) -> None:
         (["--minutes", "nan"], "--minutes must be above 0, got nan"),
         (["--temperature", "-1"], "--temperature must be"),
         (["--rule", "blok"], "did you mean 'block'"),
-        (["--rule", "typical", "--seeded"], "leave one of them out"),
+        (["--rule", "typical", "--seeded"], "--seeded promises the same answer"),
         (["--drafter", "medusaa"], "did you mean 'medusa'"),
         (["--prompts", "nowhere.txt"], "no prompts file"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),

@@ -13,9 +13,9 @@ import pytest
 from cli.tiny import Result
 from truedraft import SamplingParams, load_model
 from truedraft.bench import Group, OurEngine, Row, find_difference
+from truedraft.bench.runs import SystemOutput
 from truedraft.cli.compare import Comparison, Pair, Sides, repeated_ngrams
 from truedraft.core.stats import Counters
-from truedraft.peers import Outcome
 
 Run = Callable[..., Result]
 WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
@@ -23,7 +23,7 @@ WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--i
 
 def row(system: str, prompt: str, seconds: float, tokens: tuple[int, ...]) -> Row:
     counters = Counters(target_calls=len(tokens) - 1, emitted_tokens=len(tokens) - 1, prefill_tokens=1)
-    outcome = Outcome(
+    outcome = SystemOutput(
         (tokens,), (seconds / 10,), seconds / 10, 3, 0, 9, 3, 1.0, counters=counters, finish_reasons=("length",)
     )
     return Row(system, (prompt,), 0, 0, seconds, seconds, outcome)
@@ -90,7 +90,7 @@ def test_temperature(run: Run, target: str, draft: str, extra: tuple[str, ...], 
 def test_different_tokens_fail_and_are_explained(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = OurEngine.answer
 
-    def tampered(self: OurEngine, *arguments: Any) -> Outcome:
+    def tampered(self: OurEngine, *arguments: Any) -> SystemOutput:
         outcome = answer(self, *arguments)
         if self.name == "plain":
             return outcome
@@ -122,7 +122,7 @@ def test_ctrl_c_keeps_what_was_measured(run: Run, target: str, tmp_path: Path, m
     calls: list[int] = []
     answer = OurEngine.answer
 
-    def interrupted(self: OurEngine, *arguments: Any) -> Outcome:
+    def interrupted(self: OurEngine, *arguments: Any) -> SystemOutput:
         calls.append(1)
         if len(calls) == 2 + 4:  # after the warm-up of both ways and three turns
             raise KeyboardInterrupt

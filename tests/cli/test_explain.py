@@ -13,7 +13,7 @@ from cli.tiny import Result
 from truedraft.cli.explain import marks_of, timeline, verdict
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import RequestStep, StepRecord
-from truedraft.engine.decisions import Decisions
+from truedraft.planning.decisions import Decisions
 
 Run = Callable[..., Result]
 WORDS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos", "--explain", "--json")

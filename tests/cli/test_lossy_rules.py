@@ -184,7 +184,7 @@ def test_a_benchmark_marks_what_is_lossy(bench: Callable[..., tuple[Result, Path
     result, out = bench("--rule", LOSSY[0])
     assert result.status == 0, result.err
     record = result.record
-    plain, lossy = record["contestants"]
+    plain, lossy = record["systems"]
     assert record["lossless"] is False and record["rule"] == LOSSY[0] and record["identical"] is None
     assert plain["lossless"] is True and all(plain[rate] is None for rate in RATES)
     assert lossy["lossless"] is False and all(lossy[rate] > 0 for rate in RATES)
@@ -198,12 +198,12 @@ def test_a_benchmark_marks_what_is_lossy(bench: Callable[..., tuple[Result, Path
     assert f"rule: {LOSSY[0]} (lossy)" in report and "- *lossy*:" in report and "0 of 2" in report
     rows: list[dict[str, Any]] = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert all(row["lossless"] is False and row["rule"] == LOSSY[0] for row in rows)
-    assert [row["counters"]["divergence"] is None for row in rows if row["contestant"] == "plain"] == [True, True]
-    assert all(row["counters"]["divergence"]["tokens"] for row in rows if row["contestant"] != "plain")
+    assert [row["counters"]["divergence"] is None for row in rows if row["system"] == "plain"] == [True, True]
+    assert all(row["counters"]["divergence"]["tokens"] for row in rows if row["system"] != "plain")
 
 
 def test_a_lossless_benchmark_does_not(bench: Callable[..., tuple[Result, Path]]) -> None:
     result, out = bench()
     assert result.status == 0 and result.record["lossless"] is True and result.record["identical"] is True
-    assert all(each["lossless"] is True for each in result.record["contestants"])
+    assert all(each["lossless"] is True for each in result.record["systems"])
     assert "lossy" not in result.out.splitlines()[0] and "lossy" not in (out / "report.md").read_text()

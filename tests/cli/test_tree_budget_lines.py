@@ -68,7 +68,7 @@ def test_bench_shows_promise_and_prediction(run: Run, target: str, heads: str, t
     result = run("bench", "--model", target, "--prompts", str(prompts), *WORDS, *words)
     assert result.status == 0, result.err
     assert result.out.count("by the cost curve: ") == 1
-    fixed = result.record["contestants"][1]
+    fixed = result.record["systems"][1]
     assert fixed["name"] == "medusa:heads,nodes=3" and fixed["identical"] is True
     assert fixed["predicted_speedup"] > 0 and fixed["measured_over_predicted"] > 0
     tree = result.record["trees"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -27,7 +28,7 @@ def learnt(gains: Gains, rate: float, count: int, length: int = 4, seed: int = 0
 def test_priors_are_what_is_expected_first() -> None:
     assert ChainGains([0.8, 0.5], 4.0, 200.0).gains(3) == pytest.approx([0.8, 0.4, 0.2])
     assert TreeGains([0.5, 0.3, 0.2], 4.0, 200.0).gains(5) == pytest.approx([0.5, 0.3, 0.2])
-    assert len(ChainGains([0.1], 4.0, 200.0).gains(8)) == 1, "a hundredth is not looked at"
+    assert len(ChainGains([0.1], 4.0, 200.0).gains(8)) == 2, "a thousandth is not looked at"
     assert len(ChainGains([0.001], 4.0, 200.0).gains(8)) == 1, "but the first node always is"
 
 
@@ -84,6 +85,28 @@ def test_trees_count_each_node_and_expect_as_much_of_those_they_did_not_draft() 
     assert first == pytest.approx(0.8, abs=0.02)
     assert second == pytest.approx(0.2, abs=0.01)
     assert third == pytest.approx(0.1 * (4 + 200) / (4 + 120), abs=0.01)
+
+
+def test_a_node_that_is_accepted_more_often_than_those_before_it_counts_with_them() -> None:
+    """The worked example, by a prior that is nothing against verdicts; and the sum of all stays."""
+    gains = TreeGains([0.2] * 3, 1e-9, 1e9)
+    for path in [(0,)] * 5 + [(1,)] + [(2,)] * 3 + [()]:
+        gains.learn(DraftShare("a", 3, 1, path, len(path) + 1, ()), 0)
+    assert gains.gains(3) == pytest.approx([0.5, 0.2, 0.2])
+    rates = [random.Random(seed).random() for seed in range(40)]
+    found = TreeGains(rates, 4.0, 200.0).gains(40)
+    assert all(one >= other for one, other in itertools.pairwise(found)) and sum(found) == pytest.approx(sum(rates))
+
+
+def test_what_larger_trees_may_bring_is_sure_once_they_were_drafted() -> None:
+    gains = TreeGains([0.5, 0.1, 0.1, 0.1], 4.0, 200.0)
+    rate, doubt = gains.beyond(2, 4, 0)
+    assert rate == pytest.approx(0.1)
+    for step in range(60):
+        gains.learn(DraftShare("a", 4, 1, (3,) if step % 2 else (), 1, ()), step)
+    found, surer = gains.beyond(2, 4, 60)
+    assert found == pytest.approx(0.25, abs=0.03) and surer < 0.5 * doubt
+    assert gains.beyond(2, 4, 5000)[1] > surer, "long ago"
 
 
 def test_a_requests_own_estimates_start_from_the_pool_and_leave_it() -> None:

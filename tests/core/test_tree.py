@@ -129,6 +129,7 @@ def test_paths_that_share_prefixes_become_one(paths: list[tuple[int, ...]]) -> N
     tree, ends = merged_paths(paths)
     assert [tree.path_tokens(end) for end in ends] == list(paths)
     assert TokenTree.from_paths(paths).host_ids == tree.host_ids
+    assert all(tree.along(path)[-1:] == [end] for path, end in zip(paths, ends, strict=True) if path)
     prefixes = {path[:i] for path in paths for i in range(1, len(path) + 1)}
     found = [tree.path_tokens(node) for node in range(len(tree))]
     assert len(found) == len(set(found))  # no path twice

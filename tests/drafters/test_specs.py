@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from truedraft import Engine, SamplingParams
-from truedraft.drafters import DraftModel, Medusa, NoDrafter, ParallelDraft, PromptLookup, Redrafter, from_spec
+from truedraft import Engine, SamplingParams, drafters
+from truedraft.drafters import Cascade, DraftModel, NoDrafter, ParallelDraft, PromptLookup, from_spec
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.specs import KINDS, drafter_help
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
@@ -100,7 +100,8 @@ def test_auto_of_a_model_without_weights_is_prompt_lookup_alone(target: MarkovMo
         ("draft,min_probability=2", OptionError, "min_probability"),
         ("draft,min_probability=x", OptionError, "'x'"),
         ("draft,async=yes", OptionError, "async must be 1 .* or 0, got 'yes'"),
-        ("draft,async=1,outcomes=2", UnknownOptionError, "outcomes"),
+        ("draft,async=1,outcomes=2", UnknownOptionError, "'outcomes'; it is gone, take async=1 alone"),
+        ("early-exit:2", UnknownOptionError, "unknown drafter 'early-exit'; it is gone, take self:int4"),
         ("draft,async=1,branching=3-2", OptionError, "async drafts one chain, and branching or chains make trees"),
         ("none:folder", OptionError, "takes no path"),
         ("none,depth=3", UnknownOptionError, "depth"),
@@ -141,24 +142,20 @@ def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: lis
     assert loaded == ["a,b/c=d float64 cpu", "x,y float64 cpu"]
 
 
-@pytest.mark.parametrize(
-    ("word", "made", "left_out"),
-    [
-        ("none", NoDrafter, ()),
-        ("prompt-lookup", PromptLookup, ()),
-        ("draft", DraftModel, ("model",)),
-        ("medusa", Medusa.load, ("folder", "trees")),
-        ("redrafter", Redrafter.load, ("folder",)),
-    ],
-)
-def test_the_table_of_words_has_the_options_of_the_drafters(word: str, made: object, left_out: tuple[str, ...]) -> None:
-    """With their defaults, where these are numbers; branching and tree are ways to say which trees."""
-    parameters = {name: each for name, each in inspect.signature(made).parameters.items() if name not in left_out}  # type: ignore[arg-type]
-    ways = {"medusa": {"branching", "tree"}, "draft": {"async"}}.get(word, set())
-    assert set(KINDS[word].options) == set(parameters) | ways
-    for name, each in parameters.items():
-        if type(each.default) in (int, float):
-            assert float(KINDS[word].options[name]) == each.default, name
+@pytest.mark.parametrize("word", KINDS)
+def test_the_table_of_words_has_the_options_of_the_drafters(word: str) -> None:
+    """With their defaults, where these are numbers; async is an option of the word alone."""
+    kind = KINDS[word]
+    made = {"draft": DraftModel, "cascade": Cascade}.get(word, kind.made)
+    made = getattr(drafters, made) if isinstance(made, str) else made
+    parts = {"draft": {"model"}, "cascade": {"drafter", "middle"}}.get(word, {*kind.parts})
+    found = [*inspect.signature(made).parameters.items()]
+    found += [each for part in kind.parts.values() for each in inspect.signature(part).parameters.items()]
+    parameters = {name: each.default for name, each in found if name not in {"path", "target", *parts}}
+    assert set(kind.options) == set(parameters) | ({"async"} if word == "draft" else set())
+    for name, default in parameters.items():
+        if type(default) in (int, float):
+            assert float(kind.options[name]) == default, name
 
 
 def test_help_names_every_kind_and_option() -> None:

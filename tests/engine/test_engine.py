@@ -554,8 +554,6 @@ def test_a_controller_that_rests_is_asked_as_soon_as_other_requests_run() -> Non
 class Changing(ScriptedDrafter):
     """Finds something every second time that it is asked."""
 
-    hints_change = True
-
     def hint(self, request: DraftRequest) -> Hint:
         return Hint(finds=len(request.tokens) % 4 < 2)
 

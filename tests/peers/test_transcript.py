@@ -23,9 +23,6 @@ class Counting(Peer):
         self._fails = fails
         self._interrupted_at = interrupted_at
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        return [reply for _, reply in self.answers(questions)]
-
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         for number, question in reversed(list(enumerate(questions))):  # answers come in any order
             if len(self.asked) == self._interrupted_at:

@@ -26,8 +26,8 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import DraftRequest, PromptLookup
 from truedraft.engine import Request
-from truedraft.engine.decisions import Decisions
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.planning.decisions import Decisions
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
 from truedraft.server.service import Answering, Service, Stream

@@ -40,20 +40,16 @@ class FaultyPeer(Peer):
         self._engines: dict[tuple[float, int, float, float], Engine] = {}
         self.facts = PeerFacts("truedraft", "", planted.filters, TAKES, tells_ids=True, logprobs="raw")
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        found: list[Reply | PeerError | None] = [None] * len(questions)
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         groups: dict[tuple[float, int, float, float], list[int]] = {}
         for number, question in enumerate(questions):
             refused = self.refuses(question.params)
             if refused:
-                found[number] = PeerError(f"truedraft does not take {refused}; leave it out")
+                yield number, PeerError(f"truedraft does not take {refused}; leave it out")
             else:
                 groups.setdefault(question.params.probs_key, []).append(number)
         for numbers in groups.values():
-            own = [questions[number] for number in numbers]
-            for number, reply in zip(numbers, self._answered(own), strict=True):
-                found[number] = reply
-        return [reply if reply is not None else PeerError("truedraft did not answer") for reply in found]
+            yield from zip(numbers, self._answered([questions[number] for number in numbers]), strict=True)
 
     def _answered(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
         """Replies to questions of equal temperature and filters."""

@@ -1,21 +1,30 @@
-"""Predicted speed-up and goodput: in the limit where rows are free they are the published forms."""
+"""Predicted speed-up: in the limit where rows are free it is the published form."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
 from truedraft.errors import OptionError
 from truedraft.theory import (
-    GoodputChoice,
+    AcceptanceCurve,
     SizeOption,
     best_gamma,
-    best_length,
-    best_length_under_load,
+    best_option,
     expected_tokens,
-    goodput,
     predicted_speedup,
+    size_options,
     speedup,
 )
+
+
+def best_length(
+    alpha: float, verify_s: Callable[[int], float], draft_s: Callable[[int], float], limit: int = 16
+) -> SizeOption:
+    """The chain that pays best, of tokens that are accepted with probability alpha, independently."""
+    curve = AcceptanceCurve(tuple(alpha**place for place in range(1, limit + 1)), tuple(range(limit + 1)))
+    return best_option(size_options(curve, verify_s, draft_s))
 
 
 def test_worked_value() -> None:
@@ -41,28 +50,6 @@ def test_rows_that_cost_shorten_the_draft() -> None:
     assert full == SizeOption(0, 1.0, 1.0)
 
 
-def test_goodput_by_hand() -> None:
-    # Two requests, one token drafted each: 1.5 + 1.9 tokens in 0.02 s.
-    assert goodput([0.5, 0.9], 1, 0.02) == pytest.approx(170.0)
-    assert goodput([0.5, 0.9], 0, 0.01) == pytest.approx(200.0)
-
-
-def test_load_shortens_the_draft_down_to_none() -> None:
-    """Up to 16 rows a forward costs the same, beyond that in proportion; a draft token costs a twentieth of it."""
-
-    def choice(requests: int) -> GoodputChoice:
-        def step_s(length: int) -> float:
-            return max(1.0, requests * (length + 1) / 16) + 0.05 * length
-
-        return best_length_under_load([0.7] * requests, step_s)
-
-    lengths = [choice(requests).length for requests in (1, 4, 8, 16, 64)]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] >= 3
-    assert lengths[-1] == 0
-    assert choice(64).tokens_per_s == pytest.approx(16.0)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -70,11 +57,6 @@ def test_load_shortens_the_draft_down_to_none() -> None:
         (lambda: predicted_speedup(1.0, 0.0, 1.0, 0.0), "plain_s must be a number above 0, got 0.0"),
         (lambda: predicted_speedup(1.0, 1.0, 0.0, 0.0), "verify_s"),
         (lambda: predicted_speedup(1.0, 1.0, 1.0, -1.0), "draft_s"),
-        (lambda: best_length(0.5, lambda rows: -1.0, lambda length: 0.0), "plain_s"),
-        (lambda: best_length(0.5, lambda rows: 1.0, lambda length: 0.0, limit=-1), "limit"),
-        (lambda: goodput([], 1, 1.0), "at least one request"),
-        (lambda: goodput([0.5], 1, 0.0), "step_s"),
-        (lambda: best_length_under_load([], lambda length: 1.0), "at least one request"),
     ],
 )
 def test_bad_arguments(call: object, message: str) -> None:

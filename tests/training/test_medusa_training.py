@@ -90,7 +90,7 @@ def test_what_it_leaves_behind(trained, target_folder):
         compared = tree["compared"]
         best = max(compared, key=lambda way: compared[way], default="calibrated")
         assert tree["chosen"] == ("counted" if best == "counted" else "likeliest")
-        drafter = Medusa.load(out, nodes=4)
+        drafter = Medusa(MedusaHeads.load(out), nodes=4)
         params = SamplingParams(temperature=0.0 if kind == "greedy" else 1.0)
         assert drafter.is_fixed(params) == (best == "counted")
         curve = drafter.acceptance_curve(params)
@@ -108,7 +108,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
         kept, about = MedusaHeads.load(out), served.about
         chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
         trees = kept.record.trees if about["trees"] == "counted" else chosen
-        drafter = Medusa.load(out, nodes=about["nodes"], trees=trees)
+        drafter = Medusa(MedusaHeads.load(out), trees, nodes=about["nodes"])
         answers = Engine(target, drafter, controller="fixed", entropy=0).generate(list(prompts.test), params)
         emitted = sum(answer.stats.emitted_tokens for answer in answers)
         calls = sum(answer.stats.target_calls for answer in answers)
@@ -262,7 +262,8 @@ def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, targ
     muon, adam = (inner.param_groups[0]["params"] for inner in optimizer._optimizers)
     assert {tuple(weight.shape) for weight in muon} == {(32, 32)}
     assert {tuple(weight.shape) for weight in adam} == {(32,), (300, 32)}
-    answer = Engine(load_model(target_folder), Medusa.load(tmp_path), controller="fixed").generate(prompts.test[0])
+    drafter = Medusa(MedusaHeads.load(tmp_path))
+    answer = Engine(load_model(target_folder), drafter, controller="fixed").generate(prompts.test[0])
     assert answer.token_ids == Engine(load_model(target_folder)).generate(prompts.test[0]).token_ids
 
 

@@ -110,7 +110,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     for served in result.report.evaluations:
         params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature)
         sizes = {name: served.about[name] for name in ("nodes", "beams", "length")}
-        drafter = Redrafter.load(out, **sizes, sampled=False)  # chosen beams, which are those that are replayed
+        drafter = Redrafter(RedrafterHead.load(out), **sizes, sampled=False)  # chosen beams, which are replayed
         answers = Engine(target, drafter, controller="fixed", entropy=0).generate(list(prompts.test), params)
         counts = [(answer.stats.emitted_tokens, answer.stats.target_calls) for answer in answers]
         emitted, calls = map(sum, zip(*counts, strict=True))
@@ -122,10 +122,10 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
         "sampled": 18,
     }
     assert RedrafterHead.load(out).record.facts["survival"].keys() <= {"greedy", "sampled"}
-    plan = Redrafter.load(out).size_plans(SamplingParams())[0]
+    plan = Redrafter(RedrafterHead.load(out)).size_plans(SamplingParams())[0]
     assert plan.curve.measured_on == "the target's answers to 7 held-out prompts"
     assert RedrafterHead.load(out).record.facts["beams"].keys() == {"greedy", "sampled"}
-    assert Redrafter.load(out).size_plans(SamplingParams(max_tokens=ANSWER))
+    assert Redrafter(RedrafterHead.load(out)).size_plans(SamplingParams(max_tokens=ANSWER))
 
 
 @pytest.mark.parametrize("loss", ["kl", "tv=0.5,kl=0.5"])
@@ -266,7 +266,7 @@ def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, tar
     RedrafterHead.load(trained[0]).save(tmp_path, HeadRecord("another", "0" * 32))
     target = load_model(target_folder)
     with pytest.raises(CompositionError, match="another") as caught:
-        Engine(target, Redrafter.load(tmp_path), controller="fixed")
+        Engine(target, Redrafter(RedrafterHead.load(tmp_path)), controller="fixed")
     assert target.name in str(caught.value)
 
 

@@ -80,7 +80,7 @@ def test_a_table_of_texts_is_counted_noted_and_drafts(target_folder, tokenizer, 
     assert set(found.tokens_per_call) == {0.0, 1.0}
     assert found.figures["ngrams"] == list(written.ngrams) and found.figures["order"] == 3
     assert [each.folder for each in find_drafters(target, [tmp_path])] == [out]
-    drafter = NgramDrafter.load(out)
+    drafter = NgramDrafter(NgramTable.open(out))
     drafter.check(target)
     params = SamplingParams(max_tokens=24)
     answer = Engine(target, drafter, controller="fixed").generate("def add_one(", params)
@@ -183,7 +183,7 @@ def test_a_table_of_another_tokenizer_is_refused(target_folder, data, held_out, 
             (other / path.name).write_bytes(path.read_bytes())
     target = load_model(other)
     with pytest.raises(VocabularyMismatchError, match="counted with another tokenizer than that of target") as found:
-        NgramDrafter.load(tmp_path / "out").check(target)
+        NgramDrafter(NgramTable.open(tmp_path / "out")).check(target)
     assert str(found.value).count(";") == 1 and "truedraft train ngram" in str(found.value)
 
 

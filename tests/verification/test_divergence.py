@@ -16,16 +16,15 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import LenientSampling, SpeculativeSampling
-from truedraft.verification.exact import PlannedDraw
-from truedraft.verification.exact import emitted_dist as dist_of_answers
-from truedraft.verification.lossy import NodeDraw, divergence_of_candidates, emitted_dist
+from truedraft.verification.exact import PlannedDraw, emitted_dist
+from truedraft.verification.lossy import NodeDraw, divergence_of_candidates, lenient_dist
 
 EXACT = 1e-12
 
 
 def exact_dist(world: World, lenience: float) -> Tensor:
     """By the kernel, over all draws of the drafter and all noise of the rule."""
-    dist = dist_of_answers(LenientSampling(lenience), world.target.dist, world.scheme, 1)
+    dist = emitted_dist(LenientSampling(lenience), world.target.dist, world.scheme, 1)
     return torch.tensor([dist.get((token,), 0.0) for token in range(world.vocab)], dtype=torch.float64)
 
 
@@ -36,7 +35,7 @@ def measured_dist(p: Tensor, plan: list[PlannedDraw], lenience: float, noise: di
         number = (noise or {}).get(place)
         uniform = None if number is None else torch.tensor([number], dtype=torch.float64)
         draws.append(NodeDraw(each.dist, each.q[None], each.kind, uniform))
-    return emitted_dist(p[None], draws, lenience)[0]
+    return lenient_dist(p[None], draws, lenience)[0]
 
 
 def total_variation(p: Tensor, q: Tensor) -> float:
@@ -54,7 +53,7 @@ def kl(p: Tensor, q: Tensor) -> float:
 def test_next_to_no_lenience_still_measures_numbers(lenience: float) -> None:
     """float32 rounds such numbers to 0, and tokens without mass made 0 / 0 of it."""
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.2, 0.5, 0.3]])
-    dist = emitted_dist(p, [NodeDraw(0, q, DrawKind.INDEPENDENT)], lenience)
+    dist = lenient_dist(p, [NodeDraw(0, q, DrawKind.INDEPENDENT)], lenience)
     assert dist[0].tolist() == pytest.approx([0.2 + 0.3, 0.5, 0.0])  # what the draft gives to no token of p is rejected
     distance, divergence = divergence_of_candidates([0.75, 0.0, 0.25 - 1e-6], lenience)
     assert distance == pytest.approx(0.25) and divergence == pytest.approx(-math.log(0.75))

@@ -5,8 +5,8 @@ from truedraft.bench.differences import Difference, find_difference
 from truedraft.bench.prompts import is_question_file, read_questions, spread
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import OutputFolder
-from truedraft.bench.runs import Failure, Group, Results, Row, grouped, run_all, time_without_core
-from truedraft.bench.suite import ENTROPY, PLAIN, OurEngine, Suite, load_suite
+from truedraft.bench.runs import Failure, Group, Results, Row, System, SystemOutput, grouped, run_all, time_without_core
+from truedraft.bench.suite import ENTROPY, PEERS, PLAIN, OurEngine, Suite, check_peers, load_suite
 from truedraft.bench.summary import Ratio, Summary, differing_answers, shown, summarise
 from truedraft.bench.tables import TextTable, all_tables, decisions_table
 from truedraft.bench.trees import DraftedTree, drafted_trees
@@ -15,6 +15,7 @@ from truedraft.bench.vocabularies import AnsweredPrompt, VocabularyCost, answere
 __all__ = [
     "ENTROPY",
     "PARTS",
+    "PEERS",
     "PLAIN",
     "AnsweredPrompt",
     "Circumstances",
@@ -31,11 +32,14 @@ __all__ = [
     "Row",
     "Suite",
     "Summary",
+    "System",
+    "SystemOutput",
     "TextTable",
     "VocabularyCost",
     "all_tables",
     "answered_prompts",
     "bench_record",
+    "check_peers",
     "decisions_table",
     "differing_answers",
     "drafted_trees",

@@ -6,30 +6,25 @@ A tree's picture shows which guesses of each head are drafted, and how likely ea
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
 from truedraft.core.rank_tree import RankTree
-from truedraft.engine.decisions import PLAIN, PROBE, Decisions
-from truedraft.errors import MissingExtraError
+from truedraft.pictures import COLOURS, GRID, line_chart, new_figure, save, write_title
+from truedraft.planning.decisions import PLAIN, PROBE, Decisions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-# Okabe and Ito: distinguishable without full colour vision; markers differ as well.
-_OURS, _PEERS = "#0072B2", "#999999"
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = "osD^vP"
-_GRID = "#dddddd"
+_OURS, _PEERS = COLOURS[0], "#999999"
 _MILLI = 1000
 _NOT_DRAFTING = {PLAIN: "#cccccc", PROBE: "#000000"}
 _COLUMNS = 120  # of a timeline, at most
@@ -46,19 +41,6 @@ _SMALLEST = 0.72  # the smallest node's share of the largest one's width
 _WITH_NUMBERS = 12  # most nodes that leave room for their probabilities
 _NOT_DRAFTED = "counted over all steps; drafted were other trees, chosen at each step by the heads' own probabilities"
 _NAMES = ("1st", "2nd", "3rd")
-
-
-def check_plotting() -> None:
-    """Refuse to start a benchmark with plots where nothing can draw them.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError(
-            "plots and report need matplotlib, which is not installed; `pip install 'truedraft[bench]'` brings it, "
-            "or leave --out away"
-        )
 
 
 def draw_all(
@@ -78,35 +60,20 @@ def draw_all(
     """
     drawn = []
     if summaries:
-        _save(_speed(summaries, under), folder / "speed")
+        save(_speed(summaries, under), folder / "speed")
         drawn.append("speed")
     if costs:
-        _save(_costs(costs, limit_s, under), folder / "cost")
+        save(_costs(costs, limit_s, under), folder / "cost")
         drawn.append("cost")
     if any(summary.acceptance_per_position for summary in summaries):
-        _save(_acceptance(summaries, under), folder / "acceptance")
+        save(_acceptance(summaries, under), folder / "acceptance")
         drawn.append("acceptance")
     return drawn
 
 
-def _figure(height: float, width: float = 8.0, panels: int = 1) -> tuple[Figure, Axes]:
-    """A figure of its own, in inches, outside pyplot's global list, drawn without a display; and its upper panel."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    for panel in range(panels):
-        axes = figure.add_subplot(panels, 1, panel + 1)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    return figure, figure.axes[0]
-
-
 def _speed(summaries: Sequence[Summary], under: str) -> Figure:
     """Horizontal bars in the order of the table: names are long, so they stand beside the bars."""
-    figure, axes = _figure(1.9 + 0.42 * len(summaries))
+    figure, axes = new_figure(1.9 + 0.42 * len(summaries))
     places = range(len(summaries))
     medians = [each.tokens_per_s.median for each in summaries]
     below = [each.tokens_per_s.median - each.tokens_per_s.low for each in summaries]
@@ -124,81 +91,33 @@ def _speed(summaries: Sequence[Summary], under: str) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.4 * max([each.tokens_per_s.high for each in summaries] + [1e-9]))
     axes.set_xlabel("tokens per second, prefill included: median over prompts, whiskers at the quartiles", fontsize=9)
-    axes.xaxis.grid(True, color=_GRID, linewidth=0.8)
-    _title(figure, axes, "Speed by method", under)
+    axes.xaxis.grid(True, color=GRID, linewidth=0.8)
+    write_title(figure, axes, "Speed by method", under)
     return figure
 
 
 def _costs(costs: Sequence[Mapping[str, float]], limit_s: float | None, under: str) -> Figure:
     """One line for each context: milliseconds of a forward by its number of tokens."""
-    figure, axes = _figure(4.6)
-    contexts = sorted({point["context"] for point in costs})
-    for number, context in enumerate(contexts):
-        points = sorted((point["rows"], point["seconds"]) for point in costs if point["context"] == context)
-        colour, marker = _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)]
-        label = f"{context:,.0f} tokens of context"
-        axes.plot(
-            [rows for rows, _ in points],
-            [_MILLI * seconds for _, seconds in points],
-            label=label,
-            color=colour,
-            marker=marker,
-            **_under_later_lines(number, len(contexts)),
-        )
-    if limit_s is not None:
-        axes.axhline(_MILLI * limit_s, color="black", linestyle="--", linewidth=1.2, label="reading the weights once")
-    ticks = sorted({int(point["rows"]) for point in costs})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(count) for count in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens in one forward of the target")
-    axes.set_ylabel("milliseconds")
-    axes.grid(True, color=_GRID, linewidth=0.8)
-    axes.legend(edgecolor="none", framealpha=1.0)
-    _title(figure, axes, "Cost of k tokens in one forward", under)
-    return figure
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for point in sorted(costs, key=lambda each: (each["context"], each["rows"])):
+        name = f"{point['context']:,.0f} tokens of context"
+        lines.setdefault(name, []).append((point["rows"], _MILLI * point["seconds"]))
+    level = None if limit_s is None else (_MILLI * limit_s, "reading the weights once")
+    labels = "Cost of k tokens in one forward", "tokens in one forward of the target", "milliseconds"
+    return line_chart(lines, labels, under=under, log=True, level=level)
 
 
 def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
     """One line for each drafter: accepted over tried at each drafted position."""
-    figure, axes = _figure(4.6)
-    drafting = [each for each in summaries if each.acceptance_per_position]
-    for number, each in enumerate(drafting):
-        rates = each.acceptance_per_position
-        colour, marker = _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)]
-        width = _under_later_lines(number, len(drafting))
-        places = range(1, len(rates) + 1)
-        # Not clipped: a rate of 0 or 1 lies on the edge, and its marker is to be seen whole.
-        axes.plot(places, rates, label=each.name, color=colour, marker=marker, clip_on=False, zorder=3, **width)
-    longest = max(len(each.acceptance_per_position) for each in drafting)
+    rates = {each.name: each.acceptance_per_position for each in summaries if each.acceptance_per_position}
+    lines = {name: list(enumerate(own, 1)) for name, own in rates.items()}
+    up = "accepted / tried (those before it were accepted)"
+    figure = line_chart(lines, ("Acceptance by position", "drafted position", up), under=under)
+    axes, longest = figure.axes[0], max(map(len, rates.values()))
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlim(0.7, longest + 0.3)
     axes.set_ylim(0, 1.03)
-    axes.set_xlabel("drafted position")
-    axes.set_ylabel("accepted / tried (those before it were accepted)")
-    axes.grid(True, color=_GRID, linewidth=0.8)
-    axes.legend(edgecolor="none", framealpha=1.0, loc="best")
-    _title(figure, axes, "Acceptance by position", under)
     return figure
-
-
-def _under_later_lines(number: int, count: int) -> dict[str, Any]:
-    """Widths of one of several lines: the earlier ones are broader, so that they show where lines coincide."""
-    later = min(count - 1 - number, 3)
-    return {"linewidth": 1.5 + 0.9 * later, "markersize": 6.0 + 1.8 * later}
-
-
-def _title(figure: Figure, axes: Axes, heading: str, under: str) -> None:
-    """Write the heading above the axes, and the circumstances below the picture."""
-    axes.set_title(heading, loc="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(under, fontsize=7.5, color="#555555", wrap=True)
-
-
-def _save(figure: Figure, stem: Path) -> None:
-    """Write `stem`.png and `stem`.svg."""
-    figure.savefig(stem.with_suffix(".png"), dpi=150)
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
 
 
 def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) -> str:
@@ -215,7 +134,7 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
         OSError: a file cannot be written.
     """
     name = _file_name("decisions", system)
-    figure, upper = _figure(5.4, panels=2)
+    figure, upper = new_figure(5.4, panels=2)
     lower = figure.axes[1]
     columns = decisions.timeline(_COLUMNS)
     ends = list(itertools.accumulate(each.seconds for each in columns))
@@ -237,15 +156,15 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
     for axes in (upper, lower):
         axes.set_xlim(0, ends[-1])
     lower.set_xlabel("seconds of decoding, all answers one behind the other")
-    _title(figure, upper, f"Decisions of {system}", under)
-    _save(figure, folder / name)
+    write_title(figure, upper, f"Decisions of {system}", under)
+    save(figure, folder / name)
     return name
 
 
 def _colours(decisions: Decisions) -> dict[str, str]:
     """Of all that was decided: drafters in colours, plain decoding grey, probes black."""
     names = list(decisions.ordered)
-    return {name: _NOT_DRAFTING.get(name, _LINES[number % len(_LINES)]) for number, name in enumerate(names)}
+    return {name: _NOT_DRAFTING.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)}
 
 
 def _file_name(what: str, system: str) -> str:
@@ -285,7 +204,7 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
     places = _places(tree)
     leaves = len(tree.shape.leaves)
     width = min(_WIDE, max(_NARROW, 0.3 * leaves))
-    figure, axes = _figure(1.1 + _LEVEL * tree.depth, width)
+    figure, axes = new_figure(1.1 + _LEVEL * tree.depth, width)
     axes.set_axis_off()
     span = max(1.0, float(leaves - 1))
     axes.set_xlim(-_MARGIN / (1 - _MARGIN) * (span + 1.2) - 0.6, span + 0.6)
@@ -300,8 +219,8 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
         bar.set_ticks(_TICKS, labels=[f"{share:g}" for share in _TICKS], fontsize=8)
         bar.minorticks_off()
         bar.set_label("accepted in this share of steps", fontsize=8)
-    _title(figure, axes, heading, under)
-    _save(figure, stem)
+    write_title(figure, axes, heading, under)
+    save(figure, stem)
 
 
 def _places(tree: RankTree) -> list[float]:

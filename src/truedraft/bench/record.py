@@ -138,7 +138,7 @@ def bench_record(
         "differences": list(differences),
         "interrupted": results.interrupted,
         "failures": [failure.describe() for failure in results.failures],
-        "contestants": [_summary_record(each, circumstances) for each in summaries],
+        "systems": [_summary_record(each, circumstances) for each in summaries],
         "costs": [dict(point) for point in costs],
         "trees": [tree.as_dict() for tree in trees],
         "vocabularies": [each.as_dict() for each in vocabularies],

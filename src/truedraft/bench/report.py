@@ -12,14 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from truedraft.bench.plots import check_plotting, draw_all, draw_decisions, draw_drafted
+from truedraft.bench.plots import draw_all, draw_decisions, draw_drafted
 from truedraft.bench.record import Circumstances
 from truedraft.bench.runs import Row
 from truedraft.bench.summary import Summary
 from truedraft.bench.tables import TextTable, all_tables, decisions_table, tree_table
 from truedraft.bench.trees import DraftedTree
-from truedraft.engine.decisions import NOT_ASKED
 from truedraft.errors import DataError
+from truedraft.pictures import check_drawing
+from truedraft.planning.decisions import NOT_ASKED
 
 _ROWS, _RECORD, _REPORT = "rows.jsonl", "record.json", "report.md"
 _LIBRARIES = ("truedraft", "torch", "transformers", "python")
@@ -88,7 +89,7 @@ class OutputFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        check_plotting()
+        check_drawing("plots and report", "leave --out away")
         self.folder = folder.expanduser()
         self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +12,65 @@ from typing import Any
 from truedraft.bench.breakdown import Breakdown, StepCosts, break_down
 from truedraft.bench.turns import rotated
 from truedraft.core.params import SamplingParams
-from truedraft.engine.decisions import Decisions
+from truedraft.core.stats import Counters, StepRecord
 from truedraft.errors import TruedraftError
-from truedraft.peers import Outcome, System
+from truedraft.planning.decisions import Decisions
 from truedraft.progress import Progress
 
 _WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SystemOutput:
+    """What a system gives back for a group of prompts that it answered together.
+
+    Attributes:
+        token_ids: new tokens of each prompt, without the one that ended it.
+        first_token_s: for each prompt, seconds until its first token; None where there is none.
+        prefill_s: seconds spent on prompts, the first tokens included.
+        forwards: forwards of the target after the prefill; each serves all prompts of the group.
+        draft_forwards: forwards of the draft model.
+        context_tokens: cached tokens that those target forwards read, summed over forwards and prompts.
+        target_calls: target calls of the prompts, as far as they can be counted; None where they cannot.
+        mean_acceptance_length: tokens per target call; None where it cannot be counted.
+        first_tokens: new tokens of a prompt that came with the prefill; several where that already judges a draft.
+        counters: of our engine; None for another library.
+        steps: of our engine, in order.
+        finish_reasons: of our engine, for each prompt.
+        warnings: of our engine, about all prompts together.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    first_token_s: tuple[float | None, ...]
+    prefill_s: float
+    forwards: int
+    draft_forwards: int
+    context_tokens: int
+    target_calls: int | None
+    mean_acceptance_length: float | None
+    first_tokens: int = 1
+    counters: Counters | None = None
+    steps: Sequence[StepRecord] = field(default=(), repr=False)
+    finish_reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class System(ABC):
+    """One way of answering: a system under test.
+
+    Attributes:
+        name: for reports; unique in a run.
+    """
+
+    name: str
+
+    @abstractmethod
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
+        """Answer prompts, given as token ids, together.
+
+        Raises:
+            TruedraftError: one of them could not be answered.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +105,7 @@ class Row:
         place: when the system's turn came within the group, from 0.
         total_s: wall time from the first submission to the last answer, in seconds.
         cpu_s: CPU time of the whole process meanwhile, all threads together, in seconds.
-        outcome: what it answered.
+        output: what it answered.
         breakdown: where the time went; None for a peer.
         decisions: what was decided in its steps; None for a peer.
     """
@@ -62,14 +116,14 @@ class Row:
     place: int
     total_s: float
     cpu_s: float
-    outcome: Outcome
+    output: SystemOutput
     breakdown: Breakdown | None = None
     decisions: Decisions | None = None
 
     @property
     def tokens(self) -> int:
         """New tokens of all prompts of the group."""
-        return sum(map(len, self.outcome.token_ids))
+        return sum(map(len, self.output.token_ids))
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,37 +133,37 @@ class Row:
     @property
     def decode_s(self) -> float:
         """Seconds after the prefill."""
-        return self.total_s - self.outcome.prefill_s
+        return self.total_s - self.output.prefill_s
 
     @property
     def decode_tokens_per_s(self) -> float:
         """Tokens that came after the prefill, per second after it."""
-        later = sum(max(len(tokens) - self.outcome.first_tokens, 0) for tokens in self.outcome.token_ids)
+        later = sum(max(len(tokens) - self.output.first_tokens, 0) for tokens in self.output.token_ids)
         return later / self.decode_s if later and self.decode_s > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For the file of rows: counts and seconds, no rates, so that every rate can be computed again."""
-        outcome = self.outcome
+        output = self.output
         return {
-            "contestant": self.system,
+            "system": self.system,
             "prompts": list(self.prompts),
             "run": self.run,
             "place": self.place,
             "tokens": self.tokens,
             "total_s": self.total_s,
             "cpu_s": self.cpu_s,
-            "first_token_s": list(outcome.first_token_s),
-            "prefill_s": outcome.prefill_s,
-            "first_tokens": outcome.first_tokens,
-            "forwards": outcome.forwards,
-            "draft_forwards": outcome.draft_forwards,
-            "context_tokens": outcome.context_tokens,
-            "target_calls": outcome.target_calls,
-            "mean_acceptance_length": outcome.mean_acceptance_length,
-            "counters": None if outcome.counters is None else dataclasses.asdict(outcome.counters),
+            "first_token_s": list(output.first_token_s),
+            "prefill_s": output.prefill_s,
+            "first_tokens": output.first_tokens,
+            "forwards": output.forwards,
+            "draft_forwards": output.draft_forwards,
+            "context_tokens": output.context_tokens,
+            "target_calls": output.target_calls,
+            "mean_acceptance_length": output.mean_acceptance_length,
+            "counters": None if output.counters is None else dataclasses.asdict(output.counters),
             "breakdown": None if self.breakdown is None else dataclasses.asdict(self.breakdown),
             "decisions": None if self.decisions is None else self.decisions.as_dict(most=0),
-            "token_ids": [list(tokens) for tokens in outcome.token_ids],
+            "token_ids": [list(tokens) for tokens in output.token_ids],
         }
 
 
@@ -209,13 +263,13 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
         TruedraftError: it could not.
     """
     cpu, started = time.process_time(), time.perf_counter()
-    outcome = system.answer(group.prompts, group.params)
+    output = system.answer(group.prompts, group.params)
     total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    breakdown = break_down(outcome.steps, total_s, costs) if outcome.steps else None
+    breakdown = break_down(output.steps, total_s, costs) if output.steps else None
     forward_s = None if costs is None else costs.forward_s
-    decisions = Decisions.of(outcome.steps, forward_s) if outcome.steps else None
-    outcome = dataclasses.replace(outcome, steps=())  # summed up; thousands of runs need not keep them
-    return Row(system.name, group.names, run, place, total_s, cpu_s, outcome, breakdown, decisions)
+    decisions = Decisions.of(output.steps, forward_s) if output.steps else None
+    output = dataclasses.replace(output, steps=())  # summed up; thousands of runs need not keep them
+    return Row(system.name, group.names, run, place, total_s, cpu_s, output, breakdown, decisions)
 
 
 def _warm_up(systems: Sequence[System], group: Group, context_length: int, progress: Progress) -> None:

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from truedraft.bench.generate import ASSISTED, generate_systems
+from truedraft.bench.runs import System, SystemOutput
 from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.specs import from_spec
 from truedraft.engine import Engine, StepRecord
-from truedraft.errors import ModelError
+from truedraft.errors import ModelError, UnknownOptionError
 from truedraft.machine import dtype_name, has_bfloat16
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.options import MachineOptions, ModelOptions, Words
-from truedraft.peers import Outcome, PeerSetup, System, peer_systems
 from truedraft.verification.specs import rule_from_spec
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ ENTROPY = 0
 """Of engines that are measured: a benchmark of requests without a seed draws from the same noise each time."""
 _LEAST_BATCH = 32  # the engine's own limit; a larger batch raises it
 _NO_DRAFTER = "none"
+PEERS = ("transformers",)
+"""Names of other libraries that are measured beside our engines."""
 
 
 class OurEngine(System):
@@ -43,7 +46,7 @@ class OurEngine(System):
         self.name = name
         self.engine = engine
 
-    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Outcome:
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
         steps: list[StepRecord] = []
         self.engine.listeners.append(steps.append)
         try:
@@ -55,7 +58,7 @@ class OurEngine(System):
             raise ModelError(broken)
         counters = sum((answer.stats for answer in answers), Counters())
         decoding = [step for step in steps if not step.prefill]
-        return Outcome(
+        return SystemOutput(
             token_ids=tuple(tuple(answer.token_ids) for answer in answers),
             first_token_s=tuple(answer.timing.first_token_s for answer in answers),
             prefill_s=sum(step.total_s for step in steps if step.prefill),
@@ -178,12 +181,23 @@ def load_suite(
     suite = Suite(target, lossless, ours, notes=notes, batch=batch, controller=controller)
     # Peers draft with the first draft model among the drafters.
     draft = next((each.draft_model for each in ours if each.draft_model is not None), None)
-    for peer in peers:
-        brought = peer_systems(peer, PeerSetup(target, model.model, model.pad_to, draft, batch))
-        suite.peers += brought.systems
-        suite.best_of |= brought.best_of
-        suite.notes += brought.notes
+    check_peers(peers)
+    if peers:
+        suite.peers, left_out = generate_systems(target, model, draft, batch)
+        suite.best_of = {ASSISTED: tuple(each.name for each in suite.peers if each.name.startswith(ASSISTED))}
+        suite.notes += [left_out] if left_out else []
     return suite
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Refuse libraries that cannot be measured, before anything is loaded.
+
+    Raises:
+        UnknownOptionError: there is no such; names those that there are.
+    """
+    for name in names:
+        if name not in PEERS:
+            raise UnknownOptionError.nearest("peer", name, PEERS)
 
 
 def _room(batch: int) -> int:

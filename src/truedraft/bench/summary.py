@@ -14,7 +14,7 @@ from truedraft.bench.costs import Memory
 from truedraft.bench.runs import Row
 from truedraft.bench.suite import PLAIN
 from truedraft.core.stats import Counters
-from truedraft.engine.decisions import Decisions
+from truedraft.planning.decisions import Decisions
 from truedraft.theory import predicted_speedup
 
 _KILO = 1000
@@ -187,13 +187,13 @@ def differing_answers(
     plain: dict[str, tuple[int, ...]] = {}
     for row in rows:
         if row.system == PLAIN:
-            for name, tokens in zip(row.prompts, row.outcome.token_ids, strict=True):
+            for name, tokens in zip(row.prompts, row.output.token_ids, strict=True):
                 plain.setdefault(name, tokens)
     return [
         (row.system, name, plain[name], tokens)
         for row in rows
         if row.system in names
-        for name, tokens in zip(row.prompts, row.outcome.token_ids, strict=True)
+        for name, tokens in zip(row.prompts, row.output.token_ids, strict=True)
         if name in plain and tokens != plain[name]
     ]
 
@@ -201,11 +201,11 @@ def differing_answers(
 def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memory | None) -> Summary:
     rows = [row for runs in groups.values() for row in runs]
     firsts = [runs[0] for runs in groups.values()]
-    first_token_s = [seconds for row in rows for seconds in row.outcome.first_token_s if seconds is not None]
+    first_token_s = [seconds for row in rows for seconds in row.output.first_token_s if seconds is not None]
     breakdown = _total_breakdown(rows)
-    counters = [row.outcome.counters for row in firsts if row.outcome.counters is not None]
+    counters = [row.output.counters for row in firsts if row.output.counters is not None]
     total = sum(counters, Counters()) if counters else None
-    calls = [row.outcome.target_calls for row in firsts]
+    calls = [row.output.target_calls for row in firsts]
     ratios, decode_ratios = _ratios(groups, plain, _speed), _ratios(groups, plain, _decode_speed)
     predictions = _predictions(groups)
     return Summary(
@@ -257,7 +257,7 @@ def _predictions(groups: Groups) -> ByGroup:
     found: ByGroup = {}
     for key, runs in groups.items():
         breakdown = _total_breakdown(runs)
-        counters = sum((row.outcome.counters for row in runs if row.outcome.counters is not None), Counters())
+        counters = sum((row.output.counters for row in runs if row.output.counters is not None), Counters())
         predicted = None if breakdown is None else _predicted(counters, breakdown)
         if predicted:
             found[key] = predicted
@@ -272,7 +272,7 @@ def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) ->
     """Ours from the counts; a peer's weighted by its calls."""
     if counters is not None:
         return counters.mean_acceptance_length
-    weighted = [(row.outcome.mean_acceptance_length, row.outcome.target_calls) for row in firsts]
+    weighted = [(row.output.mean_acceptance_length, row.output.target_calls) for row in firsts]
     known = [(length, calls) for length, calls in weighted if length is not None and calls]
     return sum(length * calls for length, calls in known) / sum(calls for _, calls in known) if known else None
 
@@ -308,9 +308,9 @@ def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
         return None
     read = 0
     for row in rows:
-        read += memory.target.of(row.outcome.forwards, row.outcome.context_tokens)
+        read += memory.target.of(row.output.forwards, row.output.context_tokens)
         if memory.draft is not None:
-            read += memory.draft.of(row.outcome.draft_forwards, 0)
+            read += memory.draft.of(row.output.draft_forwards, 0)
     return read / seconds / memory.bandwidth
 
 
@@ -320,4 +320,4 @@ def _cpu_s_per_1000_tokens(rows: Sequence[Row]) -> float:
 
 
 def _same_as_plain(runs: Sequence[Row], plain: Row) -> bool:
-    return all(row.outcome.token_ids == plain.outcome.token_ids for row in runs)
+    return all(row.output.token_ids == plain.output.token_ids for row in runs)

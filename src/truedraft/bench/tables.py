@@ -12,7 +12,7 @@ from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
 from truedraft.core.stats import Counters
-from truedraft.engine.decisions import END, NOT_ASKED, PROBE, Decisions, Tally
+from truedraft.planning.decisions import END, NOT_ASKED, PROBE, Decisions, Tally
 
 _MISSING = "-"
 _SHOWN_POSITIONS = 8

@@ -96,7 +96,7 @@ class DraftedTree:
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
         return {
-            "contestant": self.system,
+            "system": self.system,
             "trees": "fixed" if self.chosen is None else "likeliest",
             "nodes": self.nodes,
             "promised": self.promised,

@@ -87,7 +87,7 @@ def answered_prompts(groups: Sequence[Group], rows: Sequence[Row]) -> list[Answe
     return [
         AnsweredPrompt(prompt, answer, by_names[names].params)
         for names, row in plain.items()
-        for prompt, answer in zip(by_names[names].prompts, row.outcome.token_ids, strict=True)
+        for prompt, answer in zip(by_names[names].prompts, row.output.token_ids, strict=True)
     ]
 
 

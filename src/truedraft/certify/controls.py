@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -42,7 +42,7 @@ from truedraft.certify.checks import (
 )
 from truedraft.certify.closed_forms import probs_under_shared_noise
 from truedraft.certify.e_process import POWER, Events, EventTests, holm
-from truedraft.certify.equality import chooser
+from truedraft.certify.equality import Comparison, chooser
 from truedraft.certify.faults import Fault
 from truedraft.certify.sampling import Scored, plain_logits, scored_answers
 from truedraft.certify.statistics import sampled_finding
@@ -192,7 +192,7 @@ class ComparedControls(Check):
         for number in range(self._rounds):
             # Later rounds begin behind more of each prompt's plain answer, so that greedy texts are new, too.
             self._compare(counted, broken, stack, prompts, numbered(params, number * len(prompts)))
-            if counted.strong and counted.differing:
+            if counted.strong and counted.beside.untraced:
                 break
             prompts = [self._longer(stack, prompt) for prompt in prompts]
         return counted.finding(control)
@@ -213,14 +213,14 @@ class ComparedControls(Check):
             open_ended(numbered(params, number), min(self._tokens, room - len(prompt)))
             for number, prompt in enumerate(prompts)
         ]
-        wrong = [answer.token_ids for answer in broken.engine(len(prompts)).generate(prompts, options)]
-        right = [answer.token_ids for answer in stack.plain(len(prompts)).generate(prompts, options)]
-        for prompt, answer, expected, own in zip(prompts, wrong, right, options, strict=True):
-            counted.tokens += len(answer)
-            choices = _target_choices(stack, prompt, answer, own)
-            counted.others += sum(mine != theirs for mine, theirs in zip(answer, choices, strict=True))
-            counted.answers += 1
-            counted.differing += answer != expected
+        wrong = broken.engine(len(prompts)).generate(prompts, options)
+        right = stack.plain(len(prompts)).generate(prompts, options)
+        for number, (prompt, own) in enumerate(zip(prompts, options, strict=True)):
+            asked = Context(stack, [prompt], own, len(prompts))
+            counted.beside.add(right[number], wrong[number], asked, number, has_margins=False)
+            tokens = wrong[number].token_ids
+            choices = _target_choices(stack, prompt, tokens, own)
+            counted.others += sum(mine != theirs for mine, theirs in zip(tokens, choices, strict=True))
 
 
 class SeededControls(Check):
@@ -525,42 +525,40 @@ def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
 
 @dataclass(slots=True)
 class _Counted:
-    """Answers of a broken stack so far; `others` are tokens that are not the target's choice."""
+    """Answers of a broken stack beside plain ones so far; `others` are tokens that are not the target's choice."""
 
-    tokens: int = 0
+    beside: Comparison = field(default_factory=Comparison)
     others: int = 0
-    answers: int = 0
-    differing: int = 0
 
     @property
     def size(self) -> float:
-        return self.others / max(1, self.tokens)
+        return self.others / max(1, self.beside.compared)
 
     @property
     def detectable(self) -> float:
         """Share of wrong tokens of which one would have been among these with probability `POWER`."""
-        return min(1.0, -math.log(1.0 - POWER) / max(1, self.tokens))
+        return min(1.0, -math.log(1.0 - POWER) / max(1, self.beside.compared))
 
     @property
     def strong(self) -> bool:
         return self.size >= TIMES_DETECTABLE * self.detectable
 
     def finding(self, control: ComparedControl) -> Finding:
-        caught = self.strong and self.differing > 0
-        said = f"{self.size:.1%} of {self.tokens} tokens are not the target's choice, {control.words}"
+        caught = self.strong and self.beside.untraced > 0
+        said = f"{self.size:.1%} of {self.beside.compared} tokens are not the target's choice, {control.words}"
         if caught:
             status = Status.HOLDS
-            verdict = f"found, as it must be: {self.differing} of {self.answers} answers differ"
-        elif self.differing:
+            verdict = f"found, as it must be: {self.beside.untraced} of {self.beside.answers} answers differ"
+        elif self.beside.untraced:
             status, verdict = Status.NOT_ENOUGH, "found, but too small to count: give more prompts"
         else:
             status, verdict = Status.FAILS, "NOT found: this comparison cannot be trusted here"
         facts = {
             "total_variation": self.size,
             "smallest_detectable_tv": self.detectable,
-            "tokens": self.tokens,
-            "answers": self.answers,
-            "differing_answers": self.differing,
+            "tokens": self.beside.compared,
+            "answers": self.beside.answers,
+            "differing_answers": self.beside.untraced,
             "setting": control.words,
         }
         return Finding(Part.CONTROLS, control.fault.name, status, f"{verdict}; {said}", facts)

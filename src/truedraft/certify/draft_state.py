@@ -272,7 +272,7 @@ class _Comparison:
             self.skipped += 1
             return
         trees = lived.tree, fresh.tree
-        on_the_way = [_accepted(tree, text[len(lived.text) :]) for tree in trees]
+        on_the_way = [len(tree.along(text[len(lived.text) :])) for tree in trees]
         self.compared += 1
         self.nodes = (self.nodes[0] + len(trees[0]), self.nodes[1] + len(trees[1]))
         self.accepted = (self.accepted[0] + on_the_way[0], self.accepted[1] + on_the_way[1])
@@ -328,17 +328,6 @@ class _Comparison:
             return Finding(Part.DRAFT_STATE, name, Status.MEASURED, told, facts)
         told = f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {lived:.3f}."
         return Finding(Part.DRAFT_STATE, name, Status.HOLDS, told, facts)
-
-
-def _accepted(tree: TokenTree, text: Sequence[int]) -> int:
-    """How far a tree follows a text, in tokens."""
-    ids, row = tree.host_ids, 0
-    for depth, token in enumerate(text):
-        child = next((node for node in tree.shape.children[row] if ids[node] == token), None)
-        if child is None:
-            return depth
-        row = child + 1
-    return len(text)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from truedraft.models.base import LanguageModel
 from truedraft.testing import ScriptedDrafter, altered
 from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts
+
+if TYPE_CHECKING:
+    from truedraft.certify.samplers.worlds import SamplerWorld
 
 _ONE_ACCEPTED = 2
 
@@ -96,11 +100,7 @@ def judges_another_temperature(rule: Rule, temperature: float) -> Rule:
         return own if own.probs is None else replace(own, probs=forms.at_temperature(temperature, own.probs))
 
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        wrong = [
-            own if own.probs is None else replace(own, probs=forms.at_temperature(temperature, own.probs))
-            for own in proposals
-        ]
-        return rule.decide(wrong, probs, noise)
+        return rule.decide([wrong(own) for own in proposals], probs, noise)
 
     return altered(rule, decide=decide)
 
@@ -213,6 +213,7 @@ class Fault:
         form: what it does at a node with one draft; None where that is another's affair than the judge's.
         plant: makes the broken stack of one that drafts one token a step; None where none is made.
         needs_draw: whether it shows only where drafts are drawn from a distribution.
+        joint: the probability of each cell of a world of samplers `[cells]`, float64; None where `form` says it.
     """
 
     name: str
@@ -220,6 +221,7 @@ class Fault:
     form: forms.Form | None = None
     plant: Callable[[Stack], Stack] | None = None
     needs_draw: bool = False
+    joint: Callable[[SamplerWorld], Tensor] | None = None
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         """The distributions `[..., vocab]` that tokens follow at nodes with a draft from q, p being the target's."""

@@ -93,13 +93,11 @@ class BenchOptions:
 
 def bench(options: BenchOptions) -> int:
     """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
-    from truedraft.bench import OutputFolder
+    from truedraft.bench import OutputFolder, check_peers
     from truedraft.cli.session import as_chat, check_rule, encoded, plan_for, planned_drafter, quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
-    from truedraft.peers import check_peer
 
-    for peer in options.what.peer:
-        check_peer(peer)
+    check_peers(options.what.peer)
     params, out = options.sampling, options.report.out
     out = None if out is None else user_path(str(out))
     check_rule(options.what.rule, params)

@@ -108,7 +108,7 @@ def stack(options: CertifyOptions) -> int:
     with Telling.of("stack", options.report, terminal) as telling:
         seed = drawn_seed(options.check.seed)
         params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
-        check_rule(options.stack.rule, params)
+        check_rule(options.stack.rule, params, "seeded")
         prompts = read_prompts(None, options.check.prompts)
         report, about = _certified(options, prompts, params, seed, seconds, terminal)
         return telling.told(report, about | {"seed": seed})

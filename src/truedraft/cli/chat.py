@@ -258,7 +258,7 @@ class _Here(_Partner):
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
         from truedraft.cli.generate import stream_answer
         from truedraft.cli.painting import writer
-        from truedraft.engine.decisions import Decisions
+        from truedraft.planning.decisions import Decisions
 
         prompt: str | list[int]
         if self.chats:

@@ -109,7 +109,7 @@ class Pair:
     @property
     def repeated_8grams(self) -> float | None:
         """Share of the plain answer's 8-grams that occurred before in it; None if it has none."""
-        return repeated_ngrams(self.first[0].outcome.token_ids[0])
+        return repeated_ngrams(self.first[0].output.token_ids[0])
 
     def as_dict(self, tell_identical: bool) -> dict[str, Any]:
         """For the record."""
@@ -118,7 +118,7 @@ class Pair:
             "prompt_tokens": len(self.group.prompts[0]),
             "seed": self.group.params.seed,
             "sampling": dataclasses.asdict(self.group.params),
-            "finish_reason": self.first[1].outcome.finish_reasons[0],
+            "finish_reason": self.first[1].output.finish_reasons[0],
             "speedup": self.sides.ratio.mean,
             "identical": self.same_tokens if tell_identical else None,
             "difference": None if self.difference is None else dataclasses.asdict(self.difference),
@@ -269,7 +269,7 @@ def _end(
 ) -> tuple[int, dict[str, Any]]:
     """Remarks, and the exit status with the record."""
     pairs = [] if comparison is None else comparison.pairs
-    remark([warning for pair in pairs for warning in pair.first[1].outcome.warnings], options, terminal)
+    remark([warning for pair in pairs for warning in pair.first[1].output.warnings], options, terminal)
     record = {"failed_prompts": len(failures), "errors": list(failures)}
     if interrupted:
         terminal.end_line()

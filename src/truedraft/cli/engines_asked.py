@@ -213,10 +213,6 @@ class _Watched(Peer):
         self._peer = peer
         self._tell = tell
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        found = dict(self.answers(questions))
-        return [found[number] for number in range(len(questions))]
-
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         for answer in self._peer.answers(questions):
             self._tell()

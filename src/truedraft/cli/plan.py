@@ -383,10 +383,10 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
     pairs = [(_rate(drafted[key]), _rate(plain[key])) for key in both]
     pairs = [pair for pair in pairs if pair[0][0] and pair[1][0]]
     speedup = ratio_of_rates(*zip(*pairs, strict=True)) if pairs else None
-    counted = [row.outcome.counters for key in both for row in drafted[key]]
+    counted = [row.output.counters for key in both for row in drafted[key]]
     counters = sum((each for each in counted if each is not None), Counters())
     agree = params.greedy or params.seeded
-    same = all(each.outcome.token_ids == plain[key][0].outcome.token_ids for key in both for each in drafted[key])
+    same = all(each.output.token_ids == plain[key][0].output.token_ids for key in both for each in drafted[key])
     factor = predicted.speedup.value / predicted.option.tokens.value
     tokens, seconds = (sum(pair[0][part] for pair in pairs) for part in range(2))
     return {

@@ -5,21 +5,11 @@ Light: `truedraft plan --alpha` draws without torch.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from truedraft.errors import DataError, MissingExtraError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-Line = Sequence[tuple[float, float]]
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-_MARKERS = "osD^vP"
-_GRID = "#dddddd"
+from truedraft.errors import DataError
+from truedraft.pictures import Line, can_draw, check_drawing, line_chart, save
 
 
 class PlanOutput:
@@ -38,12 +28,9 @@ class PlanOutput:
         try:
             out = out.expanduser()
             is_file = out.suffix == ".json"
-            self.can_draw = importlib.util.find_spec("matplotlib") is not None
-            if not is_file and not self.can_draw:
-                raise MissingExtraError(
-                    "pictures need matplotlib, which is not installed; `pip install 'truedraft[bench]'` brings it, or "
-                    "name a .json file with --out"
-                )
+            self.can_draw = can_draw()
+            if not is_file:
+                check_drawing("pictures", "name a .json file with --out")
             self.record = out if is_file else out / file
             self._prefix = f"{out.stem}-" if is_file else ""
             self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -61,62 +48,25 @@ class PlanOutput:
         except OSError as error:
             raise DataError(f"cannot write {str(self.record)!r}: {error.strerror or error}") from error
 
-    def draw(self, name: str, lines: Mapping[str, Line], labels: tuple[str, str, str], **axes: bool) -> None:
+    def draw(
+        self, name: str, lines: Mapping[str, Line], labels: tuple[str, str, str], log: bool = False, even: bool = False
+    ) -> None:
         """Draw lines as `name`.png and `name`.svg, where that is possible here.
 
         Args:
             name: of the files.
             lines: points by the name of each.
             labels: heading, what is along, what is up.
-            axes: see `_lines`.
+            log: whether doublings are as far apart as doublings.
+            even: whether a line at 1 says where nothing is gained.
 
         Raises:
             DataError: a file cannot be written.
         """
         if not self.can_draw or not any(lines.values()):
             return
-        figure = _lines(lines, labels, **axes)
         stem = self.record.parent / f"{self._prefix}{name}"
         try:
-            figure.savefig(stem.with_name(f"{stem.name}.png"), dpi=150)
-            figure.savefig(stem.with_name(f"{stem.name}.svg"), metadata={"Date": None})
+            save(line_chart(lines, labels, log=log, level=(1.0, None) if even else None), stem)
         except OSError as error:
             raise DataError(f"cannot write {str(stem)!r}: {error.strerror or error}") from error
-
-
-def _lines(lines: Mapping[str, Line], labels: tuple[str, str, str], log: bool = False, even: bool = False) -> Figure:
-    """One line for each name.
-
-    Args:
-        lines: points.
-        labels: heading, what is along, what is up.
-        log: whether doublings are as far apart as doublings.
-        even: whether a line at 1 says where nothing is gained.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Axes = figure.add_subplot()
-    axes.set_axisbelow(True)
-    for number, (name, points) in enumerate(lines.items()):
-        colour, marker = _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)]
-        along, up = zip(*points, strict=True)
-        axes.plot(along, up, label=name, color=colour, marker=marker, markersize=4)
-    if even:
-        axes.axhline(1.0, color="black", linestyle="--", linewidth=1.0)
-    if log:
-        ticks = sorted({along for points in lines.values() for along, _ in points})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.set_ylim(bottom=0)
-    axes.grid(True, color=_GRID, linewidth=0.8)
-    axes.set_title(labels[0], loc="left", fontsize=12, fontweight="bold")
-    axes.set_xlabel(labels[1])
-    axes.set_ylabel(labels[2])
-    axes.legend(edgecolor="none", framealpha=1.0)
-    return figure

@@ -76,8 +76,13 @@ def derived_seed(base: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:6], "big")
 
 
-def check_rule(spec: str, params: SamplingParams) -> None:
+def check_rule(spec: str, params: SamplingParams, field: str = "seed") -> None:
     """Refuse a promise that the rule cannot keep, before anything is loaded.
+
+    Args:
+        spec: words of the rule.
+        params: of the requests.
+        field: the option that gave them a seed.
 
     Raises:
         OptionError: there is no such rule; or a seed with a lossy one.
@@ -86,7 +91,7 @@ def check_rule(spec: str, params: SamplingParams) -> None:
 
     rule = rule_from_spec(spec)
     if params.seeded:
-        rule.check_seed()
+        rule.check_seed(field)
 
 
 def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams) -> str:

@@ -403,10 +403,14 @@ class Goodput(Controller):
             number = (self._turn + place) % len(owns)
             drafting = decisions[number].drafter if not decisions[number].is_zero else None
             for candidate in every[number]:
-                hoped = self._hoped(owns[number], candidate) if candidate.drafter != drafting else 0.0
-                if hoped <= 0.0:
+                if candidate.drafter == drafting:
+                    found = self._larger(allocator, best, number, owns[number], candidate)
+                else:
+                    hoped = self._hoped(owns[number], candidate)
+                    found = allocator.hope(best, number, candidate, hoped) if hoped > 0.0 else None
+                if found is None:
                     continue
-                value, nodes, stake_s = allocator.hope(best, number, candidate, hoped)
+                value, nodes, stake_s = found
                 if value > 0.0 and (hope is None or value > hope[0]):
                     hope = value, number, candidate, nodes, stake_s
         if hope is None:
@@ -421,6 +425,22 @@ class Goodput(Controller):
             speedup = self._speedup
             decisions[number] = Decision(candidate.drafter, candidate.budget(nodes), (), "probe", tokens, speedup)
         return decisions
+
+    def _larger(
+        self, allocator: Allocator, best: Allocation, number: int, own: _Own, candidate: Candidate
+    ) -> tuple[float, int, float] | None:
+        """What a request's tree might bring if all of it were drafted; None of chains, whose first tokens tell it."""
+        share, limits = best.shares[number], candidate.limits
+        estimate = own.gains.get((candidate.drafter, candidate.hint))
+        most = min(limits.nodes, STOPS[-1])
+        if share is None or limits.width == 1 or estimate is None or share[1] >= most:
+            return None
+        more = most - share[1]
+        hoped = self._exploration.hoped(*estimate.beyond(share[1], most, self._step))
+        seconds = allocator.step_s(best.rows + more) - allocator.step_s(best.rows)
+        each = 1.0 + sum(candidate.gains[: share[1]])
+        value = more * hoped * (best.tokens / len(best.shares) / each) - best.rate * seconds
+        return value, most, seconds
 
     def _plain_probe(
         self, views: Sequence[RequestView], allocator: Allocator, best: Allocation

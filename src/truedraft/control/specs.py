@@ -10,7 +10,7 @@ from truedraft.control.goodput import Goodput
 from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
 from truedraft.control.survival import Exploration, Thompson, UpperBound
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
-from truedraft.options import Words, read_number, read_whole
+from truedraft.options import Words, called, read_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,12 @@ class ControllerKind:
     Attributes:
         options: each with its default, or an example.
         meaning: what it does, in a phrase.
-        make: the controller, from a word whose options are known.
+        made: its class, or a function; options are read as their parameters are annotated.
     """
 
     options: Mapping[str, str]
     meaning: str
-    make: Callable[[Words], Controller]
+    made: Callable[..., Controller]
 
 
 def controller_from_spec(spec: str) -> Controller:
@@ -43,7 +43,8 @@ def controller_from_spec(spec: str) -> Controller:
         if kind is None:
             raise UnknownOptionError.nearest("controller", words.kind, tuple(KINDS))
         words.check(words.options if words.kind == "schedule" else kind.options)  # a schedule's are numbers
-        return kind.make(words)
+        controller: Controller = called(kind.made, words.options, {"lengths": words.options})
+        return controller
 
 
 def controller_help() -> str:
@@ -55,27 +56,17 @@ def controller_help() -> str:
     return ".\n\n".join(kinds) + "."
 
 
-def _goodput(words: Words) -> Controller:
-    explore = words.options.get("explore", "ucb")
+def _goodput(explore: str = "ucb", probing: float = 0.01) -> Controller:
     explorations: dict[str, Callable[[], Exploration]] = {"ucb": UpperBound, "thompson": Thompson}
     if explore not in explorations:
         raise UnknownOptionError.nearest("explore", explore, tuple(explorations))
-    probing = read_number("probing", words.options.get("probing", "0.01"))
     if not 0.0 <= probing <= 0.5:
         raise OptionError(f"must be a share of time in [0, 0.5], got {probing:g}", field="probing")
     return Goodput(explorations[explore](), probing=probing)
 
 
-def _heuristic(words: Words) -> Controller:
-    return AssistedHeuristic(read_whole("start", words.options.get("start", "5")))
-
-
-def _confidence(words: Words) -> Controller:
-    return ConfidenceStop(read_number("threshold", words.options.get("threshold", "0.4")))
-
-
-def _schedule(words: Words) -> Controller:
-    return Schedule({read_whole("requests", name): read_whole("length", to) for name, to in words.options.items()})
+def _schedule(lengths: Mapping[str, str]) -> Controller:
+    return Schedule({read_whole("requests", name): read_whole("length", to) for name, to in lengths.items()})
 
 
 KINDS: Mapping[str, ControllerKind] = {
@@ -85,16 +76,14 @@ KINDS: Mapping[str, ControllerKind] = {
         "running acceptance, or plain decoding; so much of the time goes into trying others",
         _goodput,
     ),
-    "fixed": ControllerKind({}, "always the first drafter, as far as its options allow", lambda words: FixedBudget()),
+    "fixed": ControllerKind({}, "always the first drafter, as far as its options allow", FixedBudget),
     "heuristic": ControllerKind(
-        {"start": "5"}, "two tokens more after a proposal that was accepted whole, else one less", _heuristic
+        {"start": "5"}, "two tokens more after a proposal that was accepted whole, else one less", AssistedHeuristic
     ),
     "confidence": ControllerKind(
-        {"threshold": "0.4"}, "no further behind a token that the drafter gave less than this", _confidence
+        {"threshold": "0.4"}, "no further behind a token that the drafter gave less than this", ConfidenceStop
     ),
-    "in-turn": ControllerKind(
-        {}, "every drafter in turn, and merged two by two, with all budgets; for checks", lambda words: InTurn()
-    ),
+    "in-turn": ControllerKind({}, "every drafter in turn, and merged two by two, with all budgets; for checks", InTurn),
     "schedule": ControllerKind(
         {"1": "4", "4": "2", "16": "0"}, "lengths by the number of requests, from each number on", _schedule
     ),

@@ -21,7 +21,7 @@ from truedraft.core.stats import DraftShare
 
 UNKNOWN_RATE = 0.65
 """Acceptance of a drafted token of which nobody knows anything; a few verdicts outweigh it."""
-LEAST_GAIN = 0.02
+LEAST_GAIN = 0.005
 """Nodes that bring less are not looked at."""
 _WEIGHTS = (3.0, 12.0, 48.0)  # verdicts that what is known of all requests may be worth for one of them
 _RATE = 0.05  # of learning odds
@@ -124,6 +124,17 @@ class Gains(ABC):
         # A rate of 0 or 1 is doubted as if one more verdict had said otherwise.
         return rate, math.sqrt(max(rate * (1.0 - rate), 0.5 / (known + 1.0)) / known)
 
+    def beyond(self, nodes: int, count: int, step: int) -> tuple[float, float]:
+        """The mean gain of the places from `nodes` to `count` at a step, a fraction, and its standard error."""
+        pool = self if self._others is None else self._others
+        fresh, prior = pool._fresh(step), pool._estimated(count)[nodes:]
+        tried = fresh * sum(pool._tried[nodes:count])
+        accepted = fresh * sum(pool._accepted[nodes:count])
+        expected = sum(prior) / len(prior) if prior else 0.0
+        known = pool._own_weight + tried
+        rate = (pool._own_weight * expected + accepted) / known
+        return rate, math.sqrt(max(rate * (1.0 - rate), 0.5 / (known + 1.0)) / known)
+
     def _fresh(self, step: int) -> float:
         """How much verdicts count at a step."""
         return math.exp((self._step - step) / _FORGETS)
@@ -216,21 +227,25 @@ class Odds:
 
 
 class TreeGains(Gains):
-    """Of a tree: how often its first, second, ... node was accepted. Beyond the last of the prior nothing is gained."""
+    """Of a tree: how often its first, second, ... node was accepted. Beyond the last of the prior nothing is gained.
+
+    Where a node is accepted more often than one before it, both count with their mean: a budget that takes the later
+    one takes the other too, and what they bring together stays right.
+
+    Worked example: shares of 0.5, 0.1 and 0.3 are gains of 0.5, 0.2 and 0.2.
+    """
 
     def _estimated(self, count: int) -> list[float]:
         prior = self._prior[:count] if self._others is None else self._others.gains(count)
-        tried, found = len(self._tried), []
+        tried = len(self._tried)
         scale = self._scale(prior[:tried])
-        lowest = 1.0
-        for place, before in enumerate(prior):
-            if place < tried:
-                own = (self._weight * before + self._accepted[place]) / (self._weight + self._tried[place])
-            else:
-                own = min(before * scale, 1.0)
-            lowest = min(lowest, own)
-            found.append(lowest)
-        return found
+        found = [
+            (self._weight * before + self._accepted[place]) / (self._weight + self._tried[place])
+            if place < tried
+            else min(before * scale, 1.0)
+            for place, before in enumerate(prior)
+        ]
+        return _falling(found)
 
     def _scale(self, prior: Sequence[float]) -> float:
         """Measured over expected acceptance of the nodes that were tried; what was not is expected to bring as much."""
@@ -240,6 +255,18 @@ class TreeGains(Gains):
 
     def _verdicts(self, share: DraftShare) -> tuple[int, Collection[int]]:
         return share.nodes, share.path
+
+
+def _falling(gains: Sequence[float]) -> list[float]:
+    """The nearest gains that rise nowhere: means of runs, with the same sums (pool adjacent violators)."""
+    runs: list[tuple[float, int]] = []
+    for gain in gains:
+        total, count = gain, 1
+        while runs and runs[-1][0] * count < total * runs[-1][1]:
+            before, places = runs.pop()
+            total, count = total + before, count + places
+        runs.append((total, count))
+    return [total / count for total, count in runs for _ in range(count)]
 
 
 class Exploration(ABC):

@@ -123,6 +123,9 @@ class Hint:
     guessed: float = 0.0
 
 
+NOTHING_FOUND = Hint(finds=False)
+
+
 @dataclass(slots=True, eq=False)
 class RequestView:
     """What a controller may look at before a step, of one request that may be drafted for.

@@ -168,6 +168,18 @@ class TokenTree:
             return self
         return TokenTree(self.tokens[:nodes], TreeShape(self.shape.parents[:nodes]))
 
+    def along(self, text: Sequence[int]) -> list[int]:
+        """The nodes that a text follows from the root, as far as the tree has its tokens."""
+        ids, row = self.host_ids, 0
+        found: list[int] = []
+        for token in text:
+            child = next((node for node in self.shape.children[row] if ids[node] == token), None)
+            if child is None:
+                break
+            found.append(child)
+            row = child + 1
+        return found
+
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Tokens from the root's child down to `node`."""
         return tuple(self.host_ids[i] for i in self.shape.path(node))

@@ -9,7 +9,6 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from statistics import median
 
 from truedraft.core.budget import RequestView
@@ -18,6 +17,7 @@ from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.costs.kept import STEPS, StepCosts
 from truedraft.drafters.base import Drafter
 from truedraft.errors import TruedraftError
+from truedraft.theory import ForwardTable
 
 _log = logging.getLogger(__name__)
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -30,7 +30,6 @@ _READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with
 _LEARN = 0.2
 _UNLIKE = 8  # of steps behind one of another kind so many are passed over, where no others come
 _PAUSE_S, _ALL_OF = 0.02, 3  # between steps that are looked at, behind the first ones: of faster ones some will do
-_MOST_SHAPES = 4096  # of forwards, of which it is kept what they take
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -133,8 +132,7 @@ class RunningTimes:
         self._alike = 0  # steps of that kind before it
         self._unlike = dict.fromkeys(self._steps, 0)  # steps of each kind, behind others, since one was looked at
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
-        # Seconds by rows, requests and context: time brings ever other ones.
-        self._forwards = lru_cache(_MOST_SHAPES)(lambda rows, count, each: costs.forwards()(rows, [each] * count))
+        self._forward_s = ForwardTable(lambda rows, contexts: costs.forwards()(rows, contexts))
         self._forward_ratios: list[float] = []  # of forwards, measured over V
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
@@ -143,12 +141,6 @@ class RunningTimes:
         others = (self._steps[not drafted, greedy], self._steps[drafted, not greedy])
         otherwise = next((each.common for each in others if each.known), 0.0)
         return self._forward_s(rows, contexts) * self._steps[drafted, greedy].factor(rows, otherwise)
-
-    def _forward_s(self, rows: int, contexts: Sequence[int]) -> float:
-        """V by the curve, for contexts to the nearest 64 tokens of their mean."""
-        requests = len(contexts)
-        context = round(sum(contexts) / requests / 64) * 64
-        return self._forwards(rows, requests, context)
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._proposals_s(drafter, requests, depth, greedy) * self._drafting[drafter].factor(requests)
@@ -191,7 +183,7 @@ class RunningTimes:
             self._proposals_s(drafter, 1, 1, greedy)
 
     def observe(self, record: StepRecord) -> None:
-        asked = self._forwards.cache_info().currsize or self._proposals or self._read_s
+        asked = len(self._forward_s) or self._proposals or self._read_s
         if record.prefill or not asked:  # who never asked needs no answers
             self._kind = None
             return

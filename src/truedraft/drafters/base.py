@@ -179,6 +179,7 @@ class TreeFacts:
 
 
 _NO_HINT = Hint()
+_CHOSEN = frozenset({DrawKind.DETERMINISTIC})
 
 
 class Drafter(ABC):
@@ -198,10 +199,8 @@ class Drafter(ABC):
         features: what `observe` must be given of the target's forward; None is the tokens alone.
         told_late: whether it need not be told of every step in which it proposed nothing: only, before it next
             proposes, of the last of them.
-        hints_change: whether what `hint` tells changes while it drafts nothing, `behind` apart.
         target_cache: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
         is_inner: whether it may draft inside a cascade, whose texts lose tokens again (`rewind`).
-        can_verify: whether its model can check what another drafts, in the middle of a cascade; see `caught_up`.
         model: the model that drafts, of a drafter that has one beside the target.
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
         prefixes: what requests begin with, of that model; None where nothing is shared.
@@ -216,10 +215,8 @@ class Drafter(ABC):
     levels: int | None = None
     features: ClassVar[Features | None] = None
     told_late: bool = False
-    hints_change: bool = False
     target_cache: bool = False
     is_inner: ClassVar[bool] = True
-    can_verify: ClassVar[bool] = False
     model: LanguageModel | None = None
     caches: Mapping[int, RequestCache] = MappingProxyType({})
     prefixes: Prefixes | None = None
@@ -231,9 +228,9 @@ class Drafter(ABC):
         return {self.name: self}
 
     @property
-    @abstractmethod
     def kinds(self) -> frozenset[DrawKind]:
-        """The kinds of draws that it makes for sampled requests."""
+        """The kinds of draws that it makes for sampled requests; unless it says so none: it chooses candidates."""
+        return _CHOSEN
 
     def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
         """Those that it makes for requests whose rule judges `judged`; others too, where it has no choice."""
@@ -305,12 +302,16 @@ class Drafter(ABC):
             yield self.model, self.prefixes
 
     def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
-        """Caches of its model that hold all of each text but its last few tokens, at least one; see `can_verify`.
+        """Caches of its model, which verifies what another drafts in the middle of a cascade; they hold all of each
+        text but its last few tokens, at least one.
 
         Raises:
             CompositionError: it has no model that verifies.
         """
-        raise CompositionError(f"{self.name!r} has no model that could verify what others draft")
+        raise CompositionError(
+            f"{self.name!r} has no model that could verify; the last member of a cascade is a draft model or "
+            "self:int8, as in cascade(prompt-lookup;draft)"
+        )
 
     def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
         """What is known of the trees for requests with such options; None where it makes none of ranks."""

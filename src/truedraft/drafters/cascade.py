@@ -147,11 +147,8 @@ class Cascade(Drafter):
 
     def __init__(self, drafter: Drafter, middle: Drafter, num_speculative_tokens: int = 8) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
-        if not middle.can_verify or middle.model is None:
-            raise CompositionError(
-                f"{middle.name!r} has no model that could verify; the last member of a cascade is a draft model or "
-                "self:int8, as in cascade(prompt-lookup;draft)"
-            )
+        middle.caught_up(())  # raises where it cannot verify
+        assert middle.model is not None
         if drafter.features is not None or list(drafter.members.values()) != [drafter] or not drafter.is_inner:
             raise CompositionError(
                 f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, looks at the target's own "
@@ -193,9 +190,6 @@ class Cascade(Drafter):
     @property
     def request_bytes(self) -> int:  # type: ignore[override]
         return self.drafter.request_bytes + self.middle.request_bytes
-
-    def cache_tokens(self, tokens: int) -> int:
-        return self.middle.cache_tokens(tokens + self.limits.depth + self.drafter.limits.nodes)
 
     def model_caches(self, number: int, tokens: int) -> Iterator[tuple[LanguageModel, RequestCache | None, int]]:
         ahead = tokens + self.limits.depth + self.drafter.limits.nodes

@@ -45,7 +45,6 @@ class DraftModel(Drafter):
 
     name: ClassVar[str] = "draft"
     told_late = True
-    can_verify = True
 
     def __init__(
         self,

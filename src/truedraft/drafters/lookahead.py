@@ -10,11 +10,10 @@ from typing import ClassVar
 
 from truedraft.core import transfers
 from truedraft.core.budget import MOST_NODES, Budget, Hint
-from truedraft.core.noise import Noise
 from truedraft.core.probs import most_likely
-from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, merged_paths
-from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.drafters.base import DraftRequest, Features, StepOutcome
+from truedraft.drafters.candidates import CandidateDrafter
 from truedraft.errors import OptionError
 
 MOST_KEYS = 1024
@@ -138,7 +137,7 @@ class _State:
     nodes: int = 0
 
 
-class Lookahead(Drafter):
+class Lookahead(CandidateDrafter):
     """Lookahead decoding (Fu et al. 2402.02057): no training, no second model, and more rows in each forward.
 
     A proposal is a tree of the latest n-grams that begin with the text's last token, and of a window in which the
@@ -161,8 +160,6 @@ class Lookahead(Drafter):
 
     name: ClassVar[str] = "lookahead"
     features: ClassVar[Features | None] = Features("tree", logits=True)
-    told_late = True
-    hints_change = True
 
     def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2) -> None:
         for option, value, least in (("window", window, 0), ("ngram", ngram, 2), ("candidates", candidates, 1)):
@@ -184,10 +181,6 @@ class Lookahead(Drafter):
         self._states: dict[int, _State] = {}
 
     @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
-
-    @property
     def holding(self) -> frozenset[int]:
         return frozenset(self._states)
 
@@ -202,17 +195,10 @@ class Lookahead(Drafter):
         """How many candidates there are makes the kind."""
         return _FOUND[min(len(self._found(request)), len(_FOUND) - 1)]
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """Candidates first, then the window, merged into one tree."""
-        return [self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)]
-
-    def _propose(self, request: DraftRequest, budget: Budget) -> Proposal:
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        """N-grams first, then the window, merged into one tree."""
         state = self._states[request.id]
         state.ends = None
-        if budget.is_zero:
-            return Proposal.empty()
         paths = [rest[: budget.depth] for rest in self._found(request)[: budget.width]]
         tree = TokenTree.from_paths(paths).first(budget.nodes)
         if self._columns:
@@ -222,7 +208,7 @@ class Lookahead(Drafter):
             if _fits(whole, budget):
                 tree, state.ends = whole, ends[len(paths) :]
                 state.root, state.nodes = request.tokens[-1], len(tree)
-        return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
+        return tree
 
     def _found(self, request: DraftRequest) -> list[tuple[int, ...]]:
         """The candidates; n-grams of the text that are new go into the pool before."""

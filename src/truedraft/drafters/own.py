@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from truedraft.core.budget import Budget
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError
 from truedraft.models.base import LanguageModel
-from truedraft.options import imported_module
-
-_BOOLEANS = {"true": True, "false": False}
+from truedraft.options import called, imported_module
 
 
 def own_drafter(module: str, name: str | None, options: Mapping[str, str], target: LanguageModel) -> Drafter | None:
     """Make a drafter of a class in a module, which may lie in the working directory.
 
-    Options go to its constructor by name, as the whole number, number, boolean (true or false) or text that is
-    annotated there, else as the Python literal that they are. A parameter called `target` is given the target.
+    Options go to its constructor by name, as the whole number, number, boolean (true or false), whole numbers or text
+    that are annotated there, else as the Python literal that they are. A parameter called `target` is given the target.
 
     Returns:
         The drafter; None if there is no such module.
@@ -40,11 +35,9 @@ def own_drafter(module: str, name: str | None, options: Mapping[str, str], targe
     if not isinstance(made, type) or not issubclass(made, Drafter):
         what = "has no such name" if made is None else f"has {name} as a {type(made).__name__}"
         raise OptionError(f"drafter {spec!r}: the module {what}; name a class that extends truedraft.drafters.Drafter")
-    arguments = _arguments(made, spec, options)
-    if "target" in inspect.signature(made).parameters:
-        arguments["target"] = target
+    _check_options(made, spec, options)
     try:
-        drafter = made(**arguments)
+        drafter = called(made, options, {"target": target})
     except TruedraftError:
         raise
     except Exception as error:
@@ -54,31 +47,12 @@ def own_drafter(module: str, name: str | None, options: Mapping[str, str], targe
     return drafter
 
 
-def _arguments(made: type[Drafter], spec: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Options as the constructor wants them."""
+def _check_options(made: type[Drafter], spec: str, options: Mapping[str, str]) -> None:
+    """Refuse options that the constructor does not have."""
     parameters = inspect.signature(made).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
     known = [name for name in parameters if name != "target"]
     for name in options:
-        if name not in known and not takes_any:
+        if name not in known:
             raise UnknownOptionError.nearest(f"option of drafter {spec!r}", name, known or ["(none)"])
-    try:
-        hints = typing.get_type_hints(made.__init__)
-    except Exception:  # annotations that mean something to type checkers alone
-        hints = {}
-    return {name: _converted(name, value, hints.get(name)) for name, value in options.items()}
-
-
-def _converted(name: str, value: str, hint: object) -> Any:
-    converters: dict[object, Callable[[str], Any]] = {int: int, float: float, bool: _BOOLEANS.__getitem__, str: str}
-    convert = converters.get(hint)
-    if convert is None:
-        try:
-            return ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return value
-    try:
-        return convert(value)
-    except (ValueError, KeyError) as error:
-        wanted = {int: "a whole number", float: "a number", bool: "true or false"}[hint]  # type: ignore[index]
-        raise OptionError(f"{name} must be {wanted}, got {value!r}") from error

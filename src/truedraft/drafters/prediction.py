@@ -10,14 +10,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import ClassVar
 
-from truedraft.core.budget import Budget, Hint, check_nodes
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.candidates import CandidateDrafter
 from truedraft.drafters.portfolio import Portfolio
 
-_NOTHING = Hint(finds=False)
 _FOLLOWED = (1, 4, 16)
 """Hints are of one kind where the answer has followed the prediction for 0 tokens, for 1 to 3, 4 to 15, or more."""
 _LENGTHS = (2, 4, 8)
@@ -27,7 +25,7 @@ _FOUND = tuple(Hint(kind) for kind in range(2 * (len(_LENGTHS) + 1)))
 _MOST_PLACES = 64
 
 
-class _RequestDrafter(Drafter):
+class _RequestDrafter(CandidateDrafter):
     """Drafts a chain of tokens that a request itself knows.
 
     Args:
@@ -37,30 +35,16 @@ class _RequestDrafter(Drafter):
         OptionError: fewer than 1, or more than a step drafts.
     """
 
-    told_late = True
-    hints_change = True
-
     def __init__(self, num_speculative_tokens: int = 32) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         self.limits = Budget(depth=num_speculative_tokens, width=1, nodes=num_speculative_tokens)
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     @abstractmethod
     def _known(self, request: DraftRequest, most: int) -> Sequence[int]:
         """What it thinks follows, at most so many tokens."""
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        proposals = []
-        for request, budget in zip(batch, budgets, strict=True):
-            most = 0 if budget.is_zero else min(budget.depth, budget.nodes, self.limits.depth)
-            tokens = list(self._known(request, most)) if most else []
-            proposals.append(Proposal.deterministic(TokenTree.chain(tokens)) if tokens else Proposal.empty())
-        return proposals
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        return TokenTree.chain(list(self._known(request, min(budget.depth, budget.nodes))))
 
 
 class PredictionDrafter(_RequestDrafter):
@@ -91,7 +75,7 @@ class PredictionDrafter(_RequestDrafter):
     def hint(self, request: DraftRequest) -> Hint:
         place, followed = self._followers[request.id].find(request.tokens)
         if place is None:
-            return _NOTHING
+            return NOTHING_FOUND
         return _FOUND[bisect_right(_FOLLOWED, followed)]
 
     @property
@@ -121,7 +105,7 @@ class FormDrafter(_RequestDrafter):
     def hint(self, request: DraftRequest) -> Hint:
         form = None if request.shaping is None else request.shaping.form
         if form is None or not form.forced():
-            return _NOTHING
+            return NOTHING_FOUND
         return _FOUND[bisect_right(_LENGTHS, len(form.forced())) + (len(_LENGTHS) + 1) * form.recalls()]
 
 

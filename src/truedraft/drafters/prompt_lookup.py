@@ -6,20 +6,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from truedraft.core.budget import Budget, Hint, check_nodes
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.candidates import CandidateDrafter
 from truedraft.errors import OptionError
 
-_NOTHING = Hint(finds=False)
 _FOUND = tuple(Hint(kind) for kind in range(33))
 _TAKEN_BACK = 4096
 """Changes to an index that can be taken back without reading the text again."""
 
 
-class PromptLookup(Drafter):
+class PromptLookup(CandidateDrafter):
     """Copies what followed the latest earlier occurrence of the longest n-gram that ends the text.
 
     Prompt and answer are searched alike. A negligible-cost drafter (Leviathan et al. 2211.17192, section 3); its
@@ -35,8 +33,6 @@ class PromptLookup(Drafter):
     """
 
     name: ClassVar[str] = "prompt-lookup"
-    told_late = True
-    hints_change = True
 
     def __init__(self, num_speculative_tokens: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
@@ -46,33 +42,21 @@ class PromptLookup(Drafter):
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._indexes: dict[int, NgramIndex] = {}
 
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
-
     def begin(self, request: DraftRequest) -> None:
         """Start an index for the request; the prompt is read at the first proposal."""
         self._indexes[request.id] = NgramIndex(self._sizes)
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """One chain for each request whose ending occurred before."""
-        return [self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)]
-
-    def _propose(self, request: DraftRequest, budget: Budget) -> Proposal:
-        length = min(budget.depth, budget.nodes, self.limits.depth)
-        if budget.is_zero:
-            return Proposal.empty()
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        """A chain, where the text's ending occurred before."""
         start, _ = self._find(request)
         if start is None:
-            return Proposal.empty()
-        return Proposal.deterministic(TokenTree.chain(copied(request.tokens, start, length)))
+            return TokenTree.empty()
+        return TokenTree.chain(copied(request.tokens, start, min(budget.depth, budget.nodes)))
 
     def hint(self, request: DraftRequest) -> Hint:
         """The length of the n-gram that was found is its kind."""
         start, size = self._find(request)
-        return _NOTHING if start is None else _FOUND[min(size, len(_FOUND) - 1)]
+        return NOTHING_FOUND if start is None else _FOUND[min(size, len(_FOUND) - 1)]
 
     def _find(self, request: DraftRequest) -> tuple[int | None, int]:
         return self._indexes[request.id].find(request.tokens)

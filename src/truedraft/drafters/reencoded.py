@@ -9,7 +9,7 @@ from truedraft.cache import Prefixes, RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
 from truedraft.drafters.draft_model import DraftModel
@@ -71,10 +71,6 @@ class ReencodedDraft(Drafter):
         self._texts: dict[int, FollowedText] = {}
         self._inside: dict[int, DraftRequest] = {}  # requests as the draft sees them
         self._vocabulary = target.tokenizer.fingerprint
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     @property
     def caches(self) -> Mapping[int, RequestCache]:  # type: ignore[override]

@@ -42,7 +42,6 @@ class SelfDraft(Drafter):
     name: ClassVar[str] = "self"
     told_late = True
     target_cache = True
-    can_verify = True
 
     def __init__(self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)

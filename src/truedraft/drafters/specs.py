@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import truedraft.drafters
 from truedraft.drafters.registry import find_drafters
 from truedraft.embedded import embedded_heads
 from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelError, errors_about
-from truedraft.options import Words, read_number, read_whole
+from truedraft.options import Words, called, read_whole
 
 if TYPE_CHECKING:
     from truedraft.core.rank_tree import RankTree
@@ -40,22 +41,32 @@ class DrafterKind:
     """A kind of drafters, as it is typed.
 
     Attributes:
+        made: the name of its class in `truedraft.drafters`, or a function. Options are parameters of these and of
+            `parts`, and are read as they are annotated; parameters called `words`, `path` and `target` are given those.
         path: what the path behind its word is, as "DIR"; None where it takes none.
         options: its options, each with a value as it is typed: the default, or an example of what else there is.
         meaning: what it does, in a phrase.
-        make: the drafter, from a word whose options are known.
+        parts: of the class, parameters that are no options, and what makes them.
         widest: options that leave a controller room to decide, as `auto` takes them.
         paths: what a plan tries behind its word where no path is given.
         members: what the drafters in parentheses behind its word are, as "A;B"; "" where it takes none.
     """
 
+    made: str | Callable[..., Drafter]
     path: str | None
     options: Mapping[str, str]
     meaning: str
-    make: Callable[[Words, LanguageModel], Drafter]
+    parts: Mapping[str, Callable[..., object]] = field(default_factory=dict)
     widest: Mapping[str, str] = field(default_factory=dict)
     paths: Sequence[str] = ()
     members: str = ""
+
+    def make(self, words: Words, target: LanguageModel) -> Drafter:
+        """The drafter, from a word whose options are known."""
+        made = getattr(truedraft.drafters, self.made) if isinstance(self.made, str) else self.made
+        given = {"words": words, "path": words.path, "target": target}
+        drafter: Drafter = called(made, words.options, given, self.parts)
+        return drafter
 
     def usage(self, word: str) -> str:
         """How it is typed, with its options; words that are short enough to be broken into lines."""
@@ -136,7 +147,7 @@ def draft_from_spec(
         elif words.kind != "draft":
             raise OptionError(f"must be draft:MODEL, none or auto for a beam search, got {spec!r}", field="drafter")
         _unbranched(words)
-        drafter = _draft(words, target)
+        drafter = _draft_model(words, target)
         drafter.check(target)
     return drafter
 
@@ -278,70 +289,51 @@ def _made(words: Words, target: LanguageModel) -> Drafter:
     return kind.make(words, target)
 
 
-def _none(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.base import NoDrafter
+def _store(path: str | None, target: Any, max_tokens: int = _STORED) -> Any:
+    """Of a suffix cache, kept in a file where there is a path."""
+    from truedraft.drafters.suffix import SuffixFile, SuffixStore
 
-    return NoDrafter()
-
-
-def _prompt_lookup(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.prompt_lookup import PromptLookup
-
-    return PromptLookup(**{name: read_whole(name, value) for name, value in words.options.items()})
-
-
-def _suffix(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.suffix import SuffixDrafter, SuffixFile, SuffixStore
-
-    sizes = {name: read_whole(name, value) for name, value in words.options.items()}
-    most = sizes.pop("max_tokens", _STORED)
-    if most < 1:
-        raise OptionError(f"max_tokens must be 1 or more, got {most}")
+    if max_tokens < 1:
+        raise OptionError(f"max_tokens must be 1 or more, got {max_tokens}")
     file = None
-    if words.path is not None:
-        tokenizer = target.tokenizer
-        ids = f"{target.vocab_size} ids" if tokenizer is None else tokenizer.fingerprint
-        file = SuffixFile(Path(words.path).expanduser(), ids, most)
-    return SuffixDrafter(SuffixStore(most, file), **sizes)
+    if path is not None:
+        ids = f"{target.vocab_size} ids" if target.tokenizer is None else target.tokenizer.fingerprint
+        file = SuffixFile(Path(path).expanduser(), ids, max_tokens)
+    return SuffixStore(max_tokens, file)
 
 
-def _lookahead(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.lookahead import Lookahead
-
-    return Lookahead(**{name: read_whole(name, value) for name, value in words.options.items()})
-
-
-def _loading(words: Words, target: LanguageModel) -> Callable[[], LanguageModel]:
+def _loading(path: str | None, target: LanguageModel) -> Callable[[], LanguageModel]:
     """How the draft model that a word names is loaded: as the target was."""
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
 
     dtype = dtype_name(target.dtype)
     fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
-    return partial(load_model, words.path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
+    return partial(load_model, path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
 
 
-def _reencoded(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.reencoded import ReencodedDraft
-
-    sizes = {name: read_whole(name, value) for name, value in words.options.items()}
-    return ReencodedDraft(_loading(words, target)(), target, **sizes)
+def _own_ids(path: str | None, target: LanguageModel) -> LanguageModel:
+    """The draft model that a word names, which reads and writes ids of its own."""
+    return _loading(path, target)()
 
 
-def _draft(words: Words, target: LanguageModel) -> DraftModel:
-    from truedraft.drafters.draft_model import DraftModel
+def _shared_ids(path: str | None, target: LanguageModel) -> LanguageModel:
+    """The draft model that a word names, in the target's ids."""
     from truedraft.models.translated import TranslatedModel
 
-    options = dict(words.options)
-    branching = options.pop("branching", None)
-    least = options.pop("min_probability", "0")
-    widths = None if branching is None else _widths(branching)
-    lengths = {name: read_whole(name, value) for name, value in options.items()}
-    drafts = model = _loading(words, target)()
+    model = _loading(path, target)()
     ours, theirs = model.tokenizer, target.tokenizer
     if ours is not None and theirs is not None and not ours.same_vocabulary(theirs):
-        drafts = TranslatedModel(model, target)
-    return DraftModel(drafts, branching=widths, min_probability=read_number("min_probability", least), **lengths)
+        return TranslatedModel(model, target)
+    return model
+
+
+def _draft_model(words: Words, target: LanguageModel) -> DraftModel:
+    from truedraft.drafters.draft_model import DraftModel
+
+    given = {"path": words.path, "target": target}
+    drafter: DraftModel = called(DraftModel, words.options, given, {"model": _shared_ids})
+    return drafter
 
 
 def _draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
@@ -351,64 +343,54 @@ def _draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
     typed = options.pop("async", "0")
     if typed not in ("0", "1"):
         raise OptionError(f"async must be 1 (another process drafts ahead) or 0, got {typed!r}")
+    draft = _draft_model(replace(words, options=options), target)
     if typed == "0":
-        return _draft(replace(words, options=options), target)
-    draft = _draft(replace(words, options=options), target)
-    make = partial(ahead_drafter, _loading(words, target), draft.limits.depth, draft.limits.min_probability)
+        return draft
+    load = _loading(words.path, target)
+    make = partial(ahead_drafter, load, draft.limits.depth, draft.limits.min_probability)
     return ParallelDraft(draft, DraftProcess(make))
 
 
-def _self(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.self_draft import SelfDraft
-
-    bits = {"int8": 8, "int4": 4}.get(words.path or "")
+def _fewer_bits(path: str | None, target: LanguageModel) -> LanguageModel:
+    bits = {"int8": 8, "int4": 4}.get(path or "")
     if bits is None:
-        raise OptionError(f"drafter 'self' needs the width of its weights, self:int8 or self:int4, got {words.path!r}")
-    sizes = {name: read_whole(name, value) for name, value in words.options.items()}
-    return SelfDraft(target, target.quantized(bits), **sizes)
+        raise OptionError(f"drafter 'self' needs the width of its weights, self:int8 or self:int4, got {path!r}")
+    return target.quantized(bits)
 
 
-def _ngram(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.ngram import NgramDrafter
+def _table(path: str | None) -> Any:
+    from truedraft.drafters.ngram import NgramTable
 
-    if words.path is None:
+    if path is None:
         raise OptionError("drafter 'ngram' needs its table: ngram:FILE, as truedraft train ngram wrote it")
-    return NgramDrafter.load(words.path, **{name: read_whole(name, value) for name, value in words.options.items()})
+    return NgramTable.open(path)
 
 
-def _medusa(words: Words, target: LanguageModel) -> Drafter:
+def _recurrent_head(path: str | None) -> Any:
+    from truedraft.heads import RedrafterHead
+
+    return RedrafterHead.load(_heads_folder("redrafter", path))
+
+
+def _medusa(
+    path: str | None, nodes: int | None = None, branching: Sequence[int] | None = None, tree: str | None = None
+) -> Any:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
     from truedraft.drafters.heads.guess_trees import FixedTrees
     from truedraft.drafters.heads.medusa import Medusa
     from truedraft.heads import MedusaHeads
 
-    branching, file = words.options.get("branching"), words.options.get("tree")
-    if branching is not None and file is not None:
+    if branching is not None and tree is not None:
         raise OptionError("drafter 'medusa' takes branching or tree, not both")
-    nodes = read_whole("nodes", words.options["nodes"]) if "nodes" in words.options else None
-    heads = MedusaHeads.load(_heads_folder("medusa", words.path))
-    if branching is None and file is None:
+    heads = MedusaHeads.load(_heads_folder("medusa", path))
+    if branching is None and tree is None:
         return Medusa(heads, nodes=nodes)
-    if file == _COUNTED:
+    if tree == _COUNTED:
         return Medusa(heads, FixedTrees(heads.record.trees), nodes=nodes)
-    tree = _listed(file) if file is not None else RankTree.cartesian(_widths(branching or ""))
-    trees = FixedTrees({GREEDY: tree, SAMPLED: tree})
-    return Medusa(heads, trees, nodes=len(tree) if nodes is None else nodes)
-
-
-def _redrafter(words: Words, target: LanguageModel) -> Drafter:
-    from truedraft.drafters.heads.redrafter import Redrafter
-
-    sizes = {name: read_whole(name, value) for name, value in words.options.items() if name != "sampled"}
-    sampled = _is_sampled(words.options["sampled"]) if "sampled" in words.options else None
-    return Redrafter.load(_heads_folder("redrafter", words.path), sampled=sampled, **sizes)
-
-
-def _is_sampled(typed: str) -> bool:
-    if typed not in ("true", "false"):
-        raise OptionError(f"sampled must be true (tokens are drawn) or false (the likeliest ones), got {typed!r}")
-    return typed == "true"
+    ranks = RankTree.cartesian(branching or ()) if tree is None else _listed(tree)
+    trees = FixedTrees({GREEDY: ranks, SAMPLED: ranks})
+    return Medusa(heads, trees, nodes=len(ranks) if nodes is None else nodes)
 
 
 def _heads_folder(kind: str, path: str | None) -> str | Path:
@@ -435,35 +417,33 @@ def _listed(file: str) -> RankTree:
     return RankTree.listed(paths)
 
 
-def _widths(branching: str) -> Sequence[int]:
-    return [read_whole("branching", width) for width in branching.split("-")]
-
-
 KINDS: Mapping[str, DrafterKind] = {
-    "none": DrafterKind(None, {}, "nothing is drafted, which is plain decoding", _none),
+    "none": DrafterKind("NoDrafter", None, {}, "nothing is drafted, which is plain decoding"),
     "prompt-lookup": DrafterKind(
+        "PromptLookup",
         None,
         {"num_speculative_tokens": "6", "max_ngram": "4", "min_ngram": "2"},
         "copies what followed the last time the text ended like this",
-        _prompt_lookup,
-        {"num_speculative_tokens": "12"},
+        widest={"num_speculative_tokens": "12"},
     ),
     "suffix": DrafterKind(
+        "SuffixDrafter",
         "FILE",
         {"num_speculative_tokens": "12", "nodes": "24", "max_tokens": str(_STORED)},
         "a tree of what followed where the text's ending occurred before, in it or in any text that was answered: the "
         "latest max_tokens are kept, between runs in FILE",
-        _suffix,
-        {"num_speculative_tokens": "16", "nodes": "32"},
+        parts={"store": _store},
+        widest={"num_speculative_tokens": "16", "nodes": "32"},
     ),
     "lookahead": DrafterKind(
+        "Lookahead",
         None,
         {"window": "2", "ngram": "5", "candidates": "2"},
         "n-grams that the target itself turns up while it guesses ahead in a window of so many columns, beside what it "
         "judges; no second model and no training, and more rows in each forward",
-        _lookahead,
     ),
     "draft": DrafterKind(
+        _draft_or_parallel,
         "MODEL",
         {
             "num_speculative_tokens": "4",
@@ -475,60 +455,63 @@ KINDS: Mapping[str, DrafterKind] = {
         "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, several chains that "
         "are merged where they agree, or by branching a tree of so many guesses at each depth; no further below a "
         "token of less than min_probability; with async=1 another process drafts on while the target verifies",
-        _draft_or_parallel,
-        {"num_speculative_tokens": "12"},
+        widest={"num_speculative_tokens": "12"},
     ),
     "self": DrafterKind(
+        "SelfDraft",
         "int8|int4",
         {"num_speculative_tokens": "4"},
         "the target itself with weights of 8 or 4 bits, which reads the keys and values of the target: no second model "
         "and no training",
-        _self,
-        {"num_speculative_tokens": "8"},
-        ("int8", "int4"),
+        parts={"model": _fewer_bits},
+        widest={"num_speculative_tokens": "8"},
+        paths=("int8", "int4"),
     ),
     "reencoded": DrafterKind(
+        "ReencodedDraft",
         "MODEL",
         {"num_speculative_tokens": "4"},
         "a smaller model with another tokenizer: it writes so many tokens of its own, and their text is encoded again; "
         "draft:MODEL draws from the tokens that both know",
-        _reencoded,
-        {"num_speculative_tokens": "8"},
+        parts={"model": _own_ids},
+        widest={"num_speculative_tokens": "8"},
     ),
     "ngram": DrafterKind(
+        "NgramDrafter",
         "FILE",
         {"num_speculative_tokens": "4", "nodes": "7", "order": "2"},
         "a table of which token usually follows the last few, as truedraft train ngram counts it: a tree of the "
         "likeliest; order reads n-grams of so many tokens at most",
-        _ngram,
-        {"nodes": "15"},
+        parts={"table": _table},
+        widest={"nodes": "15"},
     ),
     "cascade": DrafterKind(
+        _cascade,
         None,
         {"num_speculative_tokens": "8"},
         "B drafts so many tokens, and A drafts these for it, as in cascade(prompt-lookup;draft): B has a model that "
         "verifies, draft or self, and A reads tokens alone, or is a cascade",
-        _cascade,
-        {"num_speculative_tokens": "12"},
+        widest={"num_speculative_tokens": "12"},
         members="A;B",
     ),
     "medusa": DrafterKind(
+        _medusa,
         "DIR",
         {"nodes": "16", "branching": "4-3-2", "tree": "counted|FILE"},
         "heads on the target's last vector, without DIR the embedded ones: at each step a tree of as many nodes as pay "
         "here, or as you say; or the same tree at all steps, of so many ranks at each depth, the one that was counted "
         "in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
-        _medusa,
-        {"nodes": "48"},
+        widest={"nodes": "48"},
     ),
     "redrafter": DrafterKind(
+        "Redrafter",
         "DIR",
         {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
         "one recurrent head on that vector, without DIR the embedded one: beams, merged and cut to the likeliest "
         "nodes, in sizes that pay here, or as you say; from temperature 0.8 on they are drawn, at every one with "
         "sampled=true and at none with sampled=false",
-        _redrafter,
-        {"beams": "4", "nodes": "16"},
+        parts={"head": _recurrent_head},
+        widest={"beams": "4", "nodes": "16"},
     ),
 }
 """The kinds of drafters by their words."""

@@ -8,7 +8,7 @@ from functools import partial
 
 from truedraft.control import Controller
 from truedraft.core import transfers
-from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView, Speculation
+from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView, Speculation
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.drafters.base import Drafter, Features, StepOutcome
@@ -50,8 +50,7 @@ class Drafting:
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
         self._resting_plain = False  # whether nothing is drafted in these
-        self._watched = [member for member in self._members.values() if member.drafter.hints_change]
-        self._seen: list[Hint] | None = None  # what these knew when it was asked, if that may end a rest
+        self._seen: list[tuple[int, bool]] | None = None  # what drafters found then, if that may end a rest
         self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
         self._controller = controller
         self._failures = failures
@@ -110,7 +109,7 @@ class Drafting:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
         if self._rests and self._seen is not None and self._rests % max(len(batch) // 2, 2) == 0:
-            self._rests = self._rests if self._watched_hints(batch) == self._seen else 0
+            self._rests = self._rests if self._found(batch) == self._seen else 0
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
@@ -128,7 +127,7 @@ class Drafting:
             self._rests = 1 + self._controller.rests
             self._last = [item.request for item in batch], decisions
             self._resting_plain = all(each is None or each.is_zero for each in decisions)
-            self._seen = self._watched_hints(batch) if self._resting_plain else None
+            self._seen = self._found(batch) if self._resting_plain else None
         return self._fitted(batch, decisions)
 
     def _fitted(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[Decision | None]:
@@ -147,9 +146,10 @@ class Drafting:
             fitted.append(decision)
         return fitted
 
-    def _watched_hints(self, batch: Batch) -> list[Hint]:
-        """What drafters know whose hints change."""
-        return [member.hint(item.request) for item in batch for member in self._watched]
+    def _found(self, batch: Batch) -> list[tuple[int, bool]]:
+        """What drafters know of their next proposals that changes while nothing is drafted."""
+        hints = (member.hint(item.request) for item in batch for member in self._members.values())
+        return [(hint.kind, hint.finds) for hint in hints]
 
     def _is_undrafted(self, item: StepItem) -> bool:
         excluded, no_room = item.request.excluded, item.request.no_room

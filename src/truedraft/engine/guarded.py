@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from truedraft.core import transfers
-from truedraft.core.budget import Budget, Hint
+from truedraft.core.budget import NOTHING_FOUND, Budget, Hint
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import DraftTime
@@ -17,8 +17,6 @@ from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
 from truedraft.models.base import LanguageModel
-
-_NOTHING_TO_PROPOSE = Hint(finds=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +63,12 @@ class GuardedDrafter:
     def hint(self, request: Request) -> Hint:
         """What it knows before it drafts for a request; nothing where it drafts for it no more, or has no room."""
         if self.name in request.excluded or self.name in request.no_room:
-            return _NOTHING_TO_PROPOSE
+            return NOTHING_FOUND
         try:
             return self.drafter.hint(request.draft)
         except Exception as error:
             self.give_up(request, error)
-            return _NOTHING_TO_PROPOSE
+            return NOTHING_FOUND
 
     def propose(self, asked: Sequence[Asked]) -> dict[int, Proposal]:
         """Checked proposals by request, each within its budget; none for those that it fails for."""

@@ -107,15 +107,17 @@ class Peer(ABC):
     facts: PeerFacts
 
     @abstractmethod
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        """Ask questions together, so that the engine may batch them; in the order of the questions.
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        """Ask questions together, so that the engine may batch them; yields each answer as it comes.
 
-        One that could not be answered is an error in its place, so that the others are kept.
+        With each comes the number of its question. One that could not be answered is an error in its place, so that
+        the others are kept. Who keeps answers as they come loses none to an interrupt.
         """
 
-    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """The same, each as it comes, with the number of its question: who keeps answers loses none to an interrupt."""
-        yield from enumerate(self.ask(questions))
+    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
+        """The same, all of them in the order of the questions."""
+        found = dict(self.answers(questions))
+        return [found[number] for number in range(len(questions))]
 
     def refuses(self, params: SamplingParams) -> str:
         """Options of a question that the engine does not take, joined by commas; "" where it takes all."""

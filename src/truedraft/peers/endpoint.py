@@ -131,16 +131,8 @@ class Endpoint(Peer):
         """Close its connections."""
         self._caller.close()
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        """Ask questions together, each in a thread of its own; in the order of the questions."""
-        found = dict(self.answers(questions))
-        return [found[number] for number in range(len(questions))]
-
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """Ask questions together; yields the number of each with its answer, as they come.
-
-        On Ctrl-C what has come is given first.
-        """
+        """Ask questions together, each in a thread of its own; on Ctrl-C what has come is given first."""
         come: queue.Queue[tuple[int, Reply | PeerError | BaseException]] = queue.Queue()
         over = threading.Event()
 

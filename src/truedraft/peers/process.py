@@ -84,12 +84,8 @@ class ProcessPeer(Peer):
         )
         self._recovery = Recovery(None, vocab_size, eos_token_ids)
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        """Call the function for one question behind the other."""
-        return [reply for _, reply in self.answers(questions)]
-
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """The same, each as it comes."""
+        """Call the function for one question behind the other."""
         for number, question in enumerate(questions):
             try:
                 yield number, self._answer(question)

@@ -70,13 +70,8 @@ class Recorded(Peer):
         """Close the file."""
         self._out.close()
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        """Answers of the file, and of the peer for questions that it does not hold; in the order of the questions."""
-        found = dict(self.answers(questions))
-        return [found[number] for number in range(len(questions))]
-
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        """The same as they come; each is in the file before it is given."""
+        """Answers of the file, and of the peer for those that it does not hold; each is written before it is given."""
         left: list[tuple[int, tuple[str, int]]] = []
         for number, question in enumerate(questions):
             words = _words(question)

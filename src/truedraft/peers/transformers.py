@@ -1,30 +1,50 @@
-"""Hugging Face's own `generate`: plain, assisted and with prompt lookup, on the same weights.
+"""Hugging Face's own `generate` as an engine that is asked: plain, assisted, with prompt lookup, across tokenizers.
 
-The model is loaded a second time, as transformers itself runs it: its own attention and its own cache. Nothing of
-ours is switched on in it.
+Models are loaded as transformers itself runs them: its own attention and its own cache. Nothing of ours is switched on
+in them. Its order of filters is temperature, top-k, top-p, min-p (`GenerationMixin._get_logits_processor`). It draws
+from torch's global state, one for a whole call: a seed belongs to a call, so questions with seeds are asked one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from truedraft.core.params import SamplingParams
-from truedraft.errors import ModelError
+from truedraft.errors import PeerError
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_config, load_weights, quiet_transformers, resolve_source
-from truedraft.peers.base import Outcome, PeerSetup, PeerSystems, System
+from truedraft.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
 
 LOOKUP_TOKENS = 10  # what transformers' documentation uses
-ASSISTED = "transformers assisted"
+_TAKES = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos",
+    "repetition_penalty", "min_tokens", "logprobs",
+)  # fmt: skip
+
+
+def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrainedModel:
+    """The same weights as one of our models, as transformers runs them: same dtype, same device, own attention.
+
+    Raises:
+        ModelError: the model cannot be loaded a second time.
+    """
+    source = resolve_source(name)
+    model = load_weights(source, load_config(source, name, None), name, ours.dtype, None)
+    if pad_to is not None:
+        from truedraft.models.padding import pad_model
+
+        model = pad_model(model, pad_to)
+    return model.to(ours.device).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,143 +64,211 @@ class AssistedSetting:
     confidence: float
 
 
-# The same length as our draft's default, transformers' own adaptation, and what it does when nothing is set.
-ASSISTED_SETTINGS = (
-    AssistedSetting("4 tokens", 4, "constant", 0.0),
-    AssistedSetting("heuristic from 5", 5, "heuristic", 0.0),
-    AssistedSetting("its defaults", 20, "constant", 0.4),
-)
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of calling `generate`; as it stands, without drafts.
 
-
-def transformers_systems(setup: PeerSetup) -> PeerSystems:
-    """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
-
-    Raises:
-        ModelError: the model cannot be loaded a second time.
+    Attributes:
+        name: for reports.
+        options: keyword arguments of `generate`.
+        assistant: the draft model; None drafts with none.
+        sampling_assistant: the draft model of sampled answers, where that is another.
+        setting: how much it drafts.
     """
-    model = load_stock(setup.model, setup.target, setup.pad_to)
-    eos = setup.target.eos_token_ids
-    systems: list[System] = [StockGenerate("transformers", model, eos)]
-    if setup.batch > 1:
-        note = (
-            "transformers' assisted generation and prompt lookup take one prompt at a time, so they are left out at "
-            f"batch {setup.batch}"
-        )
-        return PeerSystems(systems, {}, (note,))
-    lookup = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    systems.append(StockGenerate("transformers lookup", model, eos, options=lookup))
-    if setup.draft is None:
-        note = "transformers' assisted generation is left out: no draft model is among the drafters"
-        return PeerSystems(systems, {}, (note,))
-    assistant = load_stock(setup.draft.name, setup.draft, None)
-    assisted = [
-        StockGenerate(f"{ASSISTED}, {setting.words}", model, eos, assistant=assistant, setting=setting)
-        for setting in ASSISTED_SETTINGS
-    ]
-    return PeerSystems([*systems, *assisted], {ASSISTED: tuple(each.name for each in assisted)})
+
+    name: str = "plain"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    assistant: PreTrainedModel | None = None
+    sampling_assistant: PreTrainedModel | None = None
+    setting: AssistedSetting | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts; then it takes one prompt at a time."""
+        return self.assistant is not None or bool(self.options)
 
 
-def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrainedModel:
-    """The same weights as one of our models, as transformers runs them: same dtype, same device, own attention."""
-    source = resolve_source(name)
-    model = load_weights(source, load_config(source, name, None), name, ours.dtype, None)
-    if pad_to is not None:
-        from truedraft.models.padding import pad_model
-
-        model = pad_model(model, pad_to)
-    return model.to(ours.device).eval()
+def lookup_way(tokens: int = LOOKUP_TOKENS) -> Way:
+    """Drafts are copied from the text: prompt lookup."""
+    return Way("prompt lookup", {"prompt_lookup_num_tokens": tokens})
 
 
-class StockGenerate(System):
-    """One way of calling `generate`.
+def assisted_way(assistant: PreTrainedModel, setting: AssistedSetting) -> Way:
+    """Drafts of another model with the same tokenizer: assisted generation."""
+    return Way(f"assisted, {setting.words}", {}, assistant, setting=setting)
 
-    Target calls are counted by a hook. A call that judges a draft is a target call; the first call of assisted
-    generation already does, so its mean acceptance length counts that call and all tokens.
+
+def universal_way(
+    assistant: PreTrainedModel,
+    setting: AssistedSetting,
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_tokenizer: PreTrainedTokenizerBase,
+) -> Way:
+    """Drafts of a model with another tokenizer: universal assisted generation, sampled as in arXiv 2502.05202.
+
+    To draft samples, transformers cuts the assistant's LM head down to what both tokenizers have, and a greedy answer
+    with the same assistant fails afterwards: so samples get a copy.
+    """
+    both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+    return Way(f"universal assisted, {setting.words}", both, assistant, copy.deepcopy(assistant), setting)
+
+
+class Generate(Peer):
+    """`generate`, asked.
 
     Args:
-        name: for reports.
-        model: the target.
+        model: the target, as transformers runs it.
         eos_token_ids: ids that end an answer.
-        assistant: the draft model of assisted generation.
-        setting: how much it drafts.
-        options: more keyword arguments of `generate`.
+        way: of calling it; None is plain.
+        together: most questions without seeds that one call answers; those that are answered together are padded on
+            the left.
+        seed: of the calls that answer questions without seeds, so that a run can be repeated.
+
+    Attributes:
+        model: as given.
+        way: likewise.
     """
 
     def __init__(
         self,
-        name: str,
         model: PreTrainedModel,
         eos_token_ids: Sequence[int],
+        way: Way | None = None,
         *,
-        assistant: PreTrainedModel | None = None,
-        setting: AssistedSetting | None = None,
-        options: dict[str, Any] | None = None,
+        together: int = 1,
+        seed: int = 0,
     ) -> None:
-        self.name = name
-        self._model = model
+        self.model = model
+        self.way = way or Way()
         self._eos = tuple(eos_token_ids)
-        self._assistant = assistant
+        self._together = 1 if self.way.drafts else together
+        self._seed = seed
+        self._calls = 0
         # One object for all calls: with the heuristic schedule, generate keeps in it what it learnt.
-        self._schedule = None if setting is None else schedule_of(setting)
-        self._options = options or {}
-
-    @property
-    def _drafts(self) -> bool:
-        return self._assistant is not None or bool(self._options)
-
-    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Outcome:
-        """Answer prompts in one call, padded on the left."""
-        ids, mask = left_padded(prompts, self._model.device)
-        clock = _Clock()
-        self._configure(params)
-        extra = self._options | ({} if self._assistant is None else {"assistant_model": self._assistant})
-        try:
-            with quiet_transformers(), seeded(params.seed), _counting(self._model, self._assistant) as calls:
-                out = self._model.generate(ids, attention_mask=mask, streamer=clock, **extra)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise ModelError(f"transformers failed ({type(error).__name__}: {error})") from error
-        answers = tuple(self._until_end(row, params) for row in out[:, ids.shape[1] :].tolist())
-        tokens = sum(map(len, answers))
-        first = clock.first_s
-        later = max(calls.target - 1, 0)
-        judged = calls.target if self._drafts else later
-        emitted = tokens if self._drafts else tokens - len(answers)
-        return Outcome(
-            token_ids=answers,
-            first_token_s=(first,) * len(answers),
-            prefill_s=first or 0.0,
-            forwards=later,
-            draft_forwards=calls.draft,
-            context_tokens=later * (sum(map(len, prompts)) + tokens // 2),  # answers grow from none to all tokens
-            target_calls=judged * len(answers) if self._drafts else emitted,
-            mean_acceptance_length=(emitted / judged if judged else 0.0) if self._drafts else 1.0,
-            first_tokens=clock.first_tokens,
+        self._schedule = None if self.way.setting is None else _schedule_of(self.way.setting)
+        takes = _TAKES if self._together == 1 else tuple(name for name in _TAKES if name != "seed")
+        self.facts = PeerFacts(
+            "transformers",
+            transformers.__version__,
+            FILTERS,
+            takes,
+            tells_ids=True,
+            logprobs="raw",
+            more={"way": self.way.name, "together": self._together},
         )
 
-    def _configure(self, params: SamplingParams) -> None:
-        """Write the options where generate reads them: it fills what is unset from the model's own configuration."""
-        eos = None if params.ignore_eos else list(self._eos) or None
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        """Ask questions; those of equal options without seeds share calls."""
+        calls: list[list[int]] = []
+        open_calls: dict[SamplingParams, list[int]] = {}
+        for number, question in enumerate(questions):
+            refused = self.refuses(question.params)
+            if refused:
+                yield number, PeerError(f"transformers, {self.way.name}, does not take {refused}")
+                continue
+            call = open_calls.get(question.params)
+            if call is None or len(call) == self._together:
+                call = []
+                calls.append(call)
+            call.append(number)
+            open_calls[question.params] = call
+        for call in calls:
+            params = questions[call[0]].params
+            if params.seed is None:
+                params, self._calls = replace(params, seed=self._seed * 1_000_003 + self._calls), self._calls + 1
+            try:
+                replies: Sequence[Reply | PeerError] = self.call([questions[each].prompt for each in call], params)
+            except PeerError as error:
+                replies = [error] * len(call)
+            yield from zip(call, replies, strict=True)
+
+    def call(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, on_tokens: Callable[[int], None] | None = None
+    ) -> list[Reply]:
+        """Call `generate` once.
+
+        Args:
+            prompts: token ids.
+            params: options that it takes; without a seed it draws from torch's state as it is.
+            on_tokens: is called as new tokens come, with how many for each prompt: with a draft there may be several.
+
+        Raises:
+            PeerError: it failed.
+        """
+        ids, mask = _left_padded(prompts, self.model.device)
+        self.model.generation_config = self._configuration(params)
+        extra = dict(self.way.options)
+        assistant = (None if params.greedy else self.way.sampling_assistant) or self.way.assistant
+        if assistant is not None:
+            assistant.generation_config = self._schedule
+            extra["assistant_model"] = assistant
+        streamer = None if on_tokens is None else _Streamer(on_tokens)
+        try:
+            with quiet_transformers(), _seeded(params.seed):
+                out = self.model.generate(ids, attention_mask=mask, streamer=streamer, **extra)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+            raise PeerError(f"transformers, {self.way.name}, failed ({type(error).__name__}: {error})") from error
+        rows = out.sequences[:, ids.shape[1] :].tolist()
+        logits = None if params.logprobs is None else torch.stack([step.float() for step in out.logits], dim=1)
+        return [self._reply(row, None if logits is None else logits[number], params) for number, row in enumerate(rows)]
+
+    def _configuration(self, params: SamplingParams) -> GenerationConfig:
+        """Every option is written out: `generate` fills what is unset from the model's own configuration."""
         sampled = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
         if params.min_p:
             sampled["min_p"] = params.min_p
-        self._model.generation_config = GenerationConfig(
+        return GenerationConfig(
             max_new_tokens=params.max_tokens,
+            min_new_tokens=params.min_tokens or None,
             do_sample=not params.greedy,
-            eos_token_id=eos,
+            repetition_penalty=params.repetition_penalty,
+            eos_token_id=self._ends(params) or None,
             pad_token_id=(self._eos or (0,))[0],
+            return_dict_in_generate=True,
+            output_logits=params.logprobs is not None,
             **({} if params.greedy else sampled),
         )
-        if self._assistant is not None:
-            self._assistant.generation_config = self._schedule
 
-    def _until_end(self, tokens: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
-        """Tokens before the one that ends the answer, as our engine counts them."""
-        ends = () if params.ignore_eos else self._eos
-        end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-        return tuple(tokens[:end])
+    def _ends(self, params: SamplingParams) -> list[int]:
+        return [*(() if params.ignore_eos else self._eos), *params.stop_token_ids]
+
+    def _reply(self, row: Sequence[int], logits: Tensor | None, params: SamplingParams) -> Reply:
+        """A row of a call, up to what ended it; behind that stands padding."""
+        ends = self._ends(params)
+        end = next((place for place, token in enumerate(row) if token in ends), None)
+        tokens = tuple(row if end is None else row[:end])
+        reason = "length" if end is None else "stop"
+        if logits is None or params.logprobs is None:
+            return Reply(tokens, finish_reason=reason)
+        logprobs = torch.log_softmax(logits[: len(tokens)].double(), dim=-1)
+        own = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logprobs.device)[:, None])[:, 0]
+        best = logprobs.topk(params.logprobs, dim=-1)
+        rivals = tuple(
+            dict(zip(ids, values, strict=True))
+            for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        )
+        return Reply(tokens, finish_reason=reason, logprobs=tuple(own.tolist()), top_logprobs=rivals)
 
 
-def schedule_of(setting: AssistedSetting) -> GenerationConfig:
+class _Streamer(BaseStreamer):
+    """Tells of new tokens."""
+
+    def __init__(self, on_tokens: Callable[[int], None]) -> None:
+        self._on_tokens = on_tokens
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        """The prompt comes first, then new tokens as they are chosen."""
+        if self._prompt_seen:
+            # One row of drafted tokens, or one token for each prompt of a batch.
+            self._on_tokens(value.shape[1] if value.ndim > 1 else 1)
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
     """What an assistant's configuration says of drafting."""
     return GenerationConfig(
         num_assistant_tokens=setting.tokens,
@@ -189,58 +277,8 @@ def schedule_of(setting: AssistedSetting) -> GenerationConfig:
     )
 
 
-class _Clock(BaseStreamer):
-    """Notes when the first new tokens came, and how many for each prompt: with a draft there may be several."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._prompt_seen = False
-        self.first_s: float | None = None
-        self.first_tokens = 1
-
-    def put(self, value: Tensor) -> None:
-        """The prompt comes first, then new tokens as they are chosen."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-        elif self.first_s is None:
-            self.first_s = time.perf_counter() - self._started
-            # One row of drafted tokens, or one token for each prompt of a batch.
-            self.first_tokens = value.shape[1] if value.ndim > 1 else 1
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
-@dataclass(slots=True)
-class _Calls:
-    """Forwards that were made."""
-
-    target: int = 0
-    draft: int = 0
-
-
 @contextlib.contextmanager
-def _counting(model: PreTrainedModel, assistant: PreTrainedModel | None) -> Iterator[_Calls]:
-    calls = _Calls()
-
-    def of_target(*_: Any) -> None:
-        calls.target += 1
-
-    def of_draft(*_: Any) -> None:
-        calls.draft += 1
-
-    handles = [model.register_forward_pre_hook(of_target)]
-    if assistant is not None:
-        handles.append(assistant.register_forward_pre_hook(of_draft))
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
+def _seeded(seed: int | None) -> Iterator[None]:
     """transformers draws from torch's global state, which is as before afterwards."""
     with torch.random.fork_rng():
         if seed is not None:
@@ -248,7 +286,7 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and their mask, `[prompts, longest]`; what lies left of a prompt is masked."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

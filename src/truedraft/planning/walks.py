@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from truedraft.core.budget import Budget, nodes_of
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest, TokenView
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.models.base import LanguageModel
@@ -288,7 +287,7 @@ class _Life:
                 q = proposal.probs[draws[0].dist]
             p = self.trace.dists[place] if self.trace.dists else None
             self._draws.note(self.trace.probs[place], p, q, truth[0])
-        self._held.append(_held(proposal.tree, truth))
+        self._held.append([node + 1 for node in proposal.tree.along(truth)])
         self._depths.append([0, *np.maximum.accumulate(proposal.tree.shape.depths or (0,)).tolist()])
         if not len(proposal.tree):
             self._depths[-1] = [0]
@@ -331,16 +330,3 @@ class _Life:
             counts = np.bincount(np.array(own[1:], np.int64), minlength=int(depths.max(initial=0)) + 1).cumsum()
             found[place] = counts[depths[place]]
         return found
-
-
-def _held(tree: TokenTree, truth: Sequence[int]) -> list[int]:
-    """How many nodes it takes to hold the first 1, 2, ... tokens of a continuation, as far as the tree has them."""
-    ids, row = tree.host_ids, 0
-    found: list[int] = []
-    for token in truth:
-        child = next((node for node in tree.shape.children[row] if ids[node] == token), None)
-        if child is None:
-            break
-        found.append(child + 1)
-        row = child + 1
-    return found

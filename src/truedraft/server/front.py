@@ -22,10 +22,10 @@ from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Request
-from truedraft.engine.decisions import Decisions
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
+from truedraft.planning.decisions import Decisions
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
 from truedraft.server.fields import SamplingFields, Thinking

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from truedraft.core.stats import Counters, StepRecord
-from truedraft.engine.decisions import Decisions, Speedup
+from truedraft.planning.decisions import Decisions, Speedup
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"

@@ -17,7 +17,7 @@ from truedraft.core.stats import StepRecord
 from truedraft.drafters.base import StepOutcome
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
-from truedraft.engine.decisions import Decisions, ForwardSeconds
+from truedraft.planning.decisions import Decisions, ForwardSeconds
 from truedraft.server.errors import ApiError
 from truedraft.server.keys import Client
 from truedraft.server.preparing import FormQueue, stopping

@@ -8,7 +8,7 @@ from typing import ClassVar
 from truedraft.control import Controller, Decision, RequestView
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 
@@ -36,10 +36,6 @@ class ScriptedDrafter(Drafter):
         self.limits = Budget(depth=depth, width=nodes, nodes=nodes)
         self.outcomes: list[tuple[int, StepOutcome]] = []
         self.ended: list[int] = []
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]

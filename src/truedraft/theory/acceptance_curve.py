@@ -75,17 +75,6 @@ class AcceptanceCurve:
             gains += [(more - fewer) / (right - left)] * (right - left)
         return cls(tuple(gains), (0, *(depth_of(nodes) for nodes in range(1, len(gains) + 1))), text)
 
-    @classmethod
-    def of_chain(cls, alpha: float, length: int) -> AcceptanceCurve:
-        """Chains of up to `length` tokens, each accepted with probability alpha, independently.
-
-        Raises:
-            OptionError: an argument is out of range.
-        """
-        check_share("alpha", alpha)
-        check_whole("limit", length, least=0)
-        return cls(tuple(alpha**place for place in range(1, length + 1)), tuple(range(length + 1)))
-
     @property
     def measured_on(self) -> str:
         """The text, in words that say so where nobody knows."""
@@ -147,20 +136,3 @@ def size_options(
 def best_option(options: Iterable[SizeOption]) -> SizeOption:
     """The one with the largest predicted speed-up, the first of several."""
     return max(options, key=lambda option: option.speedup)
-
-
-def best_length(
-    alpha: float, verify_s: Callable[[int], float], draft_s: Callable[[int], float], limit: int = 16
-) -> SizeOption:
-    """The chain of 0 to `limit` tokens with the largest predicted speed-up, the shortest of several.
-
-    Args:
-        alpha: acceptance rate, a fraction.
-        verify_s: seconds of the target's forward by its rows; a chain of k tokens takes k + 1 rows.
-        draft_s: seconds of drafting a chain by its length; not asked for length 0, which costs nothing.
-        limit: longest chain to consider.
-
-    Raises:
-        OptionError: an argument or a cost is out of range.
-    """
-    return best_option(size_options(AcceptanceCurve.of_chain(alpha, limit), verify_s, draft_s))

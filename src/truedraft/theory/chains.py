@@ -1,9 +1,8 @@
-"""How likely a drafted token is accepted, and what chains of drafted tokens bring: closed forms.
+"""What chains and trees of drafted tokens bring: closed forms.
 
 Leviathan et al. 2211.17192, section 3: gamma drafted tokens, each accepted with probability alpha, independently. Here
-a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` and `goodput` drop that
-assumption and take measured costs. Probabilities are sequences of plain numbers over one vocabulary: this package needs
-no torch.
+a forward over gamma + 1 tokens costs as much as one over a single token; `predicted_speedup` drops that assumption and
+takes measured costs. Needs no torch.
 
 Trace replay (docs/planning.md): the first k drafted tokens are accepted with probability sum over x_1..x_k of
 prod min(p, q) = E over the target's own texts of prod min(1, q / p). So along a trace drawn from the target the factor
@@ -11,69 +10,16 @@ of a token is min(1, q(x) / p(x)); the overlap sum_x min(p, q) is right on avera
 not for several. At temperature 0 the factor is 1 or 0 and replay is exact.
 
 Measured costs must come from curves measured before, without the engine: a prediction that reads the run it predicts
-predicts nothing. What they say is called "predicted" everywhere. Goodput is what a whole batch emits per second (Liu et
-al., arXiv 2406.14066). A batch that keeps the machine busy leaves no free rows for guesses, so the best length falls as
-the batch grows, down to 0, which is plain decoding.
+predicts nothing. What they say is called "predicted" everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from truedraft.errors import OptionError
 from truedraft.options import check_not_negative, check_positive, check_share, check_whole
-
-
-def acceptance_rate(p: Sequence[float], q: Sequence[float], lenience: float = 1.0) -> float:
-    """sum_x min(p(x) / l, q(x)): the probability that a token drawn from q is accepted.
-
-    At l = 1 this is alpha = 1 - TV(p, q) (Leviathan et al. 2211.17192, definition 3.1 to theorem 3.5); below it,
-    lenient and lossy (same paper, appendix on lenience). Alpha of a pair of models is its mean over positions.
-
-    Args:
-        p: target probabilities `[vocab]`, a fraction each.
-        q: draft probabilities `[vocab]`, a fraction each.
-        lenience: l in (0, 1]; 1 is lossless.
-
-    Returns:
-        A fraction.
-
-    Raises:
-        OptionError: distributions of different lengths, a probability outside [0, 1], or a lenience outside (0, 1].
-    """
-    _check_probs(p, q)
-    check_share("lenience", lenience)
-    if lenience == 0.0:
-        raise OptionError("lenience must lie in (0, 1], got 0; at 0 every guess would be accepted")
-    return math.fsum(min(target / lenience, draft) for target, draft in zip(p, q, strict=True))
-
-
-def total_variation(p: Sequence[float], q: Sequence[float]) -> float:
-    """Half the L1 distance of two distributions `[vocab]`, a fraction; 1 - alpha.
-
-    Raises:
-        OptionError: distributions of different lengths, or a probability outside [0, 1].
-    """
-    _check_probs(p, q)
-    return 0.5 * math.fsum(abs(target - draft) for target, draft in zip(p, q, strict=True))
-
-
-def least_coupled_acceptance(tv: float) -> float:
-    """(1 - TV) / (1 + TV): coupled sampling accepts at least this often (arXiv 2408.07978).
-
-    Target and draft take the argmax of log-probability plus the same Gumbel noise; this is the least probability
-    that both name one token. Speculative sampling accepts 1 - TV, so coupling costs at most the factor 1 / (1 + TV).
-
-    Args:
-        tv: total variation of the two distributions, a fraction.
-
-    Raises:
-        OptionError: tv lies outside [0, 1].
-    """
-    check_share("tv", tv)
-    return (1.0 - tv) / (1.0 + tv)
 
 
 def replay_factor(p: float, q: float) -> float:
@@ -92,21 +38,6 @@ def replay_factor(p: float, q: float) -> float:
     return min(1.0, q / p)
 
 
-def replayed_tokens(factors: Sequence[float]) -> float:
-    """1 + f_1 + f_1 f_2 + ...: expected tokens of one target call that starts at a place of the trace.
-
-    An unbiased estimate of the tokens per target call of a chain of len(factors) drafted tokens; average it over
-    the places of the trace.
-
-    Args:
-        factors: `replay_factor` of the tokens that follow, in order.
-
-    Raises:
-        OptionError: a factor lies outside [0, 1].
-    """
-    return expected_tokens_by_position(factors)
-
-
 def expected_tokens(alpha: float, gamma: int) -> float:
     """(1 - alpha^(gamma+1)) / (1 - alpha): tokens emitted per target call, the recovered or bonus token included.
 
@@ -123,24 +54,9 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     """
     check_share("alpha", alpha)
     check_whole("gamma", gamma, least=0)
-    # The sum itself, not the quotient: near alpha = 1 the quotient loses its digits.
-    return expected_tokens_by_position([alpha] * gamma)
-
-
-def expected_tokens_by_position(rates: Sequence[float]) -> float:
-    """1 + r_1 + r_1 r_2 + ...: tokens per target call when the k-th drafted token has its own acceptance rate.
-
-    Args:
-        rates: acceptance of the k-th token given that all before it were accepted, a fraction each, as
-            `accepted_per_position[k] / tried_per_position[k]` of the counters.
-
-    Raises:
-        OptionError: a rate is out of range.
-    """
     total = reached = 1.0
-    for rate in rates:
-        check_share("each acceptance rate", rate)
-        reached *= rate
+    for _ in range(gamma):  # the sum itself, not the quotient: near alpha = 1 the quotient loses its digits
+        reached *= alpha
         total += reached
     return total
 
@@ -235,55 +151,29 @@ def predicted_speedup(tau: float, plain_s: float, verify_s: float, draft_s: floa
     return tau * plain_s / (verify_s + draft_s)
 
 
-@dataclass(frozen=True, slots=True)
-class GoodputChoice:
-    """How many tokens to draft for each request of a batch.
+def expected_tokens_if_independent(paths: Iterable[Sequence[int]], accuracy: Sequence[Sequence[float]]) -> float:
+    """1 + the sum over paths of the product of accuracies: tokens per target call if heads erred independently.
 
-    Attributes:
-        length: drafted tokens of each request; 0 is plain decoding.
-        tokens_per_s: expected goodput.
-    """
+    A node of a tree of candidates is a path of ranks from the root, and brings the share of places, on held-out text,
+    where the true continuation follows that very path. Heads err together, which such counts see and the product of
+    accuracies does not; it stands beside the counted length to show by how much.
 
-    length: int
-    tokens_per_s: float
-
-
-def goodput(alphas: Sequence[float], length: int, step_s: float) -> float:
-    """Tokens per second that a batch emits: the sum of its requests' expected tokens over the step's seconds.
+    Worked example: with accuracies 0.6 and 0.2 of the first head's first two ranks and 0.5 of the second head's first
+    one, the paths (0), (1) and (0, 0) come to 1 + 0.6 + 0.2 + 0.6 * 0.5 = 2.1.
 
     Args:
-        alphas: acceptance rate of each request, a fraction.
-        length: tokens drafted for each; 0 emits one token for each request.
-        step_s: seconds of one step: drafting and the target's forward over len(alphas) * (length + 1) rows.
+        paths: of ranks from 0, one for each node.
+        accuracy: `[heads][ranks]`: how often the true token had which rank among each head's guesses, a fraction.
 
     Raises:
-        OptionError: an empty batch, or an argument out of range.
+        OptionError: an accuracy lies outside [0, 1], or a path needs one that is not there.
     """
-    if not alphas:
-        raise OptionError("goodput needs the acceptance rate of at least one request, got none")
-    check_positive("step_s", step_s)
-    return sum(expected_tokens(alpha, length) for alpha in alphas) / step_s
-
-
-def best_length_under_load(alphas: Sequence[float], step_s: Callable[[int], float], limit: int = 16) -> GoodputChoice:
-    """The length of 0 to `limit` with the largest goodput, the shortest of several.
-
-    Args:
-        alphas: acceptance rate of each request of the batch, a fraction.
-        step_s: seconds of one step of this batch by the length, 0 included.
-        limit: longest draft to consider.
-
-    Raises:
-        OptionError: an empty batch, or an argument or a cost out of range.
-    """
-    check_whole("limit", limit, least=0)
-    choices = [GoodputChoice(length, goodput(alphas, length, step_s(length))) for length in range(limit + 1)]
-    return max(choices, key=lambda choice: choice.tokens_per_s)
-
-
-def _check_probs(p: Sequence[float], q: Sequence[float]) -> None:
-    if len(p) != len(q):
-        raise OptionError(f"both distributions must be over one vocabulary, got {len(p)} and {len(q)} probabilities")
-    for name, probs in (("p", p), ("q", q)):
-        for probability in probs:
-            check_share(f"each probability of {name}", probability)
+    for row in accuracy:
+        for share in row:
+            check_share("each accuracy", share)
+    products = []
+    for path in paths:
+        if len(path) > len(accuracy) or any(not 0 <= rank < len(accuracy[head]) for head, rank in enumerate(path)):
+            raise OptionError(f"the path {list(path)} needs accuracies of heads and ranks that were not counted")
+        products.append(math.prod(accuracy[head][rank] for head, rank in enumerate(path)))
+    return 1.0 + math.fsum(products)

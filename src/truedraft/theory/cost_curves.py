@@ -9,13 +9,16 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
 
 from truedraft.errors import OptionError
 from truedraft.options import check_not_negative, check_whole
+
+_MOST_SHAPES = 4096  # of forwards, of which it is kept what they take
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +267,26 @@ class TargetCost:
         fields = _record(data, "the cost of a target", ("base", "attention", "request_s"))
         base, attention = CostCurve.from_dict(fields["base"]), CostSurface.from_dict(fields["attention"])
         return cls(base, attention, fields["request_s"])
+
+
+class ForwardTable:
+    """V(rows, contexts) in seconds, for contexts to the nearest 64 tokens of their mean: time brings ever other ones.
+
+    Args:
+        forward_s: V, which is asked once for what is looked up often; answers are kept for 4,096 shapes.
+    """
+
+    def __init__(self, forward_s: Callable[[int, Sequence[int]], float]) -> None:
+        self._known = lru_cache(_MOST_SHAPES)(lambda rows, count, each: forward_s(rows, [each] * count))
+
+    def __call__(self, rows: int, contexts: Sequence[int]) -> float:
+        """Seconds of a forward."""
+        requests = len(contexts)
+        return self._known(rows, requests, round(sum(contexts) / requests / 64) * 64)
+
+    def __len__(self) -> int:
+        """Shapes whose seconds are kept."""
+        return self._known.cache_info().currsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ class NodeDraw:
     uniform: Tensor | None = None
 
 
-def emitted_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:
+def lenient_dist(p: Tensor, draws: Sequence[NodeDraw], lenience: float) -> Tensor:
     """The distribution `[nodes, vocab]` of the token emitted at nodes whose target distributions are `p` `[nodes,
     vocab]`.
 
@@ -420,7 +420,7 @@ def _measure(nodes: Sequence[_Node], lenience: float) -> None:
     wanted = [torch.cat([node.p.amax()[None], node.p[node.candidates]]) for node in asked]
     for group in alike.values():
         p = torch.stack([node.p for node in group])
-        columns = (p.amax(dim=-1).double(), *_measures(emitted_dist(p, _stacked(group), lenience), p))
+        columns = (p.amax(dim=-1).double(), *_measures(lenient_dist(p, _stacked(group), lenience), p))
         asked += group
         wanted += torch.stack(columns, dim=-1).unbind()
     for node, numbers in zip(asked, transfers.fetch(wanted), strict=True):

@@ -163,8 +163,11 @@ class Rule(ABC):
                 f"it judges {known} draws; choose another rule or draw differently"
             )
 
-    def check_seed(self) -> None:
+    def check_seed(self, field: str = "seed") -> None:
         """Refuse requests with a seed at a temperature where this rule is lossy.
+
+        Args:
+            field: the option that asked for it, which the error is about.
 
         Raises:
             OptionError: it is.
@@ -173,7 +176,7 @@ class Rule(ABC):
             raise OptionError(
                 f"promises the same answer whatever drafts, and rule {self.spec!r} is lossy: its answers depend on the "
                 "drafts; leave one of them out",
-                field="seed",
+                field=field,
             )
 
     def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:

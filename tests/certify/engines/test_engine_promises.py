@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +52,8 @@ class Told(Peer):
         self.facts = PeerFacts("told", "", takes=("max_tokens", "logprobs"), logprobs="raw")
         self._told = told
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
-        return [self._answer(question) for question in questions]
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
+        yield from enumerate(map(self._answer, questions))
 
     def _answer(self, question: Question) -> Reply | PeerError:
         told = self._told[question.prompt[0]]
@@ -116,9 +116,9 @@ class Drawing(Peer):
         self._changes = changes
         self.asked: list[Question] = []
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | PeerError]:
+    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         self.asked += questions
-        return [self.answer(question) for question in questions]
+        yield from enumerate(map(self.answer, questions))
 
     def answer(self, question: Question) -> Reply | PeerError:
         text, told = list(question.prompt), []

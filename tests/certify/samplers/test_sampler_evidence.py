@@ -11,7 +11,7 @@ import torch
 from certify.samplers.own_samplers import FAULTS, token_by_token
 from truedraft.certify.samplers.detectable import smallest_detectable
 from truedraft.certify.samplers.evidence import Evidence, log_dirichlet
-from truedraft.certify.samplers.suspects import accepted_by_rule, emitted_by_rule, suspects
+from truedraft.certify.samplers.suspects import accepted_by_rule, emitted_by_rule, joint_of, suspects
 from truedraft.certify.samplers.tally import Tally, total_variation, variation_by_chance
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
 
@@ -77,15 +77,15 @@ def test_tokens_without_mass_are_never_drawn() -> None:
 def test_closed_forms_are_distributions(world: SamplerWorld) -> None:
     assert torch.allclose(emitted_by_rule(world), world.joint, atol=1e-12)
     for suspect in suspects():
-        joint = suspect.joint(world)
+        joint = joint_of(suspect, world)
         assert float(joint.sum()) == pytest.approx(1.0, abs=1e-9), suspect
         assert float(joint.min()) >= 0.0, suspect
 
 
 def test_suspects_are_told_apart() -> None:
     found = suspects()
-    assert len({(each.fault, each.detail) for each in found}) == len(found)
-    joints = [[each.joint(world) for world in WORLDS] for each in found]
+    assert len({(each.name, each.detail) for each in found}) == len(found)
+    joints = [[joint_of(each, world) for world in WORLDS] for each in found]
     for one, other in itertools.combinations(range(len(found)), 2):
         pairs = zip(joints[one], joints[other], strict=True)
         assert max(float((a - b).abs().sum()) for a, b in pairs) / 2.0 > 0.01, (found[one], found[other])
@@ -95,12 +95,12 @@ def test_suspects_are_told_apart() -> None:
 def test_a_closed_form_is_what_the_fault_emits(name: str) -> None:
     """In each world frequencies lie by the closed form, as near as chance brings them."""
     own, fault, detail = FAULTS[name]
-    joint = next(each.joint for each in suspects() if (each.fault, each.detail) == (fault, detail))
+    planted = next(each for each in suspects() if (each.name, each.detail) == (fault, detail))
     generator = torch.Generator().manual_seed(3)
     for number, world in enumerate(WORLDS):
         rows = world.rows(ROWS, generator)
         cells = world.cells(own.emit(rows, number), generator).bincount(minlength=len(world.joint)).double()
-        exact = joint(world)
+        exact = joint_of(planted, world)
         assert total_variation(cells, exact) < farthest(exact), world.name
 
 

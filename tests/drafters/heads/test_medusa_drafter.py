@@ -373,7 +373,7 @@ def test_what_was_measured_of_the_trees_comes_with_the_folder(
 ) -> None:
     facts = {"trees": {"greedy": {"likeliest": {"nodes": [1, 2], "tokens": [1.5, 1.8]}}}}
     heads.save(tmp_path, HeadRecord(target.name, target.fingerprint, {"greedy": TREE}, facts))
-    drafter = Medusa.load(tmp_path)
+    drafter = Medusa(MedusaHeads.load(tmp_path))
     curve, older = drafter.acceptance_curve(GREEDY), drafter.acceptance_curve(SAMPLED)
     assert curve is not None and curve.marginal_gains == pytest.approx((0.5, 0.3)) and curve.depths == (0, 1, 2)
     assert older is not None and older.marginal_gains == TREE.survival, (
@@ -382,11 +382,11 @@ def test_what_was_measured_of_the_trees_comes_with_the_folder(
     facts["trees"]["greedy"]["likeliest"]["tokens"] = [1.5]
     heads.save(tmp_path, HeadRecord(target.name, target.fingerprint, {"greedy": TREE}, facts))
     with pytest.raises(ModelError, match="damaged"):
-        Medusa.load(tmp_path)
+        Medusa(MedusaHeads.load(tmp_path))
 
 
 def test_a_folder_loads_by_itself(folder: Path, target: MarkovWithHead) -> None:
-    drafter = Medusa.load(folder, nodes=2)
+    drafter = Medusa(MedusaHeads.load(folder), nodes=2)
     drafter.check(target)
     with pytest.raises(CompositionError, match="trained for markov"):
         drafter.check(MarkovWithHead.random(VOCAB, seed=3))

@@ -213,11 +213,11 @@ def test_sizes_and_targets_that_do_not_fit(target: MarkovWithEmbedding, head: Re
     with pytest.raises(CompositionError, match="36 numbers"):
         Redrafter(head).check(MarkovWithEmbedding.random(5, seed=1))
     head.bfloat16().save(tmp_path, HeadRecord("first", target.fingerprint))
-    Redrafter.load(tmp_path).check(target)
+    Redrafter(RedrafterHead.load(tmp_path)).check(target)
     other = MarkovWithEmbedding.random(VOCAB, seed=2)
     other.name = "second"
     with pytest.raises(CompositionError, match=r"first .*second"):
-        Redrafter.load(tmp_path).check(other)
+        Redrafter(RedrafterHead.load(tmp_path)).check(other)
     with pytest.raises(UnsupportedModelError, match="embed"):
         Redrafter(head).check(MarkovWithHead.random(VOCAB, seed=1))
 

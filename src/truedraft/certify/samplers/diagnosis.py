@@ -33,22 +33,22 @@ def diagnose(evidence: Evidence, tallies: Sequence[Tally]) -> dict[str, Any]:
     logs = evidence.log_likelihoods()
     order = logs.argsort(descending=True).tolist()
     best = evidence.suspects[order[0]]
-    other = next(number for number in order if evidence.suspects[number].fault != best.fault)
+    other = next(number for number in order if evidence.suspects[number].name != best.name)
     lead = float(logs[order[0]] - logs[other]) / math.log(10.0)
     free = sum(evidence.log_e_of_worlds())
     pairs = evidence.log_dependence()
     kind = int(pairs.argmax())
     found = {
-        "fault": best.fault,
+        "fault": best.name,
         "detail": best.detail,
         "log10_over_next": lead,
-        "next_fault": evidence.suspects[other].fault,
+        "next_fault": evidence.suspects[other].name,
         "notes": _notes(tallies),
     }
     if float(pairs[kind]) >= math.log(CERTAIN):
-        return found | {"fault": DEPENDENT, "detail": PAIRS[kind], "next_fault": best.fault}
+        return found | {"fault": DEPENDENT, "detail": PAIRS[kind], "next_fault": best.name}
     if float(logs[order[0]]) < free:
-        return found | {"fault": UNKNOWN, "detail": f"the nearest is {best.fault!r} ({best.detail})"}
+        return found | {"fault": UNKNOWN, "detail": f"the nearest is {best.name!r} ({best.detail})"}
     return found
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.e_process import EProcess, log_mean
-from truedraft.certify.samplers.suspects import Suspect
+from truedraft.certify.faults import Fault
+from truedraft.certify.samplers.suspects import joint_of
 from truedraft.certify.samplers.worlds import SamplerWorld
 
 FLOOR = 2.0**-22
@@ -67,7 +68,7 @@ class Evidence:
         process: the e-value when so many rows were seen.
     """
 
-    def __init__(self, worlds: Sequence[SamplerWorld], suspects: Sequence[Suspect]) -> None:
+    def __init__(self, worlds: Sequence[SamplerWorld], suspects: Sequence[Fault]) -> None:
         self._worlds = worlds
         self.suspects = suspects
         self.counts = [
@@ -168,10 +169,10 @@ def log_dirichlets(counts: Tensor, probs: Tensor) -> Tensor:
     return torch.logsumexp(torch.stack(logs), 0) - math.log(len(logs))
 
 
-def _ratios(world: SamplerWorld, suspects: Sequence[Suspect]) -> Tensor:
+def _ratios(world: SamplerWorld, suspects: Sequence[Fault]) -> Tensor:
     """log r/p `[suspects, strengths, cells]` of each suspect, mixed with p."""
     p = world.joint
-    r = torch.stack([suspect.joint(world) for suspect in suspects])[:, None]  # [suspects, 1, cells]
+    r = torch.stack([joint_of(each, world) for each in suspects])[:, None]  # [suspects, 1, cells]
     strength = torch.tensor(_STRENGTHS, dtype=torch.float64)[:, None]
     mixed = strength * r + (1.0 - strength) * p
     # A cell that neither has is as unlikely under both: it says nothing of this suspect.

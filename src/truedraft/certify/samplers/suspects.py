@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify import closed_forms as forms
-from truedraft.certify.faults import faults_of_judging
+from truedraft.certify.faults import Fault, faults_of_judging
 from truedraft.certify.samplers.worlds import SamplerWorld
 from truedraft.core import probs as L
 
@@ -41,44 +41,32 @@ class Level:
 
 Step = Callable[[Level], tuple[Tensor, Tensor]]
 """The mass `[texts, vocab]` of drafted tokens that are kept, and of tokens drawn after a rejection; together 1."""
-Joint = Callable[[SamplerWorld], Tensor]
-"""The probability of each cell `[cells]`, float64."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """A fault that is known.
-
-    Attributes:
-        fault: what is wrong, in a few words; several suspects can be the same fault in other measures.
-        detail: how, or how much.
-        joint: what a sampler with it emits.
-    """
-
-    fault: str
-    detail: str
-    joint: Joint
-
-
-def suspects() -> list[Suspect]:
-    """All faults that can be named."""
+def suspects() -> list[Fault]:
+    """All faults that can be named; what samplers with them emit says `joint_of`."""
     position, typical, other = "judged at the wrong position", "typical acceptance", "judged at another temperature"
-    by_steps = [
-        *((each.name, each.detail, _judging(each.form)) for each in faults_of_judging() if each.form is not None),
-        (position, "by the target one token later", _too_late),
-        (position, "by the target one token earlier", _too_early),
-    ]
-    typical_drawn = _judging(lambda p, q: forms.after(forms.typical(p, q), p))
+    bonus = "the bonus token is wrong"
     return [
-        *(Suspect(name, detail, partial(_joint, step=step)) for name, detail, step in by_steps),
-        *(Suspect("the bonus token is wrong", detail, partial(_joint, bonus=bonus)) for detail, bonus in _BONUSES),
-        Suspect("shared noise", "one number judges all drafted tokens of a row", _one_number_for_all),
-        Suspect(typical, f"{_TYPICAL}, behind it the argmax", _typical_joint),
-        Suspect(typical, f"{_TYPICAL}, behind it a draw from p", partial(_joint, step=typical_drawn)),
-        Suspect("greedy", "the argmax of p is emitted, whatever was drafted", _greedy),
-        Suspect(other, "all of the target's distributions at temperature 2", partial(_flat, 2.0)),
-        Suspect(other, "all of the target's distributions at 0.5", partial(_flat, 0.5)),
+        *faults_of_judging(),
+        Fault(position, "by the target one token later", joint=partial(_joint, step=_too_late)),
+        Fault(position, "by the target one token earlier", joint=partial(_joint, step=_too_early)),
+        *(Fault(bonus, detail, joint=partial(_joint, bonus=drawn_from)) for detail, drawn_from in _BONUSES),
+        Fault("shared noise", "one number judges all drafted tokens of a row", joint=_one_number_for_all),
+        Fault(typical, f"{_TYPICAL}, behind it the argmax", joint=_typical_joint),
+        Fault(typical, f"{_TYPICAL}, behind it a draw from p", lambda p, q: forms.after(forms.typical(p, q), p)),
+        Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=_greedy),
+        Fault(other, "all of the target's distributions at temperature 2", joint=partial(_flat, 2.0)),
+        Fault(other, "all of the target's distributions at 0.5", joint=partial(_flat, 0.5)),
     ]
+
+
+def joint_of(fault: Fault, world: SamplerWorld) -> Tensor:
+    """The probability of each cell of a world `[cells]`, float64, for a sampler with a fault."""
+    if fault.joint is not None:
+        return fault.joint(world)
+    assert fault.form is not None
+    return _joint(world, _judging(fault.form))
 
 
 def _judging(form: forms.Form) -> Step:

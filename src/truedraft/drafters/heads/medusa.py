@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest, SizePlan, TreeFacts
@@ -100,37 +99,12 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         self.limits = self._trees.extent(self.nodes)
         self.tree_kind = self._trees.name
 
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        *,
-        nodes: int | None = None,
-        trees: GuessTrees | Mapping[str, RankTree] | None = None,
-    ) -> Medusa:
-        """Heads of a folder that `truedraft train medusa` wrote, or of the original Medusa project.
-
-        Args:
-            folder: with the heads.
-            nodes: as for `Medusa`.
-            trees: as for `Medusa`.
-
-        Raises:
-            ModelError: there are no heads, or their files are damaged.
-            OptionError: as `Medusa`.
-        """
-        return cls(MedusaHeads.load(folder), trees, nodes=nodes)
-
     def with_nodes(self, nodes: int) -> Medusa:
         """The same heads and trees with another number of nodes, as measuring may show it to be best; 0 drafts nothing.
 
         The new drafter has no requests of the old one.
         """
         return Medusa(self.head, self._trees, nodes=nodes)
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:
         """The whole tree of ranks for requests with these sampling options, all of its nodes; None if there is none.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -97,24 +96,6 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         self.sampled = sampled
         self._calibration = Calibration.of(self.facts.get(FACT, {}))
         self.limits = Budget(self.length, self.beams, min(self.nodes, self.beams * self.length))
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        *,
-        beams: int | None = None,
-        length: int | None = None,
-        nodes: int | None = None,
-        sampled: bool | None = None,
-    ) -> Redrafter:
-        """The head of a folder that `truedraft train redrafter` wrote, or of Apple's `Drafter`; see `Redrafter`.
-
-        Raises:
-            ModelError: there is no such head, or its files are damaged.
-            OptionError: as `Redrafter`.
-        """
-        return cls(RedrafterHead.load(folder), beams=beams, length=length, nodes=nodes, sampled=sampled)
 
     def with_sizes(self, beams: int, length: int, nodes: int) -> Redrafter:
         """The same head with other sizes, as measuring may show them to be best; 0 nodes draft nothing.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -11,15 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from truedraft.core.budget import Budget, Hint, check_nodes
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, likeliest_tree
-from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.candidates import CandidateDrafter
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.errors import OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel
 
-_DEPTH, _NODES = 4, 7  # with the token before them eight rows, which cost a forward about as much as one
 _GRADES = 8
 _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 """Hints are of one kind where the likeliest token is about equally likely."""
@@ -27,11 +24,12 @@ _FOUND = tuple(Hint(kind) for kind in range(1, _GRADES + 2))
 _Path: TypeAlias = tuple[tuple[int, ...], float, float]  # tokens, how likely they are together, and chance so far
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(CandidateDrafter):
     """Drafts from a table of n-grams (a negligible-cost drafter, Leviathan et al. 2211.17192, section 3).
 
     Requests are given a tree of the table's likeliest continuations, chosen anew at each step: a table is seldom sure,
-    so several guesses of the next token bring more than a long chain. Nothing is kept for a request, so it takes up any
+    so several guesses of the next token bring more than a long chain. With the token before them seven nodes are eight
+    rows, which cost a forward about as much as one. Nothing is kept for a request, so it takes up any
     text at any place.
 
     Args:
@@ -45,11 +43,9 @@ class NgramDrafter(Drafter):
     """
 
     name: ClassVar[str] = "ngram"
-    told_late = True
-    hints_change = True
 
     def __init__(
-        self, table: NgramTable, num_speculative_tokens: int = _DEPTH, nodes: int = _NODES, order: int | None = None
+        self, table: NgramTable, num_speculative_tokens: int = 4, nodes: int = 7, order: int | None = None
     ) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         check_nodes("nodes", nodes)
@@ -59,24 +55,6 @@ class NgramDrafter(Drafter):
         self.limits = Budget(num_speculative_tokens, nodes, nodes)
         self._read = (table.order if order is None else order) - 1  # tokens of a context
         self._vocab = table.facts.vocab_size
-
-    @classmethod
-    def load(
-        cls, path: str | Path, num_speculative_tokens: int = _DEPTH, nodes: int = _NODES, order: int | None = None
-    ) -> NgramDrafter:
-        """The drafter of a table in a file, or in a folder that `truedraft train ngram` wrote.
-
-        Further arguments are the constructor's.
-
-        Raises:
-            ModelError: the table cannot be read.
-            OptionError: an option is out of range.
-        """
-        return cls(NgramTable.open(path), num_speculative_tokens, nodes, order)
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target with another tokenizer than the table's.
@@ -102,17 +80,9 @@ class NgramDrafter(Drafter):
         _, likely = self.table.best(self._context(request.tokens))
         return _FOUND[int(_GRADES * likely)]
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        """A tree of likeliest tokens for each request."""
-        return [
-            Proposal.empty() if budget.is_zero else self._likeliest(request, budget.within(self.limits))
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _likeliest(self, request: DraftRequest, within: Budget) -> Proposal:
-        context, most = self._context(request.tokens), min(within.width, within.nodes)
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        """A tree of likeliest tokens."""
+        context, most = self._context(request.tokens), min(budget.width, budget.nodes)
 
         def following(path: tuple[int, ...]) -> list[tuple[int, float]]:
             behind = self._context([*context, *path])
@@ -123,8 +93,7 @@ class NgramDrafter(Drafter):
             largest = shaped.topk(min(most, len(shaped)))
             return list(zip(largest.indices.tolist(), largest.values.tolist(), strict=True))
 
-        tree = tree_of(following, within)
-        return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
+        return tree_of(following, budget)
 
     def _probs(self, context: Sequence[int]) -> NDArray[np.float32]:
         """The table's distribution `[vocab]`, over all ids of the target."""

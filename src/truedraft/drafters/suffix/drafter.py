@@ -7,16 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from truedraft.core.budget import Budget, Hint, check_nodes
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree, likeliest_tree
-from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.candidates import CandidateDrafter
 from truedraft.drafters.prompt_lookup import NgramIndex, copied
 from truedraft.drafters.suffix.index import END, NO_MATCHES, WINDOW, Matches
 from truedraft.drafters.suffix.store import SuffixStore
 
-_NOTHING = Hint(finds=False)
 _LENGTHS = (4, 8, 16, 32)
 """Hints are of one kind where the longest match has 2 or 3 tokens, 4 to 7, 8 to 15, 16 to 31, or more, and of others
 where what followed was not always the same."""
@@ -28,7 +26,7 @@ _LEAST_SHARE = 0.05
 """Of what counts, behind which no tree goes."""
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(CandidateDrafter):
     """Drafts what followed the longest earlier occurrence of a text's ending, as a tree weighted by counts.
 
     SuffixDecoding (2411.04975): places in the text itself and in those that were answered before count alike. Each
@@ -47,8 +45,6 @@ class SuffixDrafter(Drafter):
     """
 
     name: ClassVar[str] = "suffix"
-    told_late = True
-    hints_change = True
 
     def __init__(self, store: SuffixStore | None = None, num_speculative_tokens: int = 12, nodes: int = 24) -> None:
         for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):
@@ -58,10 +54,6 @@ class SuffixDrafter(Drafter):
         self.limits = Budget(depth=depth, width=nodes, nodes=nodes)
         self._own: dict[int, NgramIndex] = {}
         self._found: dict[int, tuple[int, Matches]] = {}  # by request: for which length of its text, and what
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.DETERMINISTIC})
 
     @property
     def holding(self) -> frozenset[int]:
@@ -85,22 +77,13 @@ class SuffixDrafter(Drafter):
         """How long the longest match is, and whether all places agree."""
         found = self._matches(request)
         if not found.lengths:
-            return _NOTHING
+            return NOTHING_FOUND
         longest = found.lengths[0]
         best = [row[0] for row, length in zip(found.following, found.lengths, strict=True) if length == longest]
         return _FOUND[2 * bisect_right(_LENGTHS, longest) + (len(set(best)) == 1)]
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        return [self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)]
-
-    def _propose(self, request: DraftRequest, budget: Budget) -> Proposal:
-        if budget.is_zero:
-            return Proposal.empty()
-        depth, nodes = min(budget.depth, self.limits.depth), min(budget.nodes, self.limits.nodes)
-        tree = tree_of(self._matches(request), depth, nodes, budget.width)
-        return Proposal.deterministic(tree) if len(tree) else Proposal.empty()
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        return tree_of(self._matches(request), budget.depth, budget.nodes, budget.width)
 
     def _matches(self, request: DraftRequest) -> Matches:
         """Places in its own text and in others', as of the tokens that are there now."""

@@ -12,7 +12,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import DraftTime, RequestStep, StepRecord
 from truedraft.drafters import Portfolio
-from truedraft.engine.decisions import Decisions, Tally, what_was_decided, why
+from truedraft.planning.decisions import Decisions, Tally, what_was_decided, why
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
 FOUR = Budget(4)
@@ -129,7 +129,7 @@ def test_what_is_kept_of_the_curve_is_bounded() -> None:
     decisions = Decisions(curve)
     for number in range(10_000):
         decisions(record(step(PLAIN, context=64 * number), total_s=1.0))
-    assert decisions._curve_s.cache_info().currsize <= 4096
+    assert len(decisions._curve_s) <= 4096
     assert sum(each.curve_s for each in decisions.stretches) == pytest.approx(10_000)
 
 

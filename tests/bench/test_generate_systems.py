@@ -1,8 +1,7 @@
-"""transformers' own generate as a system under test: the same weights give the same tokens in float32."""
+"""transformers' own generate as systems under test: the same weights give the same tokens in float32."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 
 from cli.tiny import save_tiny_llama
 from truedraft import Engine, load_model
-from truedraft.bench import Suite, load_suite
+from truedraft.bench import Suite, check_peers, load_suite
+from truedraft.bench.generate import ASSISTED, GenerateSystem
 from truedraft.core.params import SamplingParams
-from truedraft.errors import MissingExtraError, UnknownOptionError
+from truedraft.errors import UnknownOptionError
 from truedraft.options import MachineOptions, ModelOptions
-from truedraft.peers import check_peer
-from truedraft.peers.transformers import ASSISTED, StockGenerate
+from truedraft.peers.transformers import Generate
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPT = tuple((7 * i * i + 3 * i + 1) % 250 + 1 for i in range(30))
@@ -45,9 +44,9 @@ def load(folders: tuple[str, str], pad_to: str | None = None, **parts: Any) -> S
     return load_suite(ModelOptions(target, pad_to), MachineOptions("float32"), **(words | parts))
 
 
-def peer(found: Suite, name: str) -> StockGenerate:
+def peer(found: Suite, name: str) -> GenerateSystem:
     system = next(each for each in found.peers if each.name == name)
-    assert isinstance(system, StockGenerate)
+    assert isinstance(system, GenerateSystem)
     return system
 
 
@@ -103,9 +102,9 @@ def test_settings_are_kept_apart(all_peers: Suite) -> None:
         heuristic.answer([PROMPT], GREEDY)
         first = constant.answer([PROMPT], GREEDY)
     assert constant.answer([PROMPT], GREEDY).draft_forwards == first.draft_forwards
-    assert heuristic._schedule is not None and constant._schedule is not None
-    assert constant._schedule.num_assistant_tokens == 4
-    assert heuristic._schedule.num_assistant_tokens != 5
+    schedules = [each.engine._schedule for each in (constant, heuristic)]
+    assert schedules[0] is not None and schedules[0].num_assistant_tokens == 4
+    assert schedules[1] is not None and schedules[1].num_assistant_tokens != 5
 
 
 def test_answers_end_where_ours_do(all_peers: Suite) -> None:
@@ -113,7 +112,7 @@ def test_answers_end_where_ours_do(all_peers: Suite) -> None:
     answer = plain_tokens(all_peers, [PROMPT], GREEDY)[0]
     end = next(token for place, token in enumerate(answer) if place > 3 and token not in answer[:place])
     stopping = SamplingParams(max_tokens=24)
-    system = StockGenerate("stopping", peer(all_peers, "transformers")._model, (end,))
+    system = GenerateSystem("stopping", Generate(peer(all_peers, "transformers").engine.model, (end,)))
     expected = tuple(answer[: answer.index(end)])
     assert system.answer([PROMPT], stopping).token_ids == (expected,)
     assert system.answer([PROMPT], GREEDY).token_ids == (tuple(answer),)
@@ -168,9 +167,7 @@ def test_drafters_have_names_of_their_own(folders: tuple[str, str]) -> None:
     ]
 
 
-def test_unknown_and_missing_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_peers() -> None:
+    check_peers(["transformers"])
     with pytest.raises(UnknownOptionError, match=r"unknown peer 'vllm'; valid: transformers"):
-        check_peer("vllm")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="the peer 'transformers' is not installed; `pip install truedraft`"):
-        check_peer("transformers")
+        check_peers(["transformers", "vllm"])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from truedraft.core.budget import Decision
 from truedraft.core.stats import RequestStep, StepRecord
+from truedraft.theory import ForwardTable
 
 PLAIN, PROBE = "plain", "probe"
 """What was decided where nothing was to be drafted, and where a step was made to learn from, whoever drafted in it."""
@@ -26,7 +26,6 @@ ForwardSeconds: TypeAlias = Callable[[int, Sequence[int]], float]
 """V: seconds of a target forward over so many rows, for requests with so many cached tokens each."""
 
 _MOST = 512  # stretches
-_MOST_SHAPES = 4096  # of steps, of which it is kept what the curve says
 _SHOWN = 128  # of them in a record
 _ENOUGH_PLAIN = 16  # plain steps that tell what such a step takes
 _LEAST_BLOCKS, _MOST_BLOCKS = 6, 64  # from which an interval says anything, and that are drawn from
@@ -204,10 +203,7 @@ class Decisions:
         self.stretches: list[Stretch] = []
         self._forward_s = forward_s
         self._request = request
-        # V by rows, requests and context: time brings ever other ones.
-        self._curve_s = lru_cache(_MOST_SHAPES)(
-            lambda rows, count, each: 1.0 if forward_s is None else forward_s(rows, [each] * count)
-        )
+        self._curve_s = ForwardTable(forward_s or (lambda rows, contexts: 1.0))
         self._in_each = 1  # steps of a stretch
 
     @classmethod
@@ -246,7 +242,7 @@ class Decisions:
         requests = len(record.requests)
         emitted = sum(step.emitted + step.stop_tokens for step in own)
         bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
-        curve_s = self._curve(record.rows, record.contexts)
+        curve_s = self._curve_s(record.rows, record.contexts)
         plain = not record.nodes
         return Stretch(
             1,
@@ -257,17 +253,11 @@ class Decisions:
             record.total_s,
             bare_s,
             curve_s,
-            emitted / max(len(own), 1) * (curve_s if plain else self._curve(requests, record.contexts)),
+            emitted / max(len(own), 1) * (curve_s if plain else self._curve_s(requests, record.contexts)),
             int(plain),
             bare_s if plain else 0.0,
             curve_s if plain else 0.0,
         )
-
-    def _curve(self, rows: int, contexts: Sequence[int]) -> float:
-        """V, for contexts to the nearest 64 tokens of their mean; 1 without a curve."""
-        requests = len(contexts)
-        context = round(sum(contexts) / requests / 64) * 64
-        return self._curve_s(rows, requests, context)
 
     def _keep_bounded(self) -> None:
         while len(self.stretches) > _MOST:

@@ -20,8 +20,15 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.errors import ModelError, PeerError
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.peers.asking import Question, Reply
-from truedraft.peers.generate import GeneratePeer, Way, assisted_way, lookup_way, plain_way, universal_way
-from truedraft.peers.transformers import AssistedSetting, load_stock
+from truedraft.peers.transformers import (
+    AssistedSetting,
+    Generate,
+    Way,
+    assisted_way,
+    load_stock,
+    lookup_way,
+    universal_way,
+)
 
 GREEDY = SamplingParams(max_tokens=12)
 SAMPLED = SamplingParams(max_tokens=2, temperature=0.8, top_k=3, top_p=0.9, min_p=0.02, ignore_eos=True)
@@ -38,8 +45,8 @@ class Pair:
     stock: PreTrainedModel
     ways: dict[str, Way]
 
-    def peer(self, way: str = "plain", **parts: int) -> GeneratePeer:
-        return GeneratePeer(self.stock, self.ours.eos_token_ids, self.ways[way], **parts)
+    def peer(self, way: str = "plain", **parts: int) -> Generate:
+        return Generate(self.stock, self.ours.eos_token_ids, self.ways[way], **parts)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     other = save_relabelled(draft, root / "other")
     tokenizers = AutoTokenizer.from_pretrained(target), AutoTokenizer.from_pretrained(other)
     ways = {
-        "plain": plain_way(),
+        "plain": Way(),
         "lookup": lookup_way(3),
         "assisted": assisted_way(stock(draft), SETTING),
         "universal": universal_way(stock(other), SETTING, *tokenizers),
@@ -75,7 +82,7 @@ def noisy(target: str, folder: Path) -> Path:
     return folder
 
 
-def replies(peer: GeneratePeer, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Reply]:
+def replies(peer: Generate, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Reply]:
     found = []
     for reply in peer.ask([Question(tuple(prompt), params) for prompt in prompts]):
         assert isinstance(reply, Reply), reply
@@ -170,7 +177,7 @@ def test_answers_end_before_what_ends_them(pair: Pair, way: str) -> None:
     (by_stop,) = replies(pair.peer(way), [PROMPT], replace(GREEDY, stop_token_ids=(end,), ignore_eos=True, logprobs=1))
     assert (by_stop.token_ids, by_stop.finish_reason) == (cut, "stop")
     assert by_stop.logprobs is not None and len(by_stop.logprobs) == len(cut)
-    (by_eos,) = replies(GeneratePeer(pair.stock, (end,), pair.ways[way]), [PROMPT], GREEDY)
+    (by_eos,) = replies(Generate(pair.stock, (end,), pair.ways[way]), [PROMPT], GREEDY)
     assert (by_eos.token_ids, by_eos.finish_reason) == (cut, "stop")
     assert whole.finish_reason == "length"
 

@@ -1,0 +1,36 @@
+"""What drafters share that choose tokens and draw none, each request's for itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from truedraft.core.budget import Budget
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import Proposal
+from truedraft.core.tree import TokenTree
+from truedraft.drafters.base import Drafter, DraftRequest
+
+
+class CandidateDrafter(Drafter):
+    """Proposes trees of candidates. They are deterministic, so every rule judges them exactly at every temperature."""
+
+    told_late = True
+
+    @abstractmethod
+    def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:
+        """The tree of a request; empty where there is nothing to propose.
+
+        Args:
+            request: that it is for.
+            budget: of this step, cut to the drafter's own limits; not zero.
+        """
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        proposals = []
+        for request, budget in zip(batch, budgets, strict=True):
+            tree = TokenTree.empty() if budget.is_zero else self.candidates(request, budget.within(self.limits))
+            proposals.append(Proposal.deterministic(tree) if len(tree) else Proposal.empty())
+        return proposals
