@@ -1,13 +1,18 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files of users that may be broken."""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from truedraft.errors import DataError
 
 
 @contextlib.contextmanager
@@ -62,3 +67,49 @@ def _sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def text_of(path: Path, what: str) -> str:
+    """The UTF-8 text of a file, its lines ended by \n alone; it is unpacked where its name ends in .gz.
+
+    Args:
+        path: of the file.
+        what: it is, as "prompts file".
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.name.endswith(".gz") else raw).decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {what} {str(path)!r}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the {what} {str(path)!r} is not UTF-8 text (byte {error.start})") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"cannot unpack the {what} {str(path)!r}: {error}; fetch it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror or error}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Args:
+        line: as it was read.
+        place: of it, for messages.
+        holding: what the object is to hold, likewise.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a {type(record).__name__}, not an object with {holding} in it")
+    return record

@@ -17,8 +17,9 @@ from support.chi_square import p_value
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
+from truedraft.core.token_view import TokenView
 from truedraft.drafters import ReencodedDraft
-from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.drafters.base import DraftRequest
 from truedraft.errors import VocabularyMismatchError
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.text.tokenizer import Tokenizer

@@ -15,9 +15,10 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Purpose
 from truedraft.core.probs import draw
 from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel
-from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.drafters.base import DraftRequest
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedDrafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling

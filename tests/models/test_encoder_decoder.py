@@ -12,9 +12,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import KeyedNoise
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
-from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.drafters.base import DraftRequest
 from truedraft.engine import BeamSearch
 from truedraft.errors import CompositionError, ModelError, OptionError, PromptError, UnsupportedModelError
 from truedraft.models.base import Segment

@@ -21,9 +21,10 @@ from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel, ReencodedDraft
-from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.drafters.base import DraftRequest
 from truedraft.engine import BeamSearch
 from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import Segment

@@ -8,7 +8,7 @@ import pytest
 
 from truedraft.server.items import Callable, TextReader, Toolbox, flat_name
 from truedraft.server.messages import _object
-from truedraft.server.tools import FunctionFields, arguments_for_template
+from truedraft.server.tools import FunctionFields, called
 
 TEXTS = ("", "a", 'say "x"\n\\n', "caf\u00e9 \U0001f600!", "\u2028}", "*** Begin Patch\n+x\n*** End Patch")
 
@@ -52,7 +52,7 @@ def test_names_in_a_namespace() -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"x": NaN}', '{"x": 1e999}', '{"x": ' + "1" * 5000 + "}", "[1]", ""])
 def test_arguments_that_are_no_object_to_send(text: str) -> None:
-    assert arguments_for_template(text) == text and _object(text) == {}
+    assert called("x", "f", text)["function"]["arguments"] == text and _object(text) == {}
 
 
 def test_arguments_with_half_a_character() -> None:

@@ -93,6 +93,11 @@ class SimulatedDrafter:
                 below -= share
         return tuple(path)
 
+    @property
+    def trees(self) -> SimulatedDrafter:
+        """What is known of them is known of it."""
+        return self
+
     def acceptance_curve(self, params: SamplingParams) -> Any:
         return type("Curve", (), {"marginal_gains": self.known}) if self.known else None
 

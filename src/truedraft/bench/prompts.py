@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from truedraft.errors import DataError
+from truedraft.files import object_in, text_of
 
 _MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 _SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -90,7 +89,7 @@ def is_question_file(path: Path) -> bool:
     if not path.name.endswith(_SUFFIXES) or not path.is_file():
         return False
     try:
-        first = next(line for line in _lines(path) if line.strip())
+        first = next(line for line in text_of(path, "question file").split("\n") if line.strip())
         return _format_of(json.loads(first)) is not None
     except (StopIteration, ValueError, RecursionError, DataError):
         return False
@@ -105,10 +104,10 @@ def read_questions(path: Path) -> QuestionSet:
     file = _only_file(path) if path.is_dir() else path
     questions: list[Question] = []
     form: _Format | None = None
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in enumerate(text_of(file, "question file").split("\n"), start=1):
         if not line.strip():
             continue
-        record = _record(line, f"{file.name}, line {number}")
+        record = object_in(line, f"{file.name}, line {number}", "a question")
         form = form or _format_of(record)
         if form is None or not form.fields <= record.keys():
             raise DataError(f"{file.name}, line {number}: no question of HumanEval, GSM8K, MT-bench or Spec-Bench")
@@ -154,29 +153,3 @@ def _format_of(record: Any) -> _Format | None:
     if not isinstance(record, dict):
         return None
     return next((form for form in _FORMATS if form.fields <= record.keys()), None)
-
-
-def _record(line: str, place: str) -> Record:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
-        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: a {type(record).__name__}, not an object with a question in it")
-    return record
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
-        return raw.decode("utf-8-sig").split("\n")
-    except FileNotFoundError as error:
-        raise DataError(f"there is no question file {str(path)!r}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the question file {str(path)!r} is not UTF-8 text (byte {error.start})") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"cannot unpack the question file {str(path)!r}: {error}; fetch it again") from error
-    except OSError as error:
-        raise DataError(f"cannot read the question file {str(path)!r}: {error.strerror or error}") from error

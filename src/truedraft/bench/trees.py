@@ -145,7 +145,7 @@ def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: Sa
     found = []
     drafting = [(member_title(each, name), member) for each in suite.ours for name, member in _members(each)]
     for title, member in drafting:
-        facts = member.tree_facts(params)
+        facts = None if member.trees is None else member.trees.tree_facts(params)
         if facts is None:
             continue
         counted = facts.accuracy is not None and bool(facts.tree.survival)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED, warn
 from truedraft.cli.prompts import Asked, read_prompts
+from truedraft.cli.session import sampling_of_each
 from truedraft.cli.streams import say, visible
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError, TruedraftError
@@ -121,7 +122,7 @@ def search_beams(options: GenerateOptions) -> int:
     seeing = next((each.name for each in prompts if each.images), None)
     if seeing is not None:
         raise DataError(f"prompt {seeing} has images, and beam search reads text alone; leave out --num-beams, or them")
-    asked = [(each, dataclasses.replace(options.sampling, **each.options)) for each in prompts]
+    asked = sampling_of_each([(each, options.sampling) for each in prompts])
     for _, params in asked:
         _check_sampling(params)
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -74,28 +73,6 @@ class _Turn:
     speedup: float | None = None
 
 
-class _Partner(ABC):
-    """Who answers.
-
-    Attributes:
-        name: of the model.
-        chats: whether it knows conversations; otherwise a text is continued.
-    """
-
-    name: str
-    chats: bool
-
-    @abstractmethod
-    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
-        """Answer the last message, or continue the text of all of them.
-
-        Args:
-            messages: with role and content each.
-            turn: is filled in.
-            show: is called with each piece as it comes.
-        """
-
-
 @dataclass
 class _Talk:
     """A conversation.
@@ -125,7 +102,7 @@ def chat(options: ChatOptions) -> int:
     from truedraft.cli.terminal import Terminal
 
     terminal = Terminal()
-    partner: _Partner
+    partner: _Here | _Server
     if options.talk.url is not None:
         partner = _Server(options.talk.url, _model_asked(options), options.sampling, terminal.note)
     else:
@@ -193,7 +170,7 @@ def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
     return True
 
 
-def _take_turn(line: str, talk: _Talk, partner: _Partner, terminal: Terminal) -> None:
+def _take_turn(line: str, talk: _Talk, partner: _Here | _Server, terminal: Terminal) -> None:
     before = list(talk.messages)
     if line.strip() == "/again":
         asked = [place for place, each in enumerate(before) if each["role"] == "user"]
@@ -233,14 +210,18 @@ def _stats(turn: _Turn) -> str:
     return ", ".join(parts)
 
 
-class _Here(_Partner):
-    """A model in this process.
+class _Here:
+    """Who answers: a model in this process.
 
     Args:
         engine: that answers.
         params: of each answer.
         terminal: to write to.
         talk: how it goes.
+
+    Attributes:
+        name: of the model.
+        chats: whether it knows conversations; otherwise a text is continued.
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, talk: ChatTalk) -> None:
@@ -255,7 +236,14 @@ class _Here(_Partner):
         self._terminal = terminal
         self._talk = talk
 
-    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
+    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
+        """Answer the last message, or continue the text of all of them.
+
+        Args:
+            messages: with role and content each.
+            turn: is filled in.
+            show: of no use here, where tokens are painted.
+        """
         from truedraft.cli.generate import stream_answer
         from truedraft.cli.painting import writer
         from truedraft.planning.decisions import Decisions
@@ -302,8 +290,8 @@ def _model_asked(options: ChatOptions) -> str | None:
     return options.stack.model if given else None
 
 
-class _Server(_Partner):
-    """A model that a server has.
+class _Server:
+    """Who answers: a model that a server has; its attributes are those of `_Here`.
 
     Args:
         url: of the server, with or without /v1 behind it.
@@ -343,7 +331,8 @@ class _Server(_Partner):
         self.name = next(iter(served)) if model is None else model
         self.chats = bool(served[self.name].get("chat", True))
 
-    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[Any], None]) -> None:
+    def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
+        """Likewise; `show` is called with each piece of text as it comes."""
         asked = self._params
         body: dict[str, Any] = {
             name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")

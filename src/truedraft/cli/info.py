@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,14 +153,7 @@ def _parameters(path: Path) -> int:
     """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    count = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            size = 1
-            for length in tensor["shape"]:
-                size *= length
-            count += size
-    return count
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def _summary(card: Path) -> str | None:

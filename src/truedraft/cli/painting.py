@@ -56,7 +56,7 @@ class TokenPainter:
         """The piece's text, each token marked by its origin."""
         if self._detokenizer is None:
             return "".join(
-                self._mark(str(token), origin) + " "
+                _marked(str(token), origin, self._colour) + " "
                 for token, origin in zip(piece.token_ids, piece.origins, strict=True)
             )
         for token, origin in zip(piece.token_ids, piece.origins, strict=True):
@@ -85,27 +85,22 @@ class TokenPainter:
             if len(part) > len(taken):
                 self._parts.appendleft((part[len(taken) :], origin))
             if taken:
-                marked.append(self._mark(taken, origin))
+                marked.append(_marked(taken, origin, self._colour))
             self._text = self._text[len(taken) :]
         return "".join(marked)
 
-    def _mark(self, text: str, origin: Origin) -> str:
-        text = visible(text)
-        if self._colour:
-            return _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD)
-        opening, closing = _BRACKETS[origin]
-        return f"{opening}{text}{closing}"
+
+def _marked(text: str, origin: Origin, colour: bool) -> str:
+    text = visible(text)
+    if colour:
+        return _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD)
+    opening, closing = _BRACKETS[origin]
+    return f"{opening}{text}{closing}"
 
 
 def legend(colour: bool) -> str:
     """What the marks mean, in one line, itself marked."""
-    if colour:
-        marked = (
-            _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD) for origin, text in _MEANINGS.items()
-        )
-    else:
-        marked = (f"{_BRACKETS[origin][0]}{text}{_BRACKETS[origin][1]}" for origin, text in _MEANINGS.items())
-    return " · ".join(marked)
+    return " · ".join(_marked(text, origin, colour) for origin, text in _MEANINGS.items())
 
 
 def writer(tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> Callable[[Piece], None]:

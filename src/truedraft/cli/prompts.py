@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from truedraft.cli.streams import typed_text
 from truedraft.core.params import SamplingParams
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, OptionError, PromptError, errors_about
+from truedraft.files import object_in, text_of
 from truedraft.options import flag, option
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _read_file(name: str, own_options: bool) -> list[NamedPrompt]:
         raise DataError("the held-out prompts are not part of this installation; name a file of your own")
     if path.suffix not in (".jsonl", ".txt"):
         raise DataError(f"the prompts file {name!r} must be .jsonl (an object a line) or .txt (a prompt a line)")
-    content = _content(path)
+    content = text_of(path, "prompts file")
     prompts = _text_lines(content) if path.suffix == ".txt" else _json_lines(content, name, own_options)
     if not prompts:
         raise DataError(f"the prompts file {name!r} holds no prompt; give at least one line that is not empty")
@@ -157,17 +157,6 @@ def user_path(name: str) -> Path:
         raise DataError(f"{name!r} names the home folder of nobody here; give the whole path") from error
 
 
-def _content(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise DataError(f"there is no prompts file {str(path)!r}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompts file {str(path)!r} is not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise DataError(f"cannot read the prompts file {str(path)!r}: {error.strerror or error}") from error
-
-
 def _text_lines(content: str) -> list[NamedPrompt]:
     lines = [line for line in content.split("\n") if line.strip()]
     return [NamedPrompt(str(number), line) for number, line in enumerate(lines, start=1)]
@@ -182,14 +171,7 @@ def _json_lines(content: str, file: str, own_options: bool) -> list[NamedPrompt]
 
 
 def _from_json(line: str, place: str, number: int, own_options: bool) -> NamedPrompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
-        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: a {type(record).__name__}, not an object with a prompt in it")
+    record = object_in(line, place, "a prompt")
     prompt = record.get("prompt", record.get("text"))
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not is_ids:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.budget import Budget
 from truedraft.core.tree import TokenTree, TreeShape, shape_of
+from truedraft.errors import DrafterError
 
 
 class DrawKind(Enum):
@@ -118,6 +120,53 @@ def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: in
 
 
 @lru_cache(maxsize=1024)
+def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozenset[DrawKind], vocab: int) -> None:
+    """Refuse what a rule would judge wrongly, or a budget forbids; ids are looked at by `check_ids`.
+
+    Args:
+        name: of the drafter.
+        proposal: that it made.
+        budget: that it was given.
+        judged: the kinds of draws that the rule judges.
+        vocab: token ids of whoever judges.
+
+    Raises:
+        DrafterError: says what is wrong.
+        ValueError: draws and tree contradict each other.
+    """
+    tree = proposal.tree
+    if not len(tree):
+        return
+    if tree.shape.depth > budget.depth or len(tree) > budget.nodes:
+        raise DrafterError(
+            f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {budget}"
+        )
+    kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.probs is None else proposal.probs.shape[0])
+    if not kinds <= judged:
+        names = ", ".join(sorted(kind.value for kind in kinds - judged))
+        raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
+    probs = proposal.probs
+    if probs is not None and (probs.shape[1:] != (vocab,) or not probs.is_floating_point()):
+        raise DrafterError(
+            f"drafter {name!r} drew from distributions of {probs.dtype} and shape {tuple(probs.shape)}; they are "
+            f"floats of [distributions, {vocab}]"
+        )
+    if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
+        shape = tuple(tree.tokens.shape)
+        raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
+
+
+def check_ids(name: str, tree: TokenTree, vocab: int) -> None:
+    """Refuse ids that do not exist; those on a device are waited for.
+
+    Raises:
+        DrafterError: says which there are.
+    """
+    ids = tree.host_ids
+    if ids and not 0 <= min(ids) <= max(ids) < vocab:
+        raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {ids}")
+
+
 def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
     return (*((Draw(child=i, dist=i, kind=kind),) for i in range(length)), ())
 

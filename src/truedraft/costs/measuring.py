@@ -20,8 +20,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import chain_shape
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.machine import wait_for
 from truedraft.models.base import LanguageModel, Segment

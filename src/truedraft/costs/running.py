@@ -174,7 +174,8 @@ class RunningTimes:
         return (behind - 2) * self._read_s[drafter]
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
-        curve = self._drafters[drafter].acceptance_curve(view.params)
+        trees = self._drafters[drafter].trees
+        curve = None if trees is None else trees.acceptance_curve(view.params)
         return () if curve is None else curve.marginal_gains
 
     def measure(self, greedy: bool) -> None:

@@ -3,69 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal, NoReturn, overload
+from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from truedraft.cache import Prefixes, RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import DrawKind, Proposal, check_draws
-from truedraft.core.rank_tree import RankTree
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
-from truedraft.core.tree import TokenTree
-from truedraft.errors import CompositionError, DrafterError
+from truedraft.drafters.measured_trees import MeasuredTrees
+from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel
-from truedraft.theory import AcceptanceCurve
-
-
-class TokenView(Sequence[int]):
-    """A text that somebody else owns and grows: read like a list, never changed. A slice of it is a list of its own.
-
-    Args:
-        tokens: is looked at, not copied.
-    """
-
-    __slots__ = ("_tokens",)
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @overload
-    def __getitem__(self, place: int) -> int: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
-
-    def __getitem__(self, place: int | slice) -> int | list[int]:
-        return self._tokens[place]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tokens)
-
-    def __add__(self, more: Sequence[int]) -> list[int]:
-        return [*self._tokens, *more]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._tokens == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._tokens)
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("request.tokens is the engine's and cannot be changed; take a copy, list(request.tokens)")
-
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -142,42 +95,6 @@ class StepOutcome:
     partial: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SizePlan:
-    """One way to size a drafter, its number of nodes still open: what planning chooses from.
-
-    Attributes:
-        name: what is chosen beside the nodes, for reports: "8 beams of 4"; empty where nothing is.
-        curve: what nodes bring.
-        timed: a drafter whose proposals cost what this plan's cost, by their depth.
-        with_nodes: makes the drafter with a number of nodes; 0 drafts nothing.
-    """
-
-    name: str
-    curve: AcceptanceCurve
-    timed: Drafter
-    with_nodes: Callable[[int], Drafter]
-
-
-@dataclass(frozen=True, slots=True)
-class TreeFacts:
-    """What is known of the token trees of a drafter whose candidates have ranks, for reports.
-
-    Attributes:
-        tree: as many of the counted tree's nodes as are drafted.
-        fixed: whether that tree is what is drafted; otherwise each step chooses one.
-        nodes: most that are drafted.
-        curve: what nodes bring; None where nobody measured it.
-        accuracy: `[heads][ranks]`: how often the true token had which rank for each head; None where nobody counted.
-    """
-
-    tree: RankTree
-    fixed: bool
-    nodes: int
-    curve: AcceptanceCurve | None = None
-    accuracy: Sequence[Sequence[float]] | None = None
-
-
 _NO_HINT = Hint()
 _CHOSEN = frozenset({DrawKind.DETERMINISTIC})
 
@@ -205,12 +122,14 @@ class Drafter(ABC):
         caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
         prefixes: what requests begin with, of that model; None where nothing is shared.
         request_bytes: that it holds for each request beside these caches.
+        trees: what is known of its trees, of a drafter whose trees somebody measured.
         branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
         levels: forwards, one behind another, that the last `propose` took; None where each level of depth takes one.
     """
 
     name: ClassVar[str]
     limits: Budget
+    trees: MeasuredTrees | None = None
     branching: tuple[int, ...] = ()
     levels: int | None = None
     features: ClassVar[Features | None] = None
@@ -258,17 +177,6 @@ class Drafter(ABC):
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request starts; its prompt is in `request.tokens`, and behind it what was already answered, if any."""
 
-    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """What nodes are expected to bring to requests with such options; None where nobody measured it."""
-        return None
-
-    def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
-        """Sizes to choose from by measuring, for requests with such options.
-
-        Empty where they were chosen, or where nobody measured what they bring.
-        """
-        return ()
-
     @property
     def holding(self) -> Collection[int]:
         """Ids of requests that it keeps something for: none of them may be over."""
@@ -312,10 +220,6 @@ class Drafter(ABC):
             f"{self.name!r} has no model that could verify; the last member of a cascade is a draft model or "
             "self:int8, as in cascade(prompt-lookup;draft)"
         )
-
-    def tree_facts(self, params: SamplingParams) -> TreeFacts | None:
-        """What is known of the trees for requests with such options; None where it makes none of ranks."""
-        return None
 
     @property
     def report(self) -> Mapping[str, float]:
@@ -365,50 +269,3 @@ class NoDrafter(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         return [Proposal.empty() for _ in batch]
-
-
-def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozenset[DrawKind], vocab: int) -> None:
-    """Refuse what a rule would judge wrongly, or a budget forbids; ids are looked at by `check_ids`.
-
-    Args:
-        name: of the drafter.
-        proposal: that it made.
-        budget: that it was given.
-        judged: the kinds of draws that the rule judges.
-        vocab: token ids of whoever judges.
-
-    Raises:
-        DrafterError: says what is wrong.
-        ValueError: draws and tree contradict each other.
-    """
-    tree = proposal.tree
-    if not len(tree):
-        return
-    if tree.shape.depth > budget.depth or len(tree) > budget.nodes:
-        raise DrafterError(
-            f"drafter {name!r} proposed {len(tree)} nodes, {tree.shape.depth} deep; its budget was {budget}"
-        )
-    kinds = check_draws(tree.shape, proposal.draws, 0 if proposal.probs is None else proposal.probs.shape[0])
-    if not kinds <= judged:
-        names = ", ".join(sorted(kind.value for kind in kinds - judged))
-        raise DrafterError(f"drafter {name!r} made {names} draws, which the rule cannot judge")
-    probs = proposal.probs
-    if probs is not None and (probs.shape[1:] != (vocab,) or not probs.is_floating_point()):
-        raise DrafterError(
-            f"drafter {name!r} drew from distributions of {probs.dtype} and shape {tuple(probs.shape)}; they are "
-            f"floats of [distributions, {vocab}]"
-        )
-    if tree.tokens.shape != (len(tree),) or tree.tokens.dtype != torch.int64:
-        shape = tuple(tree.tokens.shape)
-        raise DrafterError(f"drafter {name!r} gave {tree.tokens.dtype} of shape {shape} for {len(tree)} nodes' ids")
-
-
-def check_ids(name: str, tree: TokenTree, vocab: int) -> None:
-    """Refuse ids that do not exist; those on a device are waited for.
-
-    Raises:
-        DrafterError: says which there are.
-    """
-    ids = tree.host_ids
-    if ids and not 0 <= min(ids) <= max(ids) < vocab:
-        raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {ids}")

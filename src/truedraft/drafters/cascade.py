@@ -16,11 +16,12 @@ from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import batch_probs, sound_rows, usable_rows
-from truedraft.core.proposal import DrawCheck, DrawKind, Proposal
+from truedraft.core.proposal import DrawCheck, DrawKind, Proposal, check_ids, check_proposal
 from truedraft.core.shaping import Shaping
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree, TreeShape, shape_of
 from truedraft.core.verdict import Verdict
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView, check_ids, check_proposal
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling

@@ -10,8 +10,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome, TokenView
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.errors import VocabularyMismatchError
 from truedraft.models.base import LanguageModel

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from truedraft.core import transfers
 from truedraft.core.budget import NOTHING_FOUND, Budget, Hint
 from truedraft.core.noise import KeyedNoise
-from truedraft.core.proposal import Proposal
+from truedraft.core.proposal import Proposal, check_ids, check_proposal
 from truedraft.core.stats import DraftTime
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import Drafter, StepOutcome, check_ids, check_proposal
+from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError

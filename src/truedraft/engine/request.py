@@ -18,8 +18,9 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.core.shaping import Form, Shaping
 from truedraft.core.stats import Counters, DraftShare, RequestStep
+from truedraft.core.token_view import TokenView
 from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
-from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.drafters.base import DraftRequest
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.text.forms import Forms

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from truedraft.errors import MissingExtraError, ModelError, PromptError
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.text.tokenizer import Tokenizer
+from truedraft.text.tokenizer import ChatOptions, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -92,37 +92,22 @@ class Processor:
         self,
         messages: Sequence[Mapping[str, Any]],
         pictures: Sequence[Picture],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        continues: bool = False,
-        trust_control_tokens: bool = False,
+        **how: Unpack[ChatOptions],
     ) -> MultimodalPrompt:
-        """A conversation by the model's chat template; arguments as of `Tokenizer.chat`.
+        """A conversation by the model's chat template.
 
         Args:
             messages: contents may be lists of parts, of type "text" and "image".
             pictures: of the parts of type "image", in order.
-            tools: functions that the model may call.
-            template: in place of the model's own.
-            variables: what else the template knows.
-            continues: whether the answer goes on with the last message.
-            trust_control_tokens: read control tokens that messages spell as the tokens.
+            how: see `ChatOptions`.
 
         Raises:
             PromptError: the template or the processor refuses them, or they spell control tokens.
             OptionError: as `Tokenizer.chat`.
         """
         told = [{**each, "content": _parts(each["content"])} for each in messages]
-        text = self._tokenizer.chat_text(
-            told,
-            tools=tools,
-            template=template or self.chat_template,
-            variables=variables,
-            continues=continues,
-            trust_control_tokens=trust_control_tokens,
-        )
+        how["template"] = how.get("template") or self.chat_template
+        text = self._tokenizer.chat_text(told, **how)
         return self._made(text, pictures, special_tokens=False)
 
     @property

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from truedraft.core.params import SamplingParams
 from truedraft.costs import STEPS, CurveCheck, StepCosts
-from truedraft.drafters.base import Drafter, SizePlan
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.measured_trees import SizePlan
 from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
 from truedraft.engine.prompts import Prompt
@@ -100,7 +101,7 @@ def nodes_for(
         TruedraftError: target or drafter failed.
     """
     params, costs = params or SamplingParams(), costs or StepCosts(target)
-    plans = drafter.size_plans(params)
+    plans = () if drafter.trees is None else drafter.trees.size_plans(params)
     if not plans:
         raise OptionError(
             "nobody measured what the nodes of these trees bring, so no number of them can be chosen; give the number "
@@ -137,7 +138,7 @@ def sized(
     params, members = params or SamplingParams(), dict(drafter.members)
     budgets: dict[str, NodeBudget] = {}
     for name, member in drafter.members.items():
-        if member.size_plans(params):
+        if member.trees is not None and member.trees.size_plans(params):
             costs = costs or StepCosts(target)
             budget = budgets[name] = nodes_for(target, member, params, requests=requests, costs=costs)
             members[name] = budget.plan.with_nodes(budget.nodes)

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from truedraft.core.budget import Budget, nodes_of
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.drafters.base import Drafter, DraftRequest, TokenView
+from truedraft.core.token_view import TokenView
+from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.planning.replay import NEVER

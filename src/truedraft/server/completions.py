@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,14 +15,13 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
-from truedraft.engine import Answer
 from truedraft.engine.prompts import TextPrompt
+from truedraft.server.answers import Answers, Part
 from truedraft.server.errors import ApiError
-from truedraft.server.events import DONE, OR_STREAM, EventStream, event
+from truedraft.server.events import DONE, OR_STREAM, event, plain_failure
 from truedraft.server.fields import Items, ResponseFormat, SamplingFields, checked_logprobs
-from truedraft.server.front import Front, finish_reason, finite, new_id, unless_gone
-from truedraft.server.service import Answering, Stream
-from truedraft.server.traces import trace_of
+from truedraft.server.front import Front, finite, new_id
+from truedraft.server.service import Stream
 from truedraft.text.infill import Infilling
 
 
@@ -94,11 +93,8 @@ def completions_router(front: Front) -> APIRouter:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *infilling.ends))
             prompts = await front.apart(http, _infilled, infilling, prompts, body.suffix)
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)
-        made = _Completion(front, body, answering, max_tokens)
-        if body.stream:
-            return EventStream(made.events(), answering.close)
-        await unless_gone(http, answering.answers())
-        return await front.answer(answering, made.whole)
+        answers = Answers(front, answering)
+        return await answers.reply(http, _Completion(answers, body, max_tokens), stream=body.stream)
 
     return router
 
@@ -129,52 +125,54 @@ def _infilled(infilling: Infilling, prompts: Sequence[TextPrompt], suffix: str) 
 
 
 class _Completion:
-    """One answer to a request for completions, on its way.
+    """Answers as completions.
 
     Args:
-        front: what endpoints share.
+        answers: to all prompts.
         body: of the request.
-        answering: its samples.
         max_tokens: of each; 0 gives back the prompt alone.
     """
 
-    def __init__(self, front: Front, body: CompletionRequest, answering: Answering, max_tokens: int) -> None:
-        self._front = front
+    failed = staticmethod(plain_failure)
+
+    def __init__(self, answers: Answers, body: CompletionRequest, max_tokens: int) -> None:
+        self._answers = answers
+        self._front = answers.front
         self._body = body
-        self._answering = answering
         self._keeps = max_tokens > 0
         self._head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
-        self._head["model"] = front.shown(body.model)
+        self._head["model"] = self._front.shown(body.model)
+        self._offsets = [0] * len(answers.streams)
+        self._begun: set[int] = set()  # samples of which something was sent
 
-    def whole(self) -> dict[str, Any]:
-        """All choices."""
-        body, streams = self._body, self._answering.streams
-        chosen: list[Stream] = []
-        for first in range(0, len(streams), body.drawn):
-            ranked = sorted(streams[first : first + body.drawn], key=_mean_logprob, reverse=body.drawn > body.samples)
-            chosen += ranked[: body.samples]
-        choices = [self._choice(number, stream) for number, stream in enumerate(chosen)]
-        front = self._front
-        rest = {"usage": self._usage(), "speculation": front.speculation(streams)}
-        return self._head | {"choices": choices} | rest
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        drawn, samples = self._body.drawn, self._body.samples
+        chosen: list[Part] = []
+        for first in range(0, len(parts), drawn):
+            ranked = sorted(parts[first : first + drawn], key=_mean_logprob, reverse=drawn > samples)
+            chosen += ranked[:samples]
+        choices = [self._choice(number, part) for number, part in enumerate(chosen)]
+        return self._head | {"choices": choices, "usage": self._usage(), "speculation": self._answers.speculation()}
 
     def _usage(self) -> dict[str, Any]:
-        return self._front.usage(self._answering, self._body.drawn, answers_count=self._keeps)
+        return self._answers.usage(self._body.drawn, answers_count=self._keeps)
 
-    def _choice(self, number: int, stream: Stream) -> dict[str, Any]:
-        answer = stream.answer
+    def _ending(self, part: Part) -> str | None:
+        return part.ending if self._keeps else "length"
+
+    def _choice(self, number: int, part: Part) -> dict[str, Any]:
+        answer, stream = part.answer, part.stream
         assert answer is not None
-        texts = self._echoed(stream) if self._body.echo else ""
-        text = texts + ((answer.text or "") if self._keeps else "")
+        text = (self._echoed(stream) if self._body.echo else "") + (part.text if self._keeps else "")
         found: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
         if self._body.logprobs is not None:
-            found["logprobs"] = self._logprobs(stream, answer.logprobs or [], 0, echoes=bool(self._body.echo))
+            found["logprobs"] = self._logprobs(stream, part.logprobs, 0, echoes=bool(self._body.echo))
         if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             found["prompt_logprobs"] = [None, *map(self._front.logprobs_entry, answer.prompt_logprobs)]
         if self._body.return_token_ids:
             found["prompt_token_ids"] = stream.prompt_ids
-            found["token_ids"] = answer.token_ids if self._keeps else []
-        return found | {"finish_reason": finish_reason(answer) if self._keeps else "length"}
+            found["token_ids"] = part.token_ids if self._keeps else []
+        return found | {"finish_reason": self._ending(part)}
 
     def _echoed(self, stream: Stream) -> str:
         """The text of the prompt."""
@@ -213,46 +211,43 @@ class _Completion:
             "text_offset": offsets,
         }
 
-    async def events(self) -> AsyncIterator[str]:
-        """The choices piece by piece, each as it comes."""
-        body, front, streams = self._body, self._front, self._answering.streams
-        offsets = [0] * len(streams)
-        waiting = {stream.number for stream in streams if body.echo}  # for the text of their prompt
-        untold = {stream.number for stream in streams if body.return_token_ids}  # as to the ids of their prompt
-        async for news in self._answering.news():
-            stream = streams[news.number]
-            if news.number in waiting:  # here, for logprobs of a prompt are known once it is read
-                waiting.remove(news.number)
-                choice = _delta(news.number, self._echoed(stream))
-                if body.logprobs is not None:
-                    choice["logprobs"] = self._logprobs(stream, (), 0, echoes=True)
-                offsets[news.number] = len(choice["text"])
-                if body.return_token_ids:
-                    choice |= {"token_ids": [], "prompt_token_ids": stream.prompt_ids}
-                    untold.discard(news.number)
-                yield event(self._head | {"choices": [choice]})
-            pieces = news.pieces if self._keeps else [each for each in news.pieces if each.answer is not None]
-            answer = pieces[-1].answer if pieces else None
-            text = "".join(piece.text for piece in pieces) if self._keeps else ""
-            choice = _delta(news.number, text)
+    def begun(self) -> Iterator[str]:
+        yield from ()
+
+    def read(self, part: Part) -> Iterator[str]:
+        body, front, stream, number = self._body, self._front, part.stream, part.stream.number
+        if body.echo and number not in self._begun:  # here, for logprobs of a prompt are known once it is read
+            choice = _delta(number, self._echoed(stream))
+            self._offsets[number] = len(choice["text"])
             if body.logprobs is not None:
-                entries = [entry for piece in pieces for entry in piece.logprobs] if self._keeps else []
-                choice["logprobs"] = self._logprobs(stream, entries, offsets[news.number])
-                offsets[news.number] += sum(len(front.token_text(entry.token)) for entry in entries)
+                choice["logprobs"] = self._logprobs(stream, (), 0, echoes=True)
             if body.return_token_ids:
-                choice["token_ids"] = [token for piece in pieces for token in piece.token_ids] if self._keeps else []
-            chunk = self._head | {"choices": [choice]}
-            if stream.shows_steps:
-                chunk["trace"] = trace_of(stream, news, front.token_text)
-            if answer is not None:
-                choice["finish_reason"] = finish_reason(answer) if self._keeps else "length"
-                chunk["speculation"] = front.speculation([stream])
-            if text or answer is not None or choice["logprobs"] or choice.get("token_ids") or stream.shows_steps:
-                if news.number in untold:
-                    untold.remove(news.number)
-                    choice["prompt_token_ids"] = stream.prompt_ids
-                yield event(chunk)
-        if body.stream_options is not None and body.stream_options.include_usage:
+                choice["token_ids"] = []
+            yield self._sent(self._head | {"choices": [choice]}, stream)
+        choice = _delta(number, part.text if self._keeps else "")
+        if body.logprobs is not None:
+            entries = part.logprobs if self._keeps else ()
+            choice["logprobs"] = self._logprobs(stream, entries, self._offsets[number])
+            self._offsets[number] += sum(len(front.token_text(entry.token)) for entry in entries)
+        if body.return_token_ids:
+            choice["token_ids"] = part.token_ids if self._keeps else []
+        chunk = self._head | {"choices": [choice]} | self._answers.trace(part)
+        if part.answer is not None:
+            choice["finish_reason"] = self._ending(part)
+            chunk["speculation"] = self._answers.speculation([stream])
+        told = choice["text"] or choice["logprobs"] or choice.get("token_ids") or "trace" in chunk
+        if told or part.answer is not None:
+            yield self._sent(chunk, stream)
+
+    def _sent(self, chunk: dict[str, Any], stream: Stream) -> str:
+        """A chunk of a sample; the first one tells the ids of its prompt, where these are asked for."""
+        if self._body.return_token_ids and stream.number not in self._begun:
+            chunk["choices"][0]["prompt_token_ids"] = stream.prompt_ids
+        self._begun.add(stream.number)
+        return event(chunk)
+
+    def ended(self) -> Iterator[str]:
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage()})
         yield DONE
 
@@ -261,8 +256,7 @@ def _delta(number: int, text: str) -> dict[str, Any]:
     return {"index": number, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def _mean_logprob(stream: Stream) -> float:
+def _mean_logprob(part: Part) -> float:
     """Of an answer's tokens, by which the best of several is chosen."""
-    answer: Answer | None = stream.answer
-    values = [] if answer is None or answer.logprobs is None else [each.logprob for each in answer.logprobs]
+    values = [each.logprob for each in part.logprobs]
     return math.fsum(values) / len(values) if values else -math.inf

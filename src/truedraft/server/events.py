@@ -25,6 +25,11 @@ def event(data: Any, name: str | None = None) -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+def plain_failure(error: ApiError) -> str:
+    """The last event of a stream that failed, as OpenAI's clients read it."""
+    return event(error.body)
+
+
 OR_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "The answer; with `stream` events, as they come."}
 }
@@ -46,7 +51,7 @@ class EventStream(Response):
         self,
         events: AsyncIterator[str],
         close: Callable[[], None],
-        failed: Callable[[ApiError], str] = lambda error: event(error.body),
+        failed: Callable[[ApiError], str],
     ) -> None:
         self.status_code = 200
         self.background = None

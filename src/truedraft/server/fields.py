@@ -225,17 +225,15 @@ def text_of(content: Content) -> str:
 
 
 def parts_of(content: str | Sequence[_Text | _Picture]) -> str | list[dict[str, str]]:
-    """A content as chat templates know it: its text, or where there are pictures its parts."""
+    """A content as chat templates know it: its text, or where there are pictures its parts, and where they are."""
     if isinstance(content, str):
         return content
-    if not urls_of(content):
+    if all(isinstance(part, _Text) for part in content):
         return "".join(part.text for part in content if isinstance(part, _Text))
-    return [{"type": "text", "text": part.text} if isinstance(part, _Text) else {"type": "image"} for part in content]
-
-
-def urls_of(content: str | Sequence[object] | None) -> list[str]:
-    """Where the pictures of a content are."""
-    return [part.url for part in content or () if isinstance(part, _Picture)]
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, _Text) else {"type": "image", "url": part.url}
+        for part in content
+    ]
 
 
 class StructuredFields(Fields):
@@ -283,12 +281,16 @@ class ResponseFormat(Fields):
         """For the library."""
         if self.type == "text":
             return None
-        if self.type == "json_object":
-            return Structured("json_object", True)
-        if self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None:
             raise ApiError(400, "response_format of type json_schema needs json_schema", param="response_format")
-        schema = self.json_schema.schema_
-        return Structured("json_object", True) if schema is None else Structured("json_schema", schema)
+        return json_form(self.type, None if self.json_schema is None else self.json_schema.schema_)
+
+
+def json_form(kind: str, schema: dict[str, Any] | None) -> Structured:
+    """JSON by its schema, or where there is none any object."""
+    if kind == "json_object" or schema is None:
+        return Structured("json_object", True)
+    return Structured("json_schema", schema)
 
 
 _THINKING: dict[str, dict[str, Callable[[Any], bool]]] = {

@@ -1,4 +1,4 @@
-"""What all endpoints share: from fields to queued requests, and from what came of them to the parts of an answer."""
+"""What all endpoints share: from fields to queued requests, and what tokens are told by."""
 
 from __future__ import annotations
 
@@ -11,32 +11,27 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import zip_longest
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse
 
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
 from truedraft.core.stats import Counters
-from truedraft.engine import Answer, Request
+from truedraft.engine import Request
 from truedraft.engine.prompts import Prompt
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.planning.decisions import Decisions
 from truedraft.server.errors import ApiError
 from truedraft.server.events import until_gone
 from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
 from truedraft.server.service import Answering, Service, Stream
-from truedraft.server.tools import ToolUse
-from truedraft.text.calls import parsed
 from truedraft.text.forms import Prepared
 from truedraft.text.histories import HistoryForm
-from truedraft.text.notations import AnswerReader, Notation, notation_of
+from truedraft.text.notations import Notation, notation_of
 from truedraft.verification import Rule
 
 _log = logging.getLogger("truedraft.server.requests")
@@ -48,7 +43,6 @@ _SWITCHES = {  # variables of templates by which reasoning is switched off, and 
     "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)|(?<!\.)\bthinking\s+is\b"),
 }
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
-_LONG_ANSWER = 256  # tokens of answers whose writing would
 
 
 @dataclass(eq=False)
@@ -114,16 +108,7 @@ class Front:
             lambda messages, tools: tokenizer.chat_text(messages, tools=tools, template=self.chat_template)
         )
 
-    def reader(self, use: ToolUse, prompt: Sequence[int] | MultimodalPrompt) -> AnswerReader:
-        """What reads one answer to a prompt.
-
-        Args:
-            use: of tools.
-            prompt: of the answer.
-        """
-        return use.reader(reasoning_open=self._reasons(use.notation, prompt))
-
-    def _reasons(self, notation: Notation, prompt: Prompt) -> bool:
+    def reasons(self, notation: Notation, prompt: Prompt) -> bool:
         """Whether a prompt ends inside reasoning."""
         tokenizer, marks = self.service.engine.target.tokenizer, notation.reasoning
         ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
@@ -177,7 +162,7 @@ class Front:
         budget = 0 if thinks.enabled is False and self._switch is None else thinks.budget
         if budget is None and params.structured is None:
             return params
-        inside = self._reasons(notation, prompt)
+        inside = self.reasons(notation, prompt)
         return replace(params, reasoning=ReasoningSpan(marks.opening, marks.closing, inside, budget))
 
     def __post_init__(self) -> None:
@@ -185,7 +170,7 @@ class Front:
         tokenizer = self.service.engine.target.tokenizer
         self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
         # What a token writes; its id where the model has no tokenizer.
         self.token_text: Callable[[int], str] = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
@@ -285,13 +270,6 @@ class Front:
             return await asyncio.to_thread(work, *given)
         return work(*given)
 
-    async def answer(self, answering: Answering, whole: Callable[[], dict[str, Any]]) -> JSONResponse:
-        """What `whole` makes of all answers, in a thread where they are long, so that other clients need not wait."""
-        tokens = sum(len(stream.answer.token_ids) for stream in answering.streams if stream.answer is not None)
-        if tokens <= _LONG_ANSWER:
-            return JSONResponse(whole())
-        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: JSONResponse(whole()))
-
     def _prepared(
         self,
         prompts: Sequence[Prompt],
@@ -318,72 +296,6 @@ class Front:
             message = f"rule {words!r} is not allowed here; allowed is {allowed}"
             raise ApiError(400, f"speculation.{message}", param="speculation.rule")
         return self.rules[words]
-
-    def usage(
-        self,
-        answering: Answering,
-        samples_of_one: int,
-        readers: Sequence[AnswerReader] = (),
-        *,
-        answers_count: bool = True,
-    ) -> dict[str, Any]:
-        """What a whole HTTP request used.
-
-        Args:
-            answering: its samples.
-            samples_of_one: of each prompt, which counts once.
-            readers: that have read the samples.
-            answers_count: whether what was written was asked for.
-        """
-        streams = answering.streams
-        answers = [stream.answer for stream in streams if stream.answer is not None]
-        prompt = sum(stream.request.prompt_tokens for stream in streams[::samples_of_one])
-        written = sum(len(answer.token_ids) for answer in answers) if answers_count else 0
-        copied = sum(stream.request.copied_tokens for stream in streams[::samples_of_one])
-        predicted = [answer.stats.by_drafter.get("prediction") for answer in answers]
-        accepted = sum(each.accepted_tokens for each in predicted if each is not None)
-        drafted = sum(each.draft_tokens for each in predicted if each is not None)
-        reasoned = (self._tokens_of(stream, reader.reasoned) for stream, reader in zip(streams, readers, strict=False))
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-            "prompt_tokens_details": {"cached_tokens": copied},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-                "reasoning_tokens": sum(reasoned),
-            },
-        }
-
-    def _tokens_of(self, stream: Stream, characters: int) -> int:
-        """How many tokens write the first characters of an answer."""
-        count, tokens = 0, () if stream.answer is None else stream.answer.token_ids
-        while characters > 0 and count < len(tokens):
-            characters -= len(self.token_text(tokens[count]))
-            count += 1
-        return count
-
-    def speculation(self, streams: Sequence[Stream]) -> dict[str, Any]:
-        """What speculation did for some samples, under the names that vLLM gives these numbers."""
-        counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
-        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
-        speedup = sum((stream.decisions for stream in streams), Decisions(self.service.forward_s)).speedup()
-        return {
-            "mean_acceptance_length": counters.mean_acceptance_length,
-            "draft_acceptance_rate": counters.draft_acceptance_rate,
-            "acceptance_histogram": accepted,
-            "num_drafts": sum(accepted),
-            "num_draft_tokens": counters.draft_tokens,
-            "num_accepted_tokens": counters.accepted_tokens,
-            "num_accepted_tokens_per_pos": counters.accepted_per_position,
-            "target_calls": counters.target_calls,
-            "drafters": {
-                name: {"num_draft_tokens": each.draft_tokens, "num_accepted_tokens": each.accepted_tokens}
-                for name, each in counters.by_drafter.items()
-            },
-            "speedup": None if speedup is None else speedup.as_dict(),
-        }
 
     def logprobs_entry(self, found: TokenLogprobs) -> dict[str, Any]:
         """One token's logarithms of probability, in the form of chats."""
@@ -432,18 +344,6 @@ def _log_parts(streams: Sequence[Stream]) -> list[str]:
 def finite(logprob: float) -> float:
     """JSON has no infinity."""
     return max(logprob, -9999.0)
-
-
-def has_called(answer: Answer, reader: AnswerReader) -> bool:
-    """Whether an answer that was read to its end ended with calls, and no stop text cut the last of them."""
-    if finish_reason(answer) != "stop" or not reader.calls:
-        return False
-    return answer.stop_text is None or parsed(reader.calls[-1].arguments) is not None
-
-
-def finish_reason(answer: Answer) -> str:
-    """Why an answer ended, in OpenAI's words."""
-    return "stop" if answer.finish_reason == "stop" else "length"
 
 
 def new_id(kind: str) -> str:

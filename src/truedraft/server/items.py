@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from truedraft.server.errors import ApiError
-from truedraft.server.fields import Items, SeenContent, Told, by_type, parts_of, urls_of
-from truedraft.server.tools import FunctionFields, NamedFunction, NamedTool, ToolFields, arguments_for_template
+from truedraft.server.fields import Items, SeenContent, Told, by_type, parts_of
+from truedraft.server.tools import FunctionFields, NamedFunction, called
 from truedraft.text.calls import parsed
 
 HOSTED = (
@@ -330,13 +330,13 @@ class Toolbox:
             function = each.function.model_copy(update={"name": flat})
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
 
-    def use(self, choice: Choice | None) -> tuple[list[ToolFields], str | NamedTool | None]:
-        """Tools and the choice among them, as chats have them.
+    def use(self, choice: Choice | None) -> tuple[list[FunctionFields], str | NamedFunction | None]:
+        """Functions and the choice among them, as chats have them.
 
         Raises:
             ApiError: a tool that is left out must be called, or none is allowed.
         """
-        tools = {name: ToolFields(type="function", function=each.function) for name, each in self.callables.items()}
+        tools = {name: each.function for name, each in self.callables.items()}
         if isinstance(choice, HostedChoice):
             message = f"tool_choice asks for {choice.type}, a tool that this server has not; name a function"
             raise ApiError(400, message, param="tool_choice")
@@ -349,7 +349,7 @@ class Toolbox:
             raise ApiError(400, message, param="tool_choice")
         if isinstance(choice, NamedChoice):
             (name, *_) = [*self._named(choice.name), choice.name]
-            return list(tools.values()), NamedTool(type="function", function=NamedFunction(name=name))
+            return list(tools.values()), NamedFunction(name=name)
         return list(tools.values()), choice
 
     def _named(self, name: str) -> list[str]:
@@ -375,26 +375,12 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, InputCall | InputCustomCall):
             if not found or found[-1]["role"] != "assistant" or reasoning:
                 found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(_call(item))
+            call = called(item.call_id, flat_name(item.namespace, item.name), item.text)
+            found[-1].setdefault("tool_calls", []).append(call)
         if reasoning and found and found[-1]["role"] == "assistant":
             found[-1]["reasoning_content"] = reasoning
         reasoning = ""
     return found
-
-
-def _call(item: InputCall | InputCustomCall) -> dict[str, Any]:
-    function = {"name": flat_name(item.namespace, item.name), "arguments": arguments_for_template(item.text)}
-    return {"id": item.call_id, "type": "function", "function": function}
-
-
-def urls_in(items: Sequence[Item]) -> list[str]:
-    """Where the pictures of the conversation are."""
-    contents = [
-        item.content if isinstance(item, InputMessage) else item.output
-        for item in items
-        if isinstance(item, InputMessage | InputResult)
-    ]
-    return [url for content in contents for url in urls_of(content)]
 
 
 class TextReader:

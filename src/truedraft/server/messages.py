@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
@@ -12,11 +11,11 @@ from fastapi.responses import Response
 from pydantic import Field, Tag
 
 from truedraft.core.params import Structured
-from truedraft.engine import Answer
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.server.chat import chat_prompt, room_for
+from truedraft.server.answers import Answers, Part, Segment, Segments
+from truedraft.server.conversations import Conversation
 from truedraft.server.errors import ApiError
-from truedraft.server.events import OR_STREAM, EventStream, event
+from truedraft.server.events import OR_STREAM, event
 from truedraft.server.fields import (
     Fields,
     ImageBlock,
@@ -28,21 +27,18 @@ from truedraft.server.fields import (
     Told,
     parts_of,
     text_or_parts,
-    urls_of,
 )
-from truedraft.server.front import Front, has_called, new_id, unless_gone
-from truedraft.server.service import Answering
+from truedraft.server.front import Front, new_id
 from truedraft.server.tools import (
     FunctionFields,
     FunctionName,
     NamedFunction,
-    NamedTool,
     Parameters,
-    ToolFields,
     ToolUse,
+    called,
 )
-from truedraft.text.calls import Call, parsed
-from truedraft.text.notations import AnswerReader, Reasoning
+from truedraft.text.calls import parsed
+from truedraft.text.histories import says_nothing
 
 _Shown = Annotated[list[Annotated[TextPart | ImageBlock, Field(discriminator="type")]], Field(fail_fast=True)]
 Shown: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Shown, Tag("parts")], text_or_parts]
@@ -111,22 +107,8 @@ class InputMessage(Told):
         if thoughts := "".join(each.thinking for each in self.blocks if isinstance(each, ThinkingBlock)):
             said["reasoning_content"] = thoughts
         if calls:
-            said["tool_calls"] = [
-                {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.input}}
-                for each in calls
-            ]
+            said["tool_calls"] = [called(each.id, each.name, each.input) for each in calls]
         return [*found, said]
-
-    @property
-    def urls(self) -> list[str]:
-        """Where its pictures are, those of results first."""
-        results = [each.content for each in self.blocks if isinstance(each, ToolResultBlock)]
-        return [url for content in (*results, self.blocks) for url in urls_of(content)]
-
-
-def _is_empty(message: Mapping[str, Any]) -> bool:
-    """Whether it is the assistant's and says nothing."""
-    return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", "reasoning_content")))
 
 
 class MessageTool(Told):
@@ -138,10 +120,9 @@ class MessageTool(Told):
     input_schema: Parameters | None = None
 
     @property
-    def for_chats(self) -> ToolFields:
+    def function(self) -> FunctionFields:
         """As chats have it."""
-        function = FunctionFields(name=self.name, description=self.description, parameters=self.input_schema)
-        return ToolFields(type="function", function=function)
+        return FunctionFields(name=self.name, description=self.description, parameters=self.input_schema)
 
 
 class MessageChoice(Told):
@@ -152,10 +133,10 @@ class MessageChoice(Told):
     disable_parallel_tool_use: bool | None = None
 
     @property
-    def for_chats(self) -> str | NamedTool:
+    def for_chats(self) -> str | NamedFunction:
         """As chats have it."""
         if self.type == "tool":
-            return NamedTool(type="function", function=NamedFunction(name=self.name or ""))
+            return NamedFunction(name=self.name or "")
         return "required" if self.type == "any" else self.type
 
 
@@ -188,7 +169,7 @@ class CountRequest(Fields):
         """As chat templates know it."""
         first = [{"role": "system", "content": parts_of(self.system)}] if self.system else []
         told = [each for message in self.messages for each in message.for_template]
-        if told and _is_empty(told[-1]):  # the answer goes on with what it says, which is nothing
+        if told and says_nothing(told[-1]):  # the answer goes on with what it says, which is nothing
             told.pop()
         return [*first, *told]
 
@@ -205,11 +186,6 @@ class CountRequest(Fields):
         return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
     @property
-    def urls(self) -> list[str]:
-        """Where the pictures are."""
-        return [url for each in self.messages for url in each.urls]
-
-    @property
     def warnings(self) -> list[str]:
         """About tools that are left out."""
         return [
@@ -224,7 +200,7 @@ class CountRequest(Fields):
         Raises:
             ApiError: the function that must be called is not there, or an answer cannot begin with a call.
         """
-        tools = [tool.for_chats for tool in self.tools or () if tool.input_schema is not None]
+        tools = [tool.function for tool in self.tools or () if tool.input_schema is not None]
         given = self.tool_choice
         hosted = {tool.name: tool.type or tool.name for tool in self.tools or () if tool.input_schema is None}
         if given is not None and given.type == "tool" and given.name in hosted:
@@ -256,159 +232,117 @@ def messages_router(front: Front) -> APIRouter:
     """The endpoints."""
     router = APIRouter()
 
-    async def prompt_of(body: CountRequest, use: ToolUse, http: HttpRequest) -> list[int] | MultimodalPrompt:
+    def talk_of(body: CountRequest, use: ToolUse, http: HttpRequest) -> Conversation:
         front.check_model(body.model)
-        conversation = body.conversation
-        if not conversation[bool(body.system) :]:
+        messages = body.conversation
+        if not messages[bool(body.system) :]:
             raise ApiError(400, "messages is empty; give at least one that says something", param="messages")
         front.left_out(body.warnings)
-        more = front.switches(body.thinks)
-        return await chat_prompt(front, http, conversation, body.urls, use, more=more, continues=body.continues)
+        return Conversation(front, http, messages, use, body.thinks, continues=body.continues)
 
     @router.post("/v1/messages", responses=OR_STREAM)
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         if body.samples != 1:
             raise ApiError(400, f"a message is one answer, n must be 1, got {body.n}", param="n")
-        use = body.use(front)
-        prompt = await prompt_of(body, use, http)
-        room = room_for(front, prompt, body.max_tokens)
-        params = use.fitted(body.sampling(room, form=use.forced or body.form))
-        answering = await front.begin([prompt], params, body, http, notation=front.notation)
-        made = _Message(front, body, answering, front.reader(use, prompt))
-        if body.stream:
-            return EventStream(made.events(), answering.close, failed)
-        await unless_gone(http, answering.answers())
-        return await front.answer(answering, made.whole)
+        talk = talk_of(body, body.use(front), http)
+        answers = await talk.answers(body, body.max_tokens, body.form)
+        return await answers.reply(http, _Message(answers, body), stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: HttpRequest) -> dict[str, int]:
         """How many tokens a conversation has."""
-        prompt = await prompt_of(body, body.use(front), http)
+        prompt = await talk_of(body, body.use(front), http).prompt()
         return {"input_tokens": len(prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt)}
 
     return router
 
 
-def failed(error: ApiError) -> str:
-    """The last event where an answer failed."""
-    return event(error.anthropic, "error")
-
-
-@dataclass(eq=False)
-class _Part:
-    """A block of the answer on its way.
-
-    Attributes:
-        index: of it.
-        record: as it is sent.
-        call: of a function; None where it is none.
-    """
-
-    index: int
-    record: dict[str, Any]
-    call: Call | None = None
-
-    def whole(self) -> dict[str, Any]:
-        """The record, with all the arguments of a call."""
-        return self.record if self.call is None else self.record | {"input": _object(self.call.arguments)}
-
-
 class _Message:
-    """One answer to a request for a message, on its way.
+    """An answer as a message.
 
     Args:
-        front: what endpoints share.
+        answers: one.
         body: of the request.
-        answering: its one sample.
-        reader: of its text.
     """
 
-    def __init__(self, front: Front, body: MessagesRequest, answering: Answering, reader: AnswerReader) -> None:
-        self._front = front
-        self._answering = answering
-        self._reader = reader
-        self._parts: list[_Part] = []
+    def __init__(self, answers: Answers, body: MessagesRequest) -> None:
+        self._answers = answers
+        self._segments = Segments(answers.front)
         self._head: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
-        self._head |= {"model": front.shown(body.model), "warnings": body.warnings}
+        self._head |= {"model": answers.front.shown(body.model), "warnings": body.warnings}
+        self._last: Part | None = None
 
-    def whole(self) -> dict[str, Any]:
-        """The message."""
-        for _ in self._read(self._answer.text or "", last=True):
+    def begun(self) -> Iterator[str]:
+        begun = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        yield _event("message_start", message=begun)
+        yield _event("ping")
+
+    def read(self, part: Part) -> Iterator[str]:
+        self._last = part
+        for what, segment, text, _ in self._segments.read(part):
+            if what == "ended":
+                yield _stopped(segment)
+            elif what == "began":
+                yield _event("content_block_start", index=segment.index, content_block=_block(segment, {}))
+            else:
+                kind, name = _DELTAS[segment.kind]
+                yield _event("content_block_delta", index=segment.index, delta={"type": kind, name: text})
+
+    def ended(self) -> Iterator[str]:
+        for _, segment, *_ in self._segments.end():
+            yield _stopped(segment)
+        about = {"usage": self._usage(), "speculation": self._answers.speculation()}
+        yield _event("message_delta", delta=self._reason(), **about)
+        yield _event("message_stop")
+
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        for _ in self.read(parts[0]):
             pass
-        rest = {"usage": self._usage(), "speculation": self._front.speculation(self._answering.streams)}
-        return self._head | {"content": [part.whole() for part in self._parts]} | self._reason() | rest
+        content = [
+            _block(each, {} if each.call is None else _object(each.call.arguments)) for each in self._segments.found
+        ]
+        rest = {"usage": self._usage(), "speculation": self._answers.speculation()}
+        return self._head | {"content": content} | self._reason() | rest
 
-    @property
-    def _answer(self) -> Answer:
-        answer = self._answering.streams[0].answer
-        assert answer is not None
-        return answer
+    def failed(self, error: ApiError) -> str:
+        return event(error.anthropic, "error")
 
     def _reason(self) -> dict[str, str | None]:
-        answer = self._answer
-        if answer.finish_reason != "stop":
-            reason = "max_tokens"
-        elif has_called(answer, self._reader):
-            reason = "tool_use"
-        else:
-            reason = "end_turn" if answer.stop_text is None else "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": answer.stop_text if reason == "stop_sequence" else None}
+        assert self._last is not None and self._last.answer is not None
+        stop_text = self._last.answer.stop_text
+        reasons = {"length": "max_tokens", "calls": "tool_use", "stop": "end_turn"}
+        reason = reasons[self._last.ending or "stop"]
+        if reason == "end_turn" and stop_text is not None:
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop_text if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, int]:
-        used = self._front.usage(self._answering, 1)
+        used = self._answers.usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         found = {"input_tokens": used["prompt_tokens"] - cached, "output_tokens": used["completion_tokens"]}
         return found | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
 
-    async def events(self) -> AsyncIterator[str]:
-        """The message piece by piece."""
-        begun = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        yield _event("message_start", message=begun)
-        yield _event("ping")
-        async for news in self._answering.news():
-            last = bool(news.pieces) and news.pieces[-1].answer is not None
-            for each in self._read("".join(piece.text for piece in news.pieces), last=last):
-                yield each
-        about = {"usage": self._usage(), "speculation": self._front.speculation(self._answering.streams)}
-        yield _event("message_delta", delta=self._reason(), **about)
-        yield _event("message_stop")
 
-    def _read(self, text: str, *, last: bool = False) -> Iterator[str]:
-        """The next text of the answer as events; `last` where nothing follows."""
-        for part in self._reader.push(text, last=last):
-            if isinstance(part, str):
-                yield from self._wrote("text", part)
-            elif isinstance(part, Reasoning):
-                yield from self._wrote("thinking", part.text)
-            elif part.begins:
-                about = {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
-                yield from self._begin(_Part(len(self._parts), about, part.call))
-            else:
-                delta = {"type": "input_json_delta", "partial_json": part.arguments}
-                yield _event("content_block_delta", index=self._parts[-1].index, delta=delta)
-        if last:
-            yield from self._end()
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""The kind of a delta of each kind of segment, and what its text is called."""
 
-    def _wrote(self, kind: str, text: str) -> Iterator[str]:
-        if not text:
-            return
-        if not self._parts or self._parts[-1].record["type"] != kind:
-            more = {"signature": ""} if kind == "thinking" else {}
-            yield from self._begin(_Part(len(self._parts), {"type": kind, kind: ""} | more))
-        part = self._parts[-1]
-        part.record[kind] += text
-        yield _event("content_block_delta", index=part.index, delta={"type": f"{kind}_delta", kind: text})
 
-    def _begin(self, part: _Part) -> Iterator[str]:
-        """A new block; the one before is over."""
-        yield from self._end()
-        self._parts.append(part)
-        yield _event("content_block_start", index=part.index, content_block=part.record)
+def _block(segment: Segment, given: dict[str, Any]) -> dict[str, Any]:
+    """A segment as it is sent; a call with these arguments."""
+    if segment.call is not None:
+        return {"type": "tool_use", "id": segment.call.id, "name": segment.call.name, "input": given}
+    if segment.kind == "text":
+        return {"type": "text", "text": segment.text}
+    return {"type": "thinking", "thinking": segment.text, "signature": ""}
 
-    def _end(self) -> Iterator[str]:
-        for part in self._parts[-1:]:
-            yield _event("content_block_stop", index=part.index)
+
+def _stopped(segment: Segment) -> str:
+    return _event("content_block_stop", index=segment.index)
 
 
 def _event(kind: str, **more: Any) -> str:

@@ -18,6 +18,8 @@ _PREFIX = "truedraft:"
 _RECENT_STEPS = 512
 _RECENT_S = 60.0
 _FRESH_S = 5.0
+_PARTS = ("draft", "target", "verify", "decide")
+"""Of a step, whose seconds its record tells."""
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 _EACH = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _WHOLE = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
@@ -39,7 +41,7 @@ class Metrics(Collector):
         self._steps = Counters()
         self._drafts = 0
         self._prompt_tokens = 0
-        self._seconds = dict.fromkeys(("draft", "target", "verify", "decide", "other"), 0.0)
+        self._seconds = dict.fromkeys((*_PARTS, "other"), 0.0)
         self._budgets: dict[int, int] = {}  # how often so many nodes were drafted for a request
         self._finished: dict[str, int] = {}
         self._recoveries = 0
@@ -70,16 +72,10 @@ class Metrics(Collector):
             else:
                 self._drafts += step.nodes > 0
                 self._budgets[step.nodes] = self._budgets.get(step.nodes, 0) + 1
-        seconds, known = self._seconds, 0.0
-        for part, spent in (
-            ("draft", record.draft_s),
-            ("target", record.target_s),
-            ("verify", record.verify_s),
-            ("decide", record.decide_s),
-        ):
-            seconds[part] += spent
-            known += spent
-        seconds["other"] += max(record.total_s - known, 0.0)
+        spent = {part: getattr(record, f"{part}_s") for part in _PARTS}
+        spent["other"] = max(record.total_s - sum(spent.values()), 0.0)
+        for part, seconds in spent.items():
+            self._seconds[part] += seconds
 
     def _note_end(self, stream: Stream) -> None:
         """A request is over; called in the event loop."""
@@ -108,14 +104,12 @@ class Metrics(Collector):
         yield self._counter("spec_decode_num_drafts", "Times that something was drafted.", self._drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", steps.draft_tokens)
         yield self._counter("spec_decode_num_accepted_tokens", "Of them, accepted ones.", steps.accepted_tokens)
-        places = CounterMetricFamily(
-            _PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+        places = {str(place): count for place, count in enumerate(steps.accepted_per_position)}
+        per_place, meaning = (
+            "spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by their place in what was drafted.",
-            labels=("model_name", "position"),
         )
-        for place, count in enumerate(steps.accepted_per_position):
-            places.add_metric((self._model, str(place)), count)
-        yield places
+        yield self._labelled(per_place, meaning, "position", places)
         yield from self._by_drafter()
         yield self._counter("prompt_tokens", "Tokens of prompts that were computed.", self._prompt_tokens)
         yield self._counter("generation_tokens", "Tokens of answers.", steps.emitted_tokens + steps.prefill_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -14,14 +14,13 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import Structured
-from truedraft.engine import Answer
-from truedraft.server.chat import chat_prompt, room_for
+from truedraft.server.answers import Answers, Ending, Part, Segment, Segments
+from truedraft.server.conversations import Conversation
 from truedraft.server.errors import ApiError
-from truedraft.server.events import OR_STREAM, EventStream, event
-from truedraft.server.fields import Fields, Items, SamplingFields, Thinking, checked_logprobs
-from truedraft.server.front import Front, finish_reason, has_called, new_id, unless_gone
+from truedraft.server.events import OR_STREAM, event
+from truedraft.server.fields import Fields, Items, SamplingFields, Thinking, checked_logprobs, json_form
+from truedraft.server.front import Front, new_id
 from truedraft.server.items import (
     Callable,
     Choice,
@@ -32,12 +31,8 @@ from truedraft.server.items import (
     Tool,
     Toolbox,
     messages_of,
-    urls_in,
 )
-from truedraft.server.service import Answering
 from truedraft.server.tools import ToolUse
-from truedraft.text.calls import Call
-from truedraft.text.notations import AnswerReader, Reasoning
 
 _Event: TypeAlias = tuple[str, dict[str, Any]]
 """The kind of an event of an item, and what it says beside which item that is."""
@@ -137,11 +132,7 @@ class ResponseRequest(SamplingFields):
     def form(self) -> Structured | None:
         """Of the text."""
         wanted = self.text.format if self.text is not None else None
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.type == "json_schema" and wanted.schema_ is not None:
-            return Structured("json_schema", wanted.schema_)
-        return Structured("json_object", True)
+        return None if wanted is None or wanted.type == "text" else json_form(wanted.type, wanted.schema_)
 
 
 def responses_router(front: Front) -> APIRouter:
@@ -159,178 +150,173 @@ def responses_router(front: Front) -> APIRouter:
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
-        more = front.switches(body.thinks)
-        prompt = await chat_prompt(front, http, messages, urls_in(body.items), use, more=more, param="input")
-        room = room_for(front, prompt, body.max_output_tokens)
-        params = use.fitted(body.sampling(room, logprobs=body.wanted_logprobs, form=use.forced or body.form))
-        answering = await front.begin([prompt], params, body, http, notation=front.notation)
-        made = _Response(front, body, answering, front.reader(use, prompt), toolbox)
-        if body.stream:
-            return EventStream(made.events(), answering.close, made.failed)
-        await unless_gone(http, answering.answers())
-        return await front.answer(answering, made.whole)
+        talk = Conversation(front, http, messages, use, body.thinks, param="input")
+        answers = await talk.answers(body, body.max_output_tokens, body.form, body.wanted_logprobs)
+        return await answers.reply(http, _Response(answers, body, toolbox), stream=body.stream)
 
     return router
 
 
 @dataclass(eq=False)
-class _Writing:
-    """A message, or reasoning, on its way.
+class _Item:
+    """An item of the output on its way: a message, reasoning, or a call.
 
     Attributes:
-        index: of the item in the output.
-        reasons: whether it is reasoning.
-        text: so far.
-        logprobs: of its tokens.
+        segment: of the answer.
+        named: the tool that is called; None where the model called one that is not there.
+        input: that a custom tool is called with.
         id: of the item.
     """
 
-    index: int
-    reasons: bool
-    text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    segment: Segment
+    named: Callable | None
+    input: TextReader | None
     id: str = field(default_factory=lambda: new_id("item"))
-
-    def record(self, status: str) -> dict[str, Any]:
-        """As it is sent."""
-        content = [self.part] if self.text or status != "in_progress" else []
-        about = {"type": "reasoning", "summary": []} if self.reasons else {"type": "message", "role": "assistant"}
-        return about | {"id": self.id, "status": status, "content": content}
 
     @property
-    def part(self) -> dict[str, Any]:
-        """The text as a part."""
-        if self.reasons:
-            return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+    def _kind(self) -> tuple[str, Sequence[str]]:
+        return _KINDS["custom" if self.input is not None else self.segment.kind]
 
-    def begun(self) -> list[_Event]:
-        """What is sent where it begins."""
-        return [("response.content_part.added", {"content_index": 0, "part": self.part})]
+    @property
+    def _place(self) -> dict[str, int]:
+        return {"content_index": 0} if self.segment.call is None else {}
 
-    def wrote(self, text: str, logprobs: list[dict[str, Any]]) -> list[_Event]:
-        """The next text of it."""
-        self.text += text
-        self.logprobs += logprobs
-        more = {} if self.reasons else {"logprobs": logprobs}
-        return [(f"response.{self.part['type']}.delta", {"content_index": 0, "delta": text} | more)]
-
-    def ended(self) -> list[_Event]:
-        """What is sent where it ends."""
-        part = self.part
-        text = {name: part[name] for name in ("text", "logprobs") if name in part}
-        done = (f"response.{part['type']}.done", {"content_index": 0} | text)
-        return [done, ("response.content_part.done", {"content_index": 0, "part": part})]
-
-
-@dataclass(eq=False)
-class _Calling:
-    """A call on its way.
-
-    Attributes:
-        index: of the item in the output.
-        call: that is read.
-        named: the tool; None where the model called one that is not there.
-        text: that a custom tool is called with.
-        id: of the item.
-    """
-
-    index: int
-    call: Call
-    named: Callable | None
-    text: TextReader | None
-    id: str = field(default_factory=lambda: new_id("item"))
+    @property
+    def _part(self) -> dict[str, Any]:
+        """Text or reasoning."""
+        part = {"type": self._kind[0], "text": self.segment.text}
+        more = {"annotations": [], "logprobs": self.segment.logprobs} if self.segment.kind == "text" else {}
+        return part | more
 
     def record(self, status: str) -> dict[str, Any]:
         """As it is sent."""
-        name = self.call.name if self.named is None else self.named.name
-        about = {"id": self.id, "status": status, "call_id": self.call.id, "name": name}
+        segment, call, is_new = self.segment, self.segment.call, status == "in_progress"
+        if call is None:
+            kind = {"type": "message", "role": "assistant"} if segment.kind == "text" else _REASONING
+            return kind | {"id": self.id, "status": status, "content": [] if is_new else [self._part]}
+        name = call.name if self.named is None else self.named.name
+        about = {"id": self.id, "status": status, "call_id": call.id, "name": name}
         if self.named is not None and self.named.namespace is not None:
             about["namespace"] = self.named.namespace
-        if self.text is not None:
-            return about | {"type": "custom_tool_call", "input": self.text.text}
-        return about | {"type": "function_call", "arguments": "" if status == "in_progress" else self.call.arguments}
+        if self.input is not None:
+            return about | {"type": "custom_tool_call", "input": self.input.text}
+        return about | {"type": "function_call", "arguments": "" if is_new else call.arguments}
 
-    def begun(self) -> list[_Event]:
+    def began(self) -> Iterator[_Event]:
         """What is sent where it begins."""
-        return []
+        if self.segment.call is None:
+            yield "response.content_part.added", self._place | {"part": self._part}
 
-    def wrote(self, arguments: str) -> list[_Event]:
-        """The next text of its arguments."""
-        if self.text is None:
-            return [("response.function_call_arguments.delta", {"delta": arguments})]
-        new = self.text.push(arguments)
-        return [("response.custom_tool_call_input.delta", {"delta": new})] if new else []
+    def wrote(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[_Event]:
+        """The next text of it."""
+        more = {"logprobs": logprobs} if self.segment.kind == "text" else {}
+        if new := text if self.input is None else self.input.push(text):
+            yield f"response.{self._kind[0]}.delta", self._place | {"delta": new} | more
 
-    def ended(self) -> list[_Event]:
+    def ended(self) -> Iterator[_Event]:
         """What is sent where it ends."""
-        if self.text is None:
-            done = {"arguments": self.call.arguments, "name": self.record("completed")["name"]}
-            return [("response.function_call_arguments.done", done)]
-        rest = self.text.finish(self.call.arguments)
-        delta: list[_Event] = [("response.custom_tool_call_input.delta", {"delta": rest})] if rest else []
-        return [*delta, ("response.custom_tool_call_input.done", {"input": self.text.text})]
+        call, (kind, names) = self.segment.call, self._kind
+        if call is not None and self.input is not None and (rest := self.input.finish(call.arguments)):
+            yield f"response.{kind}.delta", {"delta": rest}
+        told = self._part if call is None else self.record("completed")
+        yield f"response.{kind}.done", self._place | {name: told[name] for name in names}
+        if call is None:
+            yield "response.content_part.done", self._place | {"part": told}
+
+
+_KINDS: dict[str, tuple[str, Sequence[str]]] = {
+    "text": ("output_text", ("text", "logprobs")),
+    "reasoning": ("reasoning_text", ("text",)),
+    "call": ("function_call_arguments", ("arguments", "name")),
+    "custom": ("custom_tool_call_input", ("input",)),
+}
+"""What events of each kind of item are called, and which of its fields the last of them tell."""
+_REASONING: dict[str, Any] = {"type": "reasoning", "summary": []}
 
 
 class _Response:
-    """One answer to a request for a response, on its way.
+    """An answer as a response.
 
     Args:
-        front: what endpoints share.
+        answers: one.
         body: of the request.
-        answering: its one sample.
-        reader: of its text.
         toolbox: what may be called, and what was left out.
     """
 
-    def __init__(
-        self, front: Front, body: ResponseRequest, answering: Answering, reader: AnswerReader, toolbox: Toolbox
-    ) -> None:
-        self._front = front
+    def __init__(self, answers: Answers, body: ResponseRequest, toolbox: Toolbox) -> None:
+        self._answers = answers
         self._body = body
-        self._answering = answering
-        self._reader = reader
         self._toolbox = toolbox
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._id = new_id("resp")
         self._created = time.time()
         self._numbers = itertools.count()
-        self._items: list[_Writing | _Calling] = []
-        self._writing: _Writing | None = None  # the last item, where it is one
-        self._calling: _Calling | None = None
+        self._segments = Segments(answers.front)
+        self._items: list[_Item] = []
+        self._ending: Ending | None = None
 
-    def whole(self) -> dict[str, Any]:
-        """The response."""
-        for _ in self._read(self._answer.text or "", self._answer.logprobs or (), last=True):
-            pass
-        for _ in self._closed():
+    def begun(self) -> Iterator[str]:
+        yield self._event("response.created", response=self._record("in_progress"))
+        yield self._event("response.in_progress", response=self._record("in_progress"))
+
+    def read(self, part: Part) -> Iterator[str]:
+        self._ending = part.ending
+        for step in self._segments.read(part):
+            yield from self._told(*step)
+
+    def ended(self) -> Iterator[str]:
+        yield from self._closed()
+        yield self._event(f"response.{self._status}", response=self._finished())
+
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        for _ in (*self.read(parts[0]), *self._closed()):
             pass
         return self._finished()
 
-    @property
-    def _answer(self) -> Answer:
-        answer = self._answering.streams[0].answer
-        assert answer is not None
-        return answer
+    def failed(self, error: ApiError) -> str:
+        """The last event where the answer failed."""
+        about = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=self._record("failed") | {"error": about})
+
+    def _closed(self) -> Iterator[str]:
+        """Nothing follows; an answer without any item is an empty message."""
+        for step in () if self._items else self._segments.begin("text"):
+            yield from self._told(*step)
+        for step in self._segments.end():
+            yield from self._told(*step, status=self._last_status)
+
+    def _told(
+        self, what: str, segment: Segment, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
+    ) -> Iterator[str]:
+        """What happens to an item; `status` of it once it is over."""
+        index = segment.index
+        if what == "began":
+            name = "" if segment.call is None else segment.call.name
+            named = self._toolbox.callables.get(name)
+            self._items.append(_Item(segment, named, TextReader() if named is not None and named.custom else None))
+            record = self._items[index].record("in_progress")
+            yield self._event("response.output_item.added", output_index=index, item=record)
+        item = self._items[index]
+        events = item.began() if what == "began" else item.wrote(text, logprobs) if what == "wrote" else item.ended()
+        for kind, more in events:
+            yield self._event(kind, item_id=item.id, output_index=index, **more)
+        if what == "ended":
+            yield self._event("response.output_item.done", output_index=index, item=item.record(status))
 
     @property
     def _status(self) -> str:
-        return "incomplete" if finish_reason(self._answer) == "length" else "completed"
+        return "incomplete" if self._ending == "length" else "completed"
 
     @property
     def _last_status(self) -> str:
         """Of the last item, which a stop text may have cut."""
-        cut = self._items[-1] is self._calling and not has_called(self._answer, self._reader)
+        cut = self._segments.found[-1].call is not None and self._ending != "calls"
         return "incomplete" if cut else self._status
 
     def _finished(self) -> dict[str, Any]:
-        front = self._front
-        used = front.usage(self._answering, 1, [self._reader])
-        status = self._status
-        cut = status == "incomplete"
+        used, status = self._answers.usage(), self._status
         *whole, last = self._items
         return self._record(status) | {
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [*(item.record("completed") for item in whole), last.record(self._last_status)],
             "usage": {
                 "input_tokens": used["prompt_tokens"],
@@ -339,7 +325,7 @@ class _Response:
                 "output_tokens_details": used["completion_tokens_details"],
                 "total_tokens": used["total_tokens"],
             },
-            "speculation": front.speculation(self._answering.streams),
+            "speculation": self._answers.speculation(),
         }
 
     def _record(self, status: str) -> dict[str, Any]:
@@ -353,7 +339,7 @@ class _Response:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self._front.shown(body.model),
+            "model": self._answers.front.shown(body.model),
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -371,79 +357,3 @@ class _Response:
 
     def _event(self, kind: str, **more: Any) -> str:
         return event({"type": kind, "sequence_number": next(self._numbers)} | more, kind)
-
-    def failed(self, error: ApiError) -> str:
-        """The last event where the answer failed."""
-        about = {"code": error.code or "server_error", "message": error.message}
-        return self._event("response.failed", response=self._record("failed") | {"error": about})
-
-    async def events(self) -> AsyncIterator[str]:
-        """The response piece by piece."""
-        yield self._event("response.created", response=self._record("in_progress"))
-        yield self._event("response.in_progress", response=self._record("in_progress"))
-        async for news in self._answering.news():
-            text = "".join(piece.text for piece in news.pieces)
-            entries = [entry for piece in news.pieces for entry in piece.logprobs]
-            last = bool(news.pieces) and news.pieces[-1].answer is not None
-            for each in self._read(text, entries, last=last):
-                yield each
-        for each in self._closed():
-            yield each
-        done = self._finished()
-        yield self._event(
-            "response.incomplete" if done["status"] == "incomplete" else "response.completed", response=done
-        )
-
-    def _read(self, text: str, entries: Sequence[TokenLogprobs], *, last: bool) -> Iterator[str]:
-        """The next text of the answer, and its tokens, as events; `last` where nothing follows."""
-        self._logprobs += map(self._front.logprobs_entry, entries)
-        for part in self._reader.push(text, last=last):
-            if isinstance(part, str):
-                yield from self._wrote(part, reasons=False)
-            elif isinstance(part, Reasoning):
-                yield from self._wrote(part.text, reasons=True)
-            elif part.begins:
-                self._logprobs = []  # those of a call belong to no text
-                named = self._toolbox.callables.get(part.call.name)
-                custom = TextReader() if named is not None and named.custom else None
-                calling = _Calling(len(self._items), part.call, named, custom)
-                yield from self._begin(calling)
-                self._writing, self._calling = None, calling
-            elif self._calling is not None:
-                yield from self._of(self._calling, self._calling.wrote(part.arguments))
-        if last and self._writing is not None:
-            self._writing.logprobs += self._logprobs
-
-    def _wrote(self, text: str, *, reasons: bool) -> Iterator[str]:
-        if not text:  # of tokens that make none by themselves; their logprobs go with the next text
-            return
-        writing = self._writing
-        if writing is None or writing.reasons is not reasons:
-            writing = _Writing(len(self._items), reasons)
-            yield from self._begin(writing)
-            self._writing, self._calling = writing, None
-        logprobs, self._logprobs = self._logprobs, []
-        yield from self._of(writing, writing.wrote(text, logprobs))
-
-    def _of(self, item: _Writing | _Calling, events: Sequence[_Event]) -> Iterator[str]:
-        for kind, more in events:
-            yield self._event(kind, item_id=item.id, output_index=item.index, **more)
-
-    def _begin(self, item: _Writing | _Calling) -> Iterator[str]:
-        """A new item; the one before is over."""
-        yield from self._end("completed")
-        self._items.append(item)
-        yield self._event("response.output_item.added", output_index=item.index, item=item.record("in_progress"))
-        yield from self._of(item, item.begun())
-
-    def _end(self, status: str) -> Iterator[str]:
-        """The last item is over."""
-        for item in self._items[-1:]:
-            yield from self._of(item, item.ended())
-            yield self._event("response.output_item.done", output_index=item.index, item=item.record(status))
-
-    def _closed(self) -> Iterator[str]:
-        """Nothing follows; an answer without any item is an empty message."""
-        if not self._items:
-            yield from self._begin(_Writing(0, False))
-        yield from self._end(self._last_status)

@@ -102,6 +102,18 @@ class News:
     pieces: list[Piece]
     steps: list[ShownStep]
 
+    @classmethod
+    def of(cls, stream: Stream) -> News:
+        """All that came of a stream that is over, without its steps."""
+        answer = stream.answer
+        assert answer is not None
+        return cls(stream.number, [Piece(answer.text or "", answer.token_ids, [], answer, answer.logprobs or [])], [])
+
+    @property
+    def answer(self) -> Answer | None:
+        """The whole one, where this is the last news of it."""
+        return self.pieces[-1].answer if self.pieces else None
+
 
 class Answering:
     """The samples that one HTTP request asks for, and what has come of them.
@@ -158,12 +170,11 @@ class Answering:
                 async with asyncio.timeout(self._left_s):
                     await self._there.wait()
                 for each in self._next():
-                    answer = each.pieces[-1].answer if each.pieces else None
-                    left -= answer is not None
+                    left -= each.answer is not None
                     error = self.streams[each.number].request.error
-                    if answer is not None and error is not None:
+                    if each.answer is not None and error is not None:
                         raise self._service.api_error(error, self._names)
-                    if answer is not None and answer.finish_reason == "cancelled":  # by nobody who reads this
+                    if each.answer is not None and each.answer.finish_reason == "cancelled":  # by nobody who reads this
                         raise self._failure or ApiError(500, "the server failed in the middle of an answer; ask again")
                     yield each
                 if self._failure is not None and left and not self._news:
@@ -488,10 +499,11 @@ class Service:
                 steps.append(last[:2])
             if not pieces and not steps:
                 continue
-            if pieces and pieces[-1].answer is not None:
-                stream.answer = pieces[-1].answer
+            news = News(stream.number, pieces, steps)
+            if news.answer is not None:
+                stream.answer = news.answer
                 over.append(stream)
-            handed.append((stream, News(stream.number, pieces, steps)))
+            handed.append((stream, news))
         if over:
             with self._guard:
                 self._running = [stream for stream in self._running if stream.answer is None]
@@ -507,7 +519,7 @@ class Service:
         """In the event loop."""
         for stream, news in handed:
             stream.answering.take(news)
-            if news.pieces and news.pieces[-1].answer is not None:
+            if news.answer is not None:
                 for listener in self.listeners:
                     listener(stream)
 

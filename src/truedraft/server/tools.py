@@ -16,7 +16,7 @@ from truedraft.core.params import SamplingParams, Structured
 from truedraft.server.errors import ApiError
 from truedraft.server.fields import Fields
 from truedraft.text.calls import parsed
-from truedraft.text.notations import AnswerReader, Notation
+from truedraft.text.notations import Notation
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -72,15 +72,15 @@ class ToolUse:
     """
 
     notation: Notation
-    tools: Sequence[ToolFields] = ()
+    tools: Sequence[FunctionFields] = ()
     forced: Structured | None = None
     parallel: bool = True
 
     @classmethod
     def of(
         cls,
-        tools: Sequence[ToolFields] | None,
-        choice: str | NamedTool | None,
+        tools: Sequence[FunctionFields],
+        choice: str | NamedFunction | None,
         parallel: bool | None,
         notation: Notation,
         fields: tuple[str, str] = ("tools", "tool_choice"),
@@ -100,7 +100,7 @@ class ToolUse:
         listed, chosen = fields
         if not tools and choice not in (None, "none", "auto"):
             raise ApiError(400, f"{chosen} asks for a call and {listed} is empty; list tools there", param=chosen)
-        names = [tool.function.name for tool in tools or ()]
+        names = [tool.name for tool in tools]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ApiError(400, f"{listed} has two functions called {twice!r}; rename or leave out one", param=listed)
         if not tools or choice == "none":
@@ -108,10 +108,10 @@ class ToolUse:
         several = parallel is not False
         if choice in (None, "auto"):
             return cls(notation, tools, None, several)
-        if isinstance(choice, NamedTool):
-            named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if isinstance(choice, NamedFunction):
+            named = [tool for tool in tools if tool.name == choice.name]
             if not named:
-                message = f"{chosen} names {choice.function.name!r}; {listed} has {', '.join(map(repr, names))}"
+                message = f"{chosen} names {choice.name!r}; {listed} has {', '.join(map(repr, names))}"
                 raise ApiError(400, message, param=chosen)
             return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
         return cls(notation, tools, notation.grammar(schemas_of(tools), parallel=several), several)
@@ -122,27 +122,14 @@ class ToolUse:
             return params
         return replace(params, structured=self.notation.answered(params.structured))
 
-    def reader(self, *, reasoning_open: bool = False) -> AnswerReader:
-        """Of one answer.
 
-        Args:
-            reasoning_open: whether the prompt ends inside reasoning.
-        """
-        return AnswerReader(
-            self.notation,
-            schemas_of(self.tools),
-            parallel=self.parallel,
-            reasoning_open=reasoning_open,
-            calls_alone=self.forced is not None,
-        )
-
-
-def schemas_of(tools: Sequence[ToolFields]) -> dict[str, dict[str, Any] | None]:
+def schemas_of(tools: Sequence[FunctionFields]) -> dict[str, dict[str, Any] | None]:
     """The schema of each function's arguments, by its name."""
-    return {tool.function.name: tool.function.parameters for tool in tools}
+    return {tool.name: tool.parameters for tool in tools}
 
 
-def arguments_for_template(text: str) -> Any:
-    """The arguments of an earlier call as chat templates want them: as an object, where they are one."""
-    value = parsed(text)
-    return value if isinstance(value, dict) else text
+def called(identity: str | None, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """An earlier call as chat templates know it: its arguments as an object, where they are one."""
+    value = parsed(arguments) if isinstance(arguments, str) else arguments
+    function = {"name": name, "arguments": value if isinstance(value, dict) else arguments}
+    return ({} if identity is None else {"id": identity}) | {"type": "function", "function": function}

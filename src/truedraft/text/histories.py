@@ -250,7 +250,7 @@ def _plain(messages: Sequence[Mapping[str, Any]], *, system: bool) -> list[dict[
             made["role"] = "user"
         if made.get("tool_calls") and made.get("content"):
             made.pop("reasoning_content", None)
-        if made["role"] == "assistant" and not any(map(made.get, ("content", "tool_calls", "reasoning_content"))):
+        if says_nothing(made):
             continue
         before = found[-1] if found else {}
         if made["role"] == "user" == before.get("role") and _is_text(made) and _is_text(before):
@@ -258,6 +258,11 @@ def _plain(messages: Sequence[Mapping[str, Any]], *, system: bool) -> list[dict[
         else:
             found.append(made)
     return found
+
+
+def says_nothing(message: Mapping[str, Any]) -> bool:
+    """Whether a message is the assistant's and empty."""
+    return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", "reasoning_content")))
 
 
 def _is_text(message: Mapping[str, Any]) -> bool:

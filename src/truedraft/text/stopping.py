@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from truedraft.errors import OptionError
+from truedraft.text.calls import overlap
 from truedraft.text.detokenizer import REPLACEMENT, Decoder, ShownTokens, StreamDetokenizer
 
 
@@ -33,7 +34,6 @@ class StopScanner:
         if isinstance(stops, str) or any(not isinstance(stop, str) or not stop for stop in stops):
             raise OptionError(f"stop must hold texts of at least one character, got {stops!r}")
         self._stops = tuple(dict.fromkeys(stops))
-        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.found: str | None = None
 
@@ -47,7 +47,7 @@ class StopScanner:
             start, self.found = first
             self._held = ""
             return text[:start], True
-        start = len(text) - self._beginning(text)
+        start = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[start:]
         return text[:start], False
 
@@ -64,14 +64,6 @@ class StopScanner:
         """Where the stop text that is complete first begins, and which that is."""
         ends = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         return min(ends)[1:] if ends else None
-
-    def _beginning(self, text: str) -> int:
-        """The length of the longest end of the text with which some stop text begins."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
 
 
 class TextStream:

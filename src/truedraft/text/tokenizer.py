@@ -7,7 +7,7 @@ from functools import cached_property
 from inspect import signature
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError
 from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half_characters, texts_in
@@ -34,6 +34,24 @@ _MOST_CLOSING = (
 
 _WITH_NULL = "messages_with_null"
 _TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply; make them flatter"
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a chat template is used.
+
+    Attributes:
+        tools: functions that the model may call, for templates that know such.
+        template: in place of the model's own.
+        variables: what else the template knows.
+        continues: whether the answer goes on with the last message; else it is a new one.
+        trust_control_tokens: read control tokens that messages spell as the tokens; otherwise they stay text.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    template: str | None
+    variables: Mapping[str, Any] | None
+    continues: bool
+    trust_control_tokens: bool
 
 
 class Tokenizer:
@@ -154,60 +172,39 @@ class Tokenizer:
         template = getattr(self.backend, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        continues: bool = False,
-        trust_control_tokens: bool = False,
-    ) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> list[int]:
         """Turn a conversation into ids by the model's chat template, up to where its answer begins.
 
         Args:
             messages: with role and content each.
-            tools: functions that the model may call, for templates that know such.
-            template: in place of the model's own.
-            variables: what else the template knows.
-            continues: whether the answer goes on with the last message; else it is a new one.
-            trust_control_tokens: read control tokens that messages spell as the tokens; otherwise they stay text.
+            how: see `ChatOptions`.
 
         Raises:
             PromptError: the model has no chat template, or its template refuses these messages; or they spell a control
                 token that cannot be kept as text.
             OptionError: a variable has the name of something that is not the template's.
         """
-        marked = None if trust_control_tokens else self._marked(messages, tools, template, variables)
+        marked = self._marked(messages, how)
         if marked is None:
-            return list(map(int, self._templated(messages, tools, template, variables, continues, tokenize=True)))
-        text = self._templated(marked.messages, marked.tools, template, marked.variables, continues, tokenize=False)
-        return self._control[template].ids(text, marked)
+            return list(map(int, self._templated(messages, how, tokenize=True)))
+        how["tools"], how["variables"] = marked.tools, marked.variables
+        text = self._templated(marked.messages, how, tokenize=False)
+        return self._control_tokens(how.get("template")).ids(text, marked)
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        continues: bool = False,
-        trust_control_tokens: bool = False,
-    ) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> str:
         """The text of which `chat` makes ids; arguments and errors are the same.
 
         Raises:
             PromptError: messages spell a control token, which no text tells from the template's own.
         """
-        marked = None if trust_control_tokens else self._marked(messages, tools, template, variables)
+        marked = self._marked(messages, how)
         if marked is not None:
             place, token = marked.found
             raise PromptError(
                 f"{place} spells {token!r}, a control token of {self.name!r}, which cannot be kept as text here; "
                 "leave it out"
             )
-        return str(self._templated(messages, tools, template, variables, continues, tokenize=False))
+        return str(self._templated(messages, how, tokenize=False))
 
     def conversation_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -219,18 +216,15 @@ class Tokenizer:
         Raises:
             PromptError: the model has no chat template, or its template refuses these messages.
         """
-        return str(self._templated(messages, tools, None, None, False, tokenize=False, begin=False))
+        return str(self._templated(messages, {"tools": tools}, tokenize=False, begin=False))
 
-    def _marked(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: str | None,
-        variables: Mapping[str, Any] | None,
-    ) -> MarkedChat | None:
-        """The chat with marks around the control tokens that it spells; None where it spells none."""
+    def _marked(self, messages: Sequence[Mapping[str, Any]], how: ChatOptions) -> MarkedChat | None:
+        """The chat with marks around the control tokens that it spells; None where it spells none, or may."""
+        if how.get("trust_control_tokens"):
+            return None
         try:
-            return self._control_tokens(template).marked(messages, tools, variables or {})
+            control = self._control_tokens(how.get("template"))
+            return control.marked(messages, how.get("tools"), how.get("variables") or {})
         except (TypeError, UnicodeEncodeError) as error:
             raise PromptError(f"a message has half a character (a lone surrogate): {_gist(error)}") from error
         except RecursionError as error:
@@ -262,22 +256,16 @@ class Tokenizer:
         found = []
         for messages in (talk, [*talk, {"role": "user", "content": "hi"}]):
             try:
-                found.append(str(self._templated(messages, None, template, None, False, tokenize=False, begin=False)))
+                found.append(str(self._templated(messages, {"template": template}, tokenize=False, begin=False)))
             except PromptError:
                 continue
         return found
 
     def _templated(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: str | None,
-        variables: Mapping[str, Any] | None,
-        continues: bool,
-        *,
-        tokenize: bool,
-        begin: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], how: ChatOptions, *, tokenize: bool, begin: bool = True
     ) -> Any:
+        tools, template, variables = how.get("tools"), how.get("template"), how.get("variables")
+        continues = how.get("continues", False)
         if template is None and not self.chat_template:
             raise PromptError(f"{self.name!r} has no chat template; give plain text, or a model tuned for chat")
         from jinja2 import TemplateError

@@ -19,9 +19,9 @@ from truedraft.control import Controller, FixedBudget, Goodput
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import Proposal
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import Drafter, DraftModel, DraftRequest, ParallelDraft, PromptLookup
-from truedraft.drafters.base import TokenView
 from truedraft.drafters.parallel.ahead import Call, Reply
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer

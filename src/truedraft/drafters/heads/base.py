@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.drafters.measured_trees import MeasuredTrees
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.heads.base import Head
 from truedraft.models.base import LanguageModel
@@ -19,7 +20,7 @@ HeadT = TypeVar("HeadT", bound=Head)
 RunnerT = TypeVar("RunnerT")
 
 
-class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
+class HeadDrafter(Drafter, MeasuredTrees, Generic[HeadT, RunnerT]):
     """Drafts with heads on the target's last hidden state; what is made of their guesses is a subclass's matter.
 
     Heads may end in the target's own LM head and read its embeddings, so the drafter runs with the target that it was
@@ -46,6 +47,11 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         self._vectors: dict[int, Tensor | None] = {}  # by request: the one that gave its last token, [width]
         self._runner: RunnerT | None = None
         self._runs_with: LanguageModel | None = None
+
+    @property
+    def trees(self) -> MeasuredTrees:  # type: ignore[override]
+        """Those that it drafts."""
+        return self
 
     @abstractmethod
     def _runner_for(self, target: LanguageModel) -> RunnerT:

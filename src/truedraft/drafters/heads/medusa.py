@@ -16,10 +16,11 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
-from truedraft.drafters.base import DraftRequest, SizePlan, TreeFacts
+from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.calibration import PROMISED_ON, kind_of
 from truedraft.drafters.heads.guess_trees import FixedTrees, GuessTrees, coupled_guesses, trees_for
+from truedraft.drafters.measured_trees import SizePlan, TreeFacts
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel

@@ -22,8 +22,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise, NoiseKey, Purpose
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Draw, Proposal
+from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import DraftRequest, TokenView
+from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.models.base import LanguageModel
 

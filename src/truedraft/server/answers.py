@@ -1,0 +1,305 @@
+"""Answers on their way to a client: one reading of what comes of the samples, whole or as a stream.
+
+An endpoint is a view of it: it names the parts as its protocol does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+
+from truedraft.core.logprobs import TokenLogprobs
+from truedraft.core.stats import Counters
+from truedraft.engine import Answer
+from truedraft.planning.decisions import Decisions
+from truedraft.server.errors import ApiError
+from truedraft.server.events import EventStream
+from truedraft.server.front import Front, unless_gone
+from truedraft.server.service import Answering, News, Stream
+from truedraft.server.traces import trace_of
+from truedraft.text.calls import Call, CallDelta, Reasoning, parsed
+from truedraft.text.notations import AnswerReader
+
+_Value = TypeVar("_Value")
+_LONG = 256  # tokens of answers whose writing would hold up other clients
+
+Ending: TypeAlias = Literal["stop", "length", "calls"]
+"""Why an answer ended: by itself or a stop text, for want of room, or with calls of functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What came of a sample: by one or several steps of a stream, or all of it.
+
+    Attributes:
+        stream: that it is of.
+        news: as it came.
+        found: plain text, reasoning, and what came of calls, in order.
+        ending: why the answer ended, where this is the last part.
+    """
+
+    stream: Stream
+    news: News
+    found: Sequence[str | Reasoning | CallDelta]
+    ending: Ending | None
+
+    @property
+    def answer(self) -> Answer | None:
+        """The whole one, where this is the last part."""
+        return self.news.answer
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of its tokens, as far as they were asked for."""
+        return [entry for piece in self.news.pieces for entry in piece.logprobs]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens."""
+        return [token for piece in self.news.pieces for token in piece.token_ids]
+
+    @property
+    def text(self) -> str:
+        """All plain text."""
+        return "".join(part for part in self.found if isinstance(part, str))
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return "".join(part.text for part in self.found if isinstance(part, Reasoning))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """What came of calls."""
+        return [part for part in self.found if isinstance(part, CallDelta)]
+
+
+class View(Protocol):
+    """An answer as an endpoint tells of it."""
+
+    def begun(self) -> Iterator[str]:
+        """The first events of a stream."""
+
+    def read(self, part: Part) -> Iterator[str]:
+        """The events of a part."""
+
+    def ended(self) -> Iterator[str]:
+        """The last events."""
+
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """The body of answers that are not streamed, of a part for each sample with all that came of it."""
+
+    def failed(self, error: ApiError) -> str:
+        """The last events of a stream that failed."""
+
+
+class Answers:
+    """The samples of one HTTP request, which are read once.
+
+    Args:
+        front: what endpoints share.
+        answering: the samples.
+        readers: of their texts; None where these are plain.
+    """
+
+    def __init__(self, front: Front, answering: Answering, readers: Sequence[AnswerReader] | None = None) -> None:
+        self.front = front
+        self.answering = answering
+        self._readers = readers
+
+    @property
+    def streams(self) -> Sequence[Stream]:
+        """The samples."""
+        return self.answering.streams
+
+    async def reply(self, http: HttpRequest, view: View, *, stream: bool | None) -> Response:
+        """What an endpoint answers: the events of its view as they come, or all of it at once.
+
+        Raises:
+            ApiError: a whole answer failed, or the client has gone.
+        """
+        if stream:
+            return EventStream(self._events(view), self.answering.close, view.failed)
+        await unless_gone(http, self.answering.answers())
+        return await self._apart(lambda: JSONResponse(view.whole([self._part(News.of(each)) for each in self.streams])))
+
+    async def _events(self, view: View) -> AsyncIterator[str]:
+        for each in view.begun():
+            yield each
+        async for news in self.answering.news():
+            for each in view.read(self._part(news)):
+                yield each
+        for each in await self._apart(lambda: list(view.ended())):
+            yield each
+
+    async def _apart(self, work: Callable[[], _Value]) -> _Value:
+        """Do some work on all answers: in a thread where they are long, so that other clients need not wait."""
+        if sum(len(stream.answer.token_ids) for stream in self.streams if stream.answer is not None) <= _LONG:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.front.writer, work)
+
+    def _part(self, news: News) -> Part:
+        text = "".join(piece.text for piece in news.pieces)
+        reader = None if self._readers is None else self._readers[news.number]
+        found = [text] if reader is None else reader.push(text, last=news.answer is not None)
+        ending = None if news.answer is None else _ending(news.answer, reader)
+        return Part(self.streams[news.number], news, found, ending)
+
+    def trace(self, part: Part) -> dict[str, Any]:
+        """Where the tokens of a stream's part came from; empty where that was not asked for."""
+        if not part.stream.shows_steps:
+            return {}
+        return {"trace": trace_of(part.stream, part.news, self.front.token_text)}
+
+    def usage(self, samples_of_one: int = 1, *, answers_count: bool = True) -> dict[str, Any]:
+        """What the whole HTTP request used; after the samples were read.
+
+        Args:
+            samples_of_one: of each prompt, which counts once.
+            answers_count: whether what was written was asked for.
+        """
+        streams = self.streams
+        answers = [stream.answer for stream in streams if stream.answer is not None]
+        prompt = sum(stream.request.prompt_tokens for stream in streams[::samples_of_one])
+        written = sum(len(answer.token_ids) for answer in answers) if answers_count else 0
+        copied = sum(stream.request.copied_tokens for stream in streams[::samples_of_one])
+        predicted = [answer.stats.by_drafter.get("prediction") for answer in answers]
+        accepted = sum(each.accepted_tokens for each in predicted if each is not None)
+        drafted = sum(each.draft_tokens for each in predicted if each is not None)
+        readers = self._readers or ()
+        reasoned = (self._tokens_of(stream, reader.reasoned) for stream, reader in zip(streams, readers, strict=False))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": copied},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+                "reasoning_tokens": sum(reasoned),
+            },
+        }
+
+    def _tokens_of(self, stream: Stream, characters: int) -> int:
+        """How many tokens write the first characters of an answer."""
+        count, tokens = 0, () if stream.answer is None else stream.answer.token_ids
+        while characters > 0 and count < len(tokens):
+            characters -= len(self.front.token_text(tokens[count]))
+            count += 1
+        return count
+
+    def speculation(self, streams: Sequence[Stream] | None = None) -> dict[str, Any]:
+        """What speculation did for some samples, or all, under the names that vLLM gives these numbers."""
+        streams = self.streams if streams is None else streams
+        counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
+        accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
+        forward_s = self.front.service.forward_s
+        speedup = sum((stream.decisions for stream in streams), Decisions(forward_s)).speedup()
+        return {
+            "mean_acceptance_length": counters.mean_acceptance_length,
+            "draft_acceptance_rate": counters.draft_acceptance_rate,
+            "acceptance_histogram": accepted,
+            "num_drafts": sum(accepted),
+            "num_draft_tokens": counters.draft_tokens,
+            "num_accepted_tokens": counters.accepted_tokens,
+            "num_accepted_tokens_per_pos": counters.accepted_per_position,
+            "target_calls": counters.target_calls,
+            "drafters": {
+                name: {"num_draft_tokens": each.draft_tokens, "num_accepted_tokens": each.accepted_tokens}
+                for name, each in counters.by_drafter.items()
+            },
+            "speedup": None if speedup is None else speedup.as_dict(),
+        }
+
+
+def _ending(answer: Answer, reader: AnswerReader | None) -> Ending:
+    """Why an answer that was read to its end ended; calls of which a stop text cut the last do not count."""
+    if answer.finish_reason != "stop":
+        return "length"
+    if reader is None or not reader.calls:
+        return "stop"
+    return "stop" if answer.stop_text is not None and parsed(reader.calls[-1].arguments) is None else "calls"
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """A stretch of an answer.
+
+    Attributes:
+        index: of it in the answer.
+        kind: what it is.
+        call: where it is one.
+        logprobs: of the tokens that wrote its text, in the form of chats.
+    """
+
+    index: int
+    kind: Literal["text", "reasoning", "call"]
+    call: Call | None = None
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """So far; "" of a call."""
+        return "".join(self._texts)
+
+
+Step: TypeAlias = tuple[Literal["began", "wrote", "ended"], Segment, str, list[dict[str, Any]]]
+"""What happens to a segment; where it was written to the new text, and the logprobs of its tokens."""
+
+
+class Segments:
+    """One answer as segments, of which one ends where the next begins.
+
+    Args:
+        front: what endpoints share.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self.found: list[Segment] = []
+        self._front = front
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+
+    def read(self, part: Part) -> Iterator[Step]:
+        """What a part brings; the last segment stays open."""
+        self._logprobs += map(self._front.logprobs_entry, part.logprobs)
+        for each in part.found:
+            if isinstance(each, str):
+                yield from self._wrote("text", each)
+            elif isinstance(each, Reasoning):
+                yield from self._wrote("reasoning", each.text)
+            elif each.begins:
+                self._logprobs = []  # those of a call belong to no text
+                yield from self.begin("call", each.call)
+            else:
+                yield "wrote", self.found[-1], each.arguments, []
+        if part.answer is not None and self.found and self.found[-1].call is None:
+            self.found[-1].logprobs += self._logprobs
+
+    def _wrote(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[Step]:
+        if not text:  # of tokens that make none by themselves; their logprobs go with the next text
+            return
+        if not self.found or self.found[-1].kind != kind:
+            yield from self.begin(kind)
+        segment = self.found[-1]
+        logprobs, self._logprobs = self._logprobs, []
+        segment._texts.append(text)
+        segment.logprobs += logprobs
+        yield "wrote", segment, text, logprobs
+
+    def begin(self, kind: Literal["text", "reasoning", "call"], call: Call | None = None) -> Iterator[Step]:
+        """A new segment; the one before is over."""
+        yield from self.end()
+        self.found.append(Segment(len(self.found), kind, call))
+        yield "began", self.found[-1], "", []
+
+    def end(self) -> Iterator[Step]:
+        """The last segment, if there is one, is over."""
+        for segment in self.found[-1:]:
+            yield "ended", segment, "", []

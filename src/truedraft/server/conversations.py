@@ -1,0 +1,128 @@
+"""From a conversation and its tools, whichever protocol brought them, to a prompt and the answers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fastapi import Request as HttpRequest
+
+from truedraft.core.params import Structured
+from truedraft.errors import PromptError
+from truedraft.models.multimodal import MultimodalPrompt
+from truedraft.server.answers import Answers
+from truedraft.server.errors import ApiError
+from truedraft.server.fields import SamplingFields, Thinking
+from truedraft.server.front import Front
+from truedraft.server.tools import ToolUse, schemas_of
+from truedraft.text.histories import first_taken
+from truedraft.text.notations import AnswerReader
+from truedraft.text.tokenizer import ChatOptions
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is to be answered.
+
+    Attributes:
+        front: what endpoints share.
+        http: the HTTP request.
+        messages: as templates know them; the pictures in them lose where they are.
+        use: of tools.
+        thinks: what is asked of reasoning.
+        more: what else the template is given.
+        continues: whether the answer goes on with the last message.
+        param: the field that holds the messages.
+        samples: that are asked for, whose places are kept while pictures are read.
+    """
+
+    front: Front
+    http: HttpRequest
+    messages: Sequence[Mapping[str, Any]]
+    use: ToolUse
+    thinks: Thinking
+    more: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    param: str = "messages"
+    samples: int = 1
+
+    async def prompt(self) -> list[int] | MultimodalPrompt:
+        """The conversation by the chat template. It takes no time of other clients where it is long.
+
+        Raises:
+            ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
+            OptionError: what else it is given are no variables of templates.
+        """
+        variables = self.front.switches(self.thinks) | self.more
+        contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
+        urls = [part.pop("url") for content in contents for part in content if part["type"] == "image"]
+        if not urls:
+            return await self.front.apart(self.http, self._ids, variables)
+        self.front.reserve(self.http, max(self.samples, 1))  # what it may be is checked later
+        told, how = self._told(variables)
+        return await self.front.pictures.chat(told, urls, param=self.param, **how)
+
+    def _ids(self, variables: Mapping[str, Any]) -> list[int]:
+        tokenizer = self.front.service.engine.target.tokenizer
+        if tokenizer is None:
+            message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
+            raise ApiError(400, message)
+        told, how = self._told(variables)
+        try:
+            return first_taken(told, partial(tokenizer.chat, **how))
+        except PromptError as error:
+            raise ApiError(400, str(error), param=self.param, code="invalid_value") from error
+
+    def _told(self, variables: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], ChatOptions]:
+        """Messages as the template takes them, and how; of tools that it does not know the system's message tells."""
+        front, use = self.front, self.use
+        tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in use.tools]
+        told = list(self.messages)
+        if any(message.get("tool_calls") or message.get("tool_call_id") for message in told):
+            told = list(front.history.fitted(told, use.notation))
+        if tools and "tools" not in front.template:
+            text = use.notation.told(tools)
+            if told[0]["role"] == "system" and isinstance(told[0]["content"], str):  # many templates take but one
+                text += "\n\n" + told.pop(0)["content"]
+            told.insert(0, {"role": "system", "content": text})
+        return told, {
+            "tools": front.history.tools(tools) if tools else None,
+            "template": front.chat_template,
+            "variables": variables,
+            "continues": self.continues,
+            "trust_control_tokens": front.trust_control_tokens,
+        }
+
+    async def answers(
+        self, body: SamplingFields, max_tokens: int | None, form: Structured | None, logprobs: int | None = None
+    ) -> Answers:
+        """Queue the answers.
+
+        Args:
+            body: how they are drawn.
+            max_tokens: of each; None is all that the context has left.
+            form: of an answer's text, where it need not be a call.
+            logprobs: likeliest tokens that are told; None tells none.
+
+        Raises:
+            ApiError: the context has no room, something is wrong with the request, or there is no room for it.
+            OptionError: a value is out of range.
+        """
+        prompt, front, use = await self.prompt(), self.front, self.use
+        ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
+        left = front.service.engine.target.most_tokens(ids) - len(ids)
+        if left < 1:
+            message = f"the conversation has {len(ids)} tokens, and this model's context is {left + len(ids)}"
+            raise ApiError(400, f"{message}; shorten it", param="messages", code="context_length_exceeded")
+        most = left if max_tokens is None else max_tokens
+        params = use.fitted(body.sampling(most, logprobs=logprobs, form=use.forced or form))
+        answering = await front.begin([prompt], params, body, self.http, notation=front.notation)
+        how = {
+            "parallel": use.parallel,
+            "reasoning_open": front.reasons(use.notation, prompt),
+            "calls_alone": use.forced is not None,
+        }
+        readers = [AnswerReader(use.notation, schemas_of(use.tools), **how) for _ in answering.streams]
+        return Answers(front, answering, readers)
