@@ -31,7 +31,7 @@ def written_whole(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
         OSError: it cannot be written.
     """
     mode = path.stat().st_mode & 0o777 if path.exists() else (0o600 if private else 0o644)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as partial:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as partial:
         try:
             yield partial  # type: ignore[misc]
             partial.close()

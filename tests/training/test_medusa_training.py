@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from truedraft import Engine, SamplingParams, load_model
+from truedraft import Engine, SamplingParams, files, load_model
 from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.drafters.heads.medusa import Medusa
@@ -204,23 +204,31 @@ def test_answers_shorter_than_the_reach_are_refused(target_folder, prompts, tmp_
         train_heads(target_folder, prompts, tmp_path, short)
 
 
-@pytest.mark.parametrize("failing", ["checkpoint.pt.partial", "log.jsonl"])
+@pytest.mark.parametrize("failing", ["checkpoint.pt", "log.jsonl"])
 def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, prompts, tmp_path, monkeypatch, failing):
-    opened = Path.open
+    opened, take_place = Path.open, files.take_place
     calls = []
 
+    def write(path):
+        calls.append(path.name)
+        if calls.count(failing) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
     def full(path, mode="r", *rest, **more):
-        if path.name == failing and "r" not in mode:
-            calls.append(path)
-            if len(calls) == 2:
-                raise OSError(errno.ENOSPC, "No space left on device")
+        if "r" not in mode:
+            write(path)
         return opened(path, mode, *rest, **more)
+
+    def taken(partial, path):
+        write(path)
+        take_place(partial, path)
 
     copied(trained, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
+        patch.setattr(files, "take_place", taken)
         train_heads(target_folder, prompts, tmp_path, CONFIG)
-    assert not (tmp_path / "work" / "checkpoint.pt.partial").exists()
+    assert not [*(tmp_path / "work").glob("checkpoint.pt.*")]
     train_heads(target_folder, prompts, tmp_path, CONFIG)
     expected = weights(trained[0])
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())

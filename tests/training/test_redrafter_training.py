@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from truedraft import Engine, SamplingParams, load_model
+from truedraft import Engine, SamplingParams, files, load_model
 from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.errors import CompositionError, DataError, ModelError, OptionError, TrainingError
 from truedraft.heads import HeadRecord, RedrafterHead
@@ -218,9 +218,14 @@ def test_sizes_that_make_no_head_are_refused_before_the_target_writes(target_fol
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("failing", ["checkpoint.pt.partial", "train.laws"])
+@pytest.mark.parametrize("failing", ["checkpoint.pt", "train.laws"])
 def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, prompts, tmp_path, monkeypatch, failing):
-    opened = Path.open
+    opened, take_place = Path.open, files.take_place
+
+    def taken(partial, path):
+        if path.name == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        take_place(partial, path)
 
     def full(path, mode="r", *rest, **more):
         if path.name == failing and "r" not in mode:
@@ -231,8 +236,9 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
     copied(trained, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
+        patch.setattr(files, "take_place", taken)
         train_heads(target_folder, prompts, tmp_path, config)
-    assert not (tmp_path / "work" / "checkpoint.pt.partial").exists()
+    assert not [*(tmp_path / "work").glob("checkpoint.pt.*")]
     train_heads(target_folder, prompts, tmp_path, config)
     assert RedrafterHead.load(tmp_path).record.facts["steps"] == 2
 

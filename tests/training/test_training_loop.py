@@ -187,8 +187,10 @@ def test_a_torn_last_line_of_the_log_is_dropped(stream, tmp_path):
 
 def test_a_half_written_checkpoint_is_ignored(stream, tmp_path):
     new_loop(stream, tmp_path).run(until=4)
-    (tmp_path / (CHECKPOINT + ".partial")).write_bytes(b"torn")
+    torn = tmp_path / f"{CHECKPOINT}.abc.tmp"
+    torn.write_bytes(b"torn")
     assert new_loop(stream, tmp_path).run(until=5).step == 5
+    assert not torn.exists()
 
 
 def test_a_branch_of_the_stable_stretch_equals_a_run_that_was_that_short(stream, tmp_path):

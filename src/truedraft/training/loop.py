@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from truedraft.errors import ChangedOptionsError, TrainingError
-from truedraft.files import take_place
+from truedraft.files import written_whole
 from truedraft.machine import describe_machine
 from truedraft.training.workspace import write_whole, writing
 
@@ -247,9 +247,7 @@ def write_run_record(folder: Path, *, identity: Identity, device: str) -> None:
         "threads": torch.get_num_threads(),
         "identity": dict(identity),
     }
-    with writing(folder / RUN_RECORD):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    write_whole(folder / RUN_RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def checkpoint_of(folder: Path) -> tuple[int, Identity] | None:
@@ -305,6 +303,8 @@ class RunFolder:
             refuse_another_run(before, self._identity, step=state["progress"]["step"], folder=path)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
+            for torn in path.glob(f"{CHECKPOINT}.*"):  # what a kill left of one
+                torn.unlink()
         write_run_record(path, identity=self._identity, device=device)
 
     def append(self, record: StepRecord) -> None:
@@ -314,14 +314,8 @@ class RunFolder:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint; a kill leaves the old one or the new one."""
-        partial = self.path / (CHECKPOINT + ".partial")
-        try:
-            with writing(self.checkpoint):
-                with partial.open("wb") as file:  # torch hides the reason where it opens the file itself
-                    torch.save({**state, "identity": self._identity}, file)
-                take_place(partial, self.checkpoint)
-        finally:
-            partial.unlink(missing_ok=True)
+        with writing(self.checkpoint), written_whole(self.checkpoint) as file:
+            torch.save({**state, "identity": self._identity}, file)  # which hides failures of files that it opens
 
     def resume(self) -> dict[str, Any] | None:
         """The checkpoint, with the log cut to it; None where there is none, and then no log either."""

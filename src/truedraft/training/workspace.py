@@ -29,7 +29,7 @@ _PLACES = ("work/joint", "stage-1/work", "work")  # of working files inside the 
 _WORKING = (
     "checkpoint.pt*",
     "log.jsonl*",
-    "run.json",
+    "run.json*",
     "train.*",
     "tree.*",
     "tree-*.*",

@@ -116,15 +116,20 @@ class Encoder(Protocol):
         """The token ids of the text."""
 
 
-def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
-    """Write `<eos> text <eos> text ... <eos>` as uint32 ids; returns the number of tokens."""
-    pieces = [np.array([tokenizer.eos_token_id], dtype=np.uint32)]
+def as_stream(texts: Iterable[str], tokenizer: Encoder) -> NDArray[np.uint32]:
+    """All tokens of texts: `<eos> text <eos> text ...`."""
+    pieces = [np.zeros(0, dtype=np.uint32)]
     with quiet_transformers():  # which warns of texts longer than the context; they are cut into blocks
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
-            pieces.append(np.array([*ids, tokenizer.eos_token_id], dtype=np.uint32))
-    stream = np.concatenate(pieces)
-    if len(pieces) == 1:
+            pieces.append(np.array([tokenizer.eos_token_id, *ids], dtype=np.uint32))
+    return np.concatenate(pieces)
+
+
+def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
+    """Write `<eos> text <eos> text ... <eos>` as uint32 ids; returns the number of tokens."""
+    stream = np.append(as_stream(texts, tokenizer), np.uint32(tokenizer.eos_token_id))
+    if len(stream) == 1:
         raise DataError("the training data holds no text: give at least one file that is not empty")
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as file:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError
 from truedraft.models.loading import quiet_transformers
-from truedraft.training.texts.data import Encoder
+from truedraft.training.texts.data import Encoder, as_stream
 
 _SKIPPED = ("site-packages/", "dist-packages/", "ensurepip/_bundled/", "lib2to3/tests/data/", "test/bad", "encodings/")
 _CHARACTERS_PER_TOKEN = 16  # what is encoded to get a prompt of so many tokens; more is needed only by odd texts
@@ -109,15 +109,6 @@ def split_prompts(
         as_stream(held_out, tokenizer),
         _apart(train, texts, tokenizer),
     )
-
-
-def as_stream(texts: Sequence[str], tokenizer: Encoder) -> NDArray[np.uint32]:
-    """All tokens of texts: `<eos> text <eos> text ...`."""
-    ids: list[int] = []
-    with quiet_transformers():  # which warns of texts longer than the context
-        for text in texts:
-            ids += [tokenizer.eos_token_id, *tokenizer.encode(text, add_special_tokens=False)]
-    return np.array(ids, dtype=np.uint32)
 
 
 def cut_prompts(texts: Sequence[str], tokenizer: Encoder, count: int, length: int) -> list[list[int]]:
