@@ -104,6 +104,7 @@ class HuggingFaceModel(LanguageModel):
         if reread is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
         self._backend = backend(model)
+        self.weight_bytes = self._backend.weight_bytes or self.weight_bytes
         self.pool = self._backend.new_pool(self.context_length)
         self.fast_paths = self._backend.fast_paths
         self.shown_layers = self._backend.shown_layers

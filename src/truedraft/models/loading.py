@@ -34,6 +34,7 @@ from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelErr
 from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
+from truedraft.models import gguf
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.copied import CopiedBackend
@@ -49,6 +50,7 @@ from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
+from truedraft.models.quantized import is_quantized
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
@@ -189,6 +191,8 @@ def _checked(
     reread: Callable[[], PreTrainedModel],
 ) -> HuggingFaceModel:
     """A model that runs packed, held to its own forward."""
+    if is_quantized(model):
+        return HuggingFaceModel(model, tokenizer, name, backend, reread)
     check = check_against_stock(model, name)
     with _stumbles(lambda what: f"{name} ({type(model).__name__}) does not run packed ({what})"):
         loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
@@ -338,6 +342,13 @@ def resolve_source(name: str) -> str:
         path = Path(name).expanduser()
     except RuntimeError as error:
         raise ModelNotFoundError(f"there is no home for the ~ of {name!r}; check the path") from error
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
+    if path.suffix == ".gguf" and path.is_file() or len(files) == 1:
+        return str(gguf.folder_of(files[0] if files else path))
+    if files:
+        raise ModelNotFoundError(
+            f"{name!r} is a folder with {len(files)} GGUF files; name one of them: {', '.join(each.name for each in files)}"
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")
@@ -401,6 +412,8 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
         ModelError: the weights cannot be read, or do not fit the configuration; generation_config.json is broken.
     """
     refuse_broken_generation_config(source, name, revision)
+    if (Path(source) / gguf.INDEX).is_file():
+        return gguf.load_weights(Path(source), config, name, dtype)
     try:
         with quiet_transformers():
             model, report = _class_of(config).from_pretrained(

@@ -33,11 +33,13 @@ from truedraft.models.backends.native.memory import (
     Scratch,
     Weights,
     padded_bias,
+    pieces,
     quantized_bytes,
 )
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import release
+from truedraft.models.quantized import in_halves, quantized_of
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.threads import forward_threads
 
@@ -75,7 +77,14 @@ class NativeBackend(Backend):
         self._whole: NativeBackend | None = None  # whose norms and embedding this one reads, too
         self.least_rows = 1
         self.own_threads = True
+        bits = sorted({linear.bits for whole, _ in _linears(model) for linear in pieces(whole)})
         self.fast_paths = ("native forward", "packed weights")
+        if any(bits):
+            named = f"{bits[0] or 'all'} bits" if len(bits) == 1 else f"{bits[0] or 'all'} to {bits[-1]} bits"
+            self.fast_paths = ("native forward", f"weights of {named}")
+            self.weight_bytes = sum(
+                self._weights.bytes_of(linear) * count for whole, count in _linears(model) for linear in pieces(whole)
+            )
 
     @cached_property
     def _model(self) -> CModel:
@@ -196,6 +205,9 @@ def _model(llama: Llama, weights: Weights) -> CModel:
     patterns = llama.patterns
     layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
     lm_head = weights.linear([llama.lm_head.weight], _bias([llama.lm_head]))
+    coded = CLinear()
+    if quantized_of(llama.embedding) is not None:
+        coded = lm_head if llama.tied else weights.linear([llama.embedding], None)
     if not llama.tied:
         release(llama.lm_head)
     return CModel(
@@ -203,9 +215,9 @@ def _model(llama: Llama, weights: Weights) -> CModel:
         len(llama.embedding), table.width, table.interleaved, _GATES[_activation(first) or ""],
         several, 0 if experts is None else experts.chosen, experts is not None and experts.normed,
         0 if experts is None else _units(max(width, inner)),
-        weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
+        None if coded.bits else weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
         llama.norm.offset, llama.norm.rounds_once,
-        lm_head, (CLayer * len(layers))(*layers),
+        lm_head, coded, (CLayer * len(layers))(*layers),
     )  # fmt: skip
 
 
@@ -291,7 +303,7 @@ def _linear(layers: Linears, weights: Weights) -> CLinear:
 
 
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
-    gate, up = [layer.weight for layer in layers] if len(layers) > 1 else layers[0].weight.chunk(2)
+    gate, up = [layer.weight for layer in layers] if len(layers) > 1 else in_halves(layers[0].weight)
     bias = _bias(layers)
     made = weights.linear([gate, up], None if bias is None else _in_turns(bias, len(gate)), turns=True)
     for layer in layers:
@@ -398,7 +410,7 @@ class NativeLmHead:
         """The structure of heads that read `width` numbers and end in the LM head; keeps what it points to alive."""
         head = self._model.lm_head
         cells = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
-        read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells, head.bits)
+        read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells, head.bits, head.scales)
         return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
 
     def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, TopK]:

@@ -105,11 +105,13 @@ void truedraft_pack(const cell *weight, int64_t rows, int64_t cells, cell *targe
 }
 
 /* A linear layer. Weights lie as [blocks of 16 outputs][input cells][16 outputs]; blocks come in fours. */
-typedef struct {
+typedef struct Linear {
     const cell *weights;
     const float *bias; /* [outputs, up to whole units] or NULL */
     int64_t inputs, outputs, read; /* read: the first inputs that are used; the others are known to be 0 */
-    int64_t bits; /* of a weight, where they are quantised as quantized.h says; else 0 */
+    int64_t bits, scales; /* of a weight, where they are quantised as quantized.h says; else 0 */
+    int64_t own; /* units before those of `more` */
+    const struct Linear *more; /* the last outputs, where they are quantised in another way than the first; or NULL */
 } Linear;
 
 #include "quantized.h"
@@ -136,7 +138,7 @@ typedef struct {
     const element *embedding, *norm;
     float eps, scale; /* scale: of embeddings */
     Norms norms;
-    Linear lm_head;
+    Linear lm_head, coded; /* coded: the embedding where it is quantised, which `embedding` then is not */
     const Layer *layer;
 } Model;
 
@@ -284,6 +286,7 @@ static void arrange(const Linear *l, const element *x, int64_t stride, int64_t r
 /* A group of rows against one unit of outputs: sums `[rows][SUMS]`. Where bfloat16 weights are far, in memory, even few
  * rows take the tiles that bring the next ones near. */
 static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int64_t size, int far, lanes (*sum)[SUMS]) {
+    for (; l->more && at >= l->own; l = l->more) at -= l->own;
     if (l->bits) return quantized_unit(l, at, x, rows, sum);
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
     const cell *w = l->weights + at * (UNIT / BLOCK) * block;
@@ -824,7 +827,8 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
         if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
     for (int64_t t = 0; t < b->total; t++) {
         element *row = scratch->stream + t * m->stride;
-        memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
+        if (m->coded.bits) decode_row(&m->coded, b->tokens[t], row);
+        else memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
         if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
     }
     int64_t steps;
