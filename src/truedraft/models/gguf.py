@@ -25,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
 from truedraft.files import written_whole
 from truedraft.machine import cache_folder
-from truedraft.models.quantized import QuantizedWeight, Scheme
+from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 
 INDEX = "gguf.json"
 _FORMAT = 2
@@ -117,15 +117,16 @@ def _q6_k(blocks: Blocks) -> QuantizedWeight:
     return QuantizedWeight(6, Scheme.HALVES, _codes(low | high << 4, out), _float16(blocks, 208), None, inner)
 
 
-_READERS: dict[str, tuple[Callable[[Blocks], QuantizedWeight], int]] = {  # and bytes of a block
-    "Q4_0": (_q4_0, 18),
-    "Q4_1": (_q4_1, 20),
-    "Q5_0": (_q5_0, 22),
-    "Q5_1": (_q5_1, 24),
-    "Q8_0": (_q8_0, 34),
-    "Q4_K": (_q4_k, 144),
-    "Q5_K": (_q5_k, 176),
-    "Q6_K": (_q6_k, 210),
+# What reads a type, bytes of a block, and what is read.
+_READERS: dict[str, tuple[Callable[[Blocks], QuantizedWeight], int, tuple[int, Scheme]]] = {
+    "Q4_0": (_q4_0, 18, (4, Scheme.ONE)),
+    "Q4_1": (_q4_1, 20, (4, Scheme.SHIFTED)),
+    "Q5_0": (_q5_0, 22, (5, Scheme.ONE)),
+    "Q5_1": (_q5_1, 24, (5, Scheme.SHIFTED)),
+    "Q8_0": (_q8_0, 34, (8, Scheme.ONE)),
+    "Q4_K": (_q4_k, 144, (4, Scheme.NESTED)),
+    "Q5_K": (_q5_k, 176, (5, Scheme.NESTED)),
+    "Q6_K": (_q6_k, 210, (6, Scheme.HALVES)),
 }
 _NUMBERS: dict[str, tuple[str, int]] = {"F32": ("<f4", 4), "F16": ("<f2", 2), "BF16": ("<i2", 2)}
 
@@ -137,7 +138,7 @@ def quantized_of(kind: str, data: NDArray[np.uint8]) -> QuantizedWeight:
         kind: its type, by ggml's name.
         data: `[out, bytes of an output]`.
     """
-    reader, size = _READERS[kind]
+    reader, size, _ = _READERS[kind]
     return reader(data.reshape(len(data), -1, size))
 
 
@@ -204,7 +205,7 @@ class _WithoutMemory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_) and args[0].dim() > 1:
             return args[0]
-        if func is torch.empty and len(args) == 1 and len(args[0]) > 1:
+        if func is torch.empty and isinstance(args[0], tuple) and len(args[0]) > 1:
             return torch.zeros((), **(kwargs or {})).expand(*args[0])
         return func(*args, **(kwargs or {}))
 
@@ -297,8 +298,8 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, file: NDArray[np.uint8], p
     order = torch.from_numpy(np.ascontiguousarray(whole(np.arange(len(data))[:, None])[:, 0]))
     as_stored = bool((order == torch.arange(len(order))).all())
 
-    def quantized() -> QuantizedWeight:
+    def read() -> QuantizedWeight:
         found = quantized_of(stored.kind, data)
         return found if as_stored else found.rows(order)
 
-    weight.quantized = quantized  # type: ignore[attr-defined]
+    weight.quantized = StoredWeight(_READERS[stored.kind][2], read)  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from truedraft.core.top_k import TopK
@@ -29,6 +28,7 @@ from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
 from truedraft.models.processor import Processor
+from truedraft.models.quantized import numbers_of
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
@@ -286,7 +286,7 @@ class HuggingFaceModel(LanguageModel):
                 f"{self.name} embeds ids in {table.shape[1]} numbers, and heads read {self.head_width}; use heads that "
                 "do not read the token"
             )
-        return embedding(tokens, table)[:, : self.head_width]
+        return self._backend.embed(tokens, table)[:, : self.head_width]
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         return self._finish(logits)
@@ -345,7 +345,7 @@ def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
     """
     digest = hashlib.sha256()
     for part, weight in sorted(module.named_parameters()):
-        values = weight.detach().to(device="cpu", dtype=dtype or weight.dtype).contiguous()
+        values = numbers_of(weight).to(device="cpu", dtype=dtype or weight.dtype).contiguous()
         digest.update(f"{part} {tuple(values.shape)}\n".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]

@@ -50,7 +50,7 @@ from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
-from truedraft.models.quantized import is_quantized
+from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
@@ -101,6 +101,8 @@ def load_model(
     source = resolve_source(str(name))
     read = partial(_read_merged, source, str(name), revision, adapter)
     model = read(kind).to(place)
+    if is_quantized(model) and not (fast_paths and pad_to is None and not adapters and _runs_quantized(model)):
+        dequantize(model)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend = _packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
@@ -156,8 +158,11 @@ def _read_merged(
     source: str, name: str, revision: str | None, adapter: str | Path | None, kind: torch.dtype
 ) -> PreTrainedModel:
     """A model as transformers loads it, an adapter merged into its weights."""
-    model = read_model(source, name, kind, revision)
-    return model if adapter is None else merge_adapter(model, adapter)
+    model = _read_as_stored(source, name, kind, revision)
+    if adapter is None:
+        return model
+    dequantize(model)
+    return merge_adapter(model, adapter)
 
 
 def _refuse_adapters(beside: object, name: str | Path) -> None:
@@ -312,6 +317,12 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
     return _packed_backend({}, True)(model, patterns)
 
 
+def _runs_quantized(model: PreTrainedModel) -> bool:
+    """Whether a forward of ours runs the codes of its weights."""
+    llama = Llama.of(model, probe_patterns(model))
+    return llama is not None and NativeBackend.fits(llama)
+
+
 def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., StockBackend]:
     """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
 
@@ -374,8 +385,17 @@ def read_model(source: str, name: str, dtype: torch.dtype, revision: str | None 
         UnsupportedModelError: it is no causal language model, or quantised.
         ModelError: its files cannot be read.
     """
+    model = _read_as_stored(source, name, dtype, revision)
+    dequantize(model)
+    return model
+
+
+def _read_as_stored(source: str, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+    """As `read_model`; matrices of a GGUF file are `quantized` where they are there."""
     config = load_config(source, name, revision)
     refuse_other_kinds(config, name)
+    if (Path(source) / gguf.INDEX).is_file():
+        return gguf.load_weights(Path(source), config, name, dtype)
     return load_weights(source, config, name, dtype, revision)
 
 
@@ -413,7 +433,9 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
     """
     refuse_broken_generation_config(source, name, revision)
     if (Path(source) / gguf.INDEX).is_file():
-        return gguf.load_weights(Path(source), config, name, dtype)
+        model = gguf.load_weights(Path(source), config, name, dtype)
+        dequantize(model)
+        return model
     try:
         with quiet_transformers():
             model, report = _class_of(config).from_pretrained(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -97,9 +98,22 @@ class QuantizedWeight:
         return scales * codes - spread(self.shifts, GROUP * HEAD) * spread(self.lesser, GROUP)
 
 
-def quantized_of(weight: Tensor) -> Callable[[], QuantizedWeight] | None:
-    """What gives a parameter's codes where its file has such; the parameter itself then holds no numbers."""
-    found: Callable[[], QuantizedWeight] | None = getattr(weight, "quantized", None)
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A quantised weight that is read when it is asked for: a parameter's `quantized`.
+
+    Attributes:
+        form: of what is read.
+        read: reads it.
+    """
+
+    form: tuple[int, Scheme]
+    read: Callable[[], QuantizedWeight]
+
+
+def quantized_of(weight: Tensor) -> StoredWeight | None:
+    """A parameter's codes where its file has such; the parameter itself then holds no numbers."""
+    found: StoredWeight | None = getattr(weight, "quantized", None)
     return found
 
 
@@ -110,8 +124,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 def numbers_of(weight: Tensor) -> Tensor:
     """A parameter in numbers, of its dtype, whether or not it is quantised."""
-    quantized = quantized_of(weight)
-    return weight.detach() if quantized is None else quantized().dequantized().to(weight.dtype)
+    stored = quantized_of(weight)
+    return weight.detach() if stored is None else stored.read().dequantized().to(weight.dtype)
 
 
 def dequantize(model: nn.Module) -> None:
@@ -124,10 +138,13 @@ def dequantize(model: nn.Module) -> None:
 
 def in_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the second half of a parameter's outputs, quantised where it is."""
-    first, second = weight.detach().chunk(2)
-    quantized = quantized_of(weight)
-    if quantized is not None:
-        count = len(first)
-        first.quantized = lambda: quantized().rows(slice(count))  # type: ignore[attr-defined]
-        second.quantized = lambda: quantized().rows(slice(count, None))  # type: ignore[attr-defined]
-    return first, second
+    parts = weight.detach().chunk(2)
+    stored, count = quantized_of(weight), len(parts[0])
+    if stored is not None:
+        for part, rows in zip(parts, (slice(count), slice(count, None)), strict=True):
+            part.quantized = StoredWeight(stored.form, partial(_rows, stored, rows))  # type: ignore[attr-defined]
+    return parts[0], parts[1]
+
+
+def _rows(stored: StoredWeight, rows: slice) -> QuantizedWeight:
+    return stored.read().rows(rows)

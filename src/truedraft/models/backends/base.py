@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
@@ -149,6 +149,10 @@ class Backend(ABC):
         Returns:
             `[rows, ids]`, padded ids of the embedding included. A row does not depend on the others.
         """
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """What the model looks up for tokens `[n]` in its embedding, `table`: `[n, width]`."""
+        return embedding(tokens, table)
 
     def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
         """Of the first `vocab` ids the likeliest `[rows, count]` by `factor` times the logits of `unembed`.

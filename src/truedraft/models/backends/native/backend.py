@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.functional import pad, silu
 from truedraft.cache import Buffers, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
-from truedraft.errors import CacheError, ModelError
+from truedraft.errors import CacheError, ModelError, UnsupportedModelError
 from truedraft.models.attention import Full
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
@@ -39,13 +40,14 @@ from truedraft.models.backends.native.memory import (
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import release
-from truedraft.models.quantized import in_halves, quantized_of
+from truedraft.models.quantized import Scheme, in_halves, quantized_of
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
 _MOST_HEAD = 256
 _GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
+_WORTH_A_COPY = 0.7  # of the bytes of its weights that a copy with fewer bits may have
 _NO_BLOCKS = (CLinear * 0)()
 
 
@@ -111,16 +113,20 @@ class NativeBackend(Backend):
             and len(turned) == 1
             and len({_activation(layer) for layer in llama.layers}) == 1
             and _activation(layer) is not None
+            and all(map(_fits_quantized, llama.layers))
             and built(llama.dtype).library is not None
         )
 
     def quantized(self, bits: int) -> NativeBackend:
+        fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
+        if self.weight_bytes and fewer > _WORTH_A_COPY * self.weight_bytes:
+            raise UnsupportedModelError(f"its own are quantised, and such a copy has {fewer / self.weight_bytes:.0%} of their bytes")
         twin = copy.copy(self)  # scratch memory, too, so that only one of the two may run at a time
         twin._whole = self
         twin._weights = Weights(self._library)
         del twin._model
         twin._make_model = partial(_quantized, self._model, twin._weights, bits)
-        twin.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
+        twin.weight_bytes = fewer
         twin.fast_paths = ("native forward", f"weights of {bits} bits")
         return twin
 
@@ -156,6 +162,17 @@ class NativeBackend(Backend):
             )
             raise ModelError(reasons[refused - 1])
         return logits[:, : self._vocab], hidden
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        if not self._model.coded.bits:
+            return super().embed(tokens, table)
+        wanted = tokens.to(_CPU, torch.int64).contiguous()
+        found = torch.empty(len(wanted), self._width, dtype=self._dtype, device=_CPU)
+        self._library.truedraft_look_up(
+            ctypes.byref(self._model.coded), ctypes.c_void_p(wanted.data_ptr()), ctypes.c_int64(len(wanted)),
+            ctypes.c_void_p(found.data_ptr()),
+        )  # fmt: skip
+        return found
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._lm_head.logits(vectors)
@@ -194,6 +211,22 @@ class NativeBackend(Backend):
         if known is None or known.generation != buffers.generation:
             known = self._caches[buffers] = _Addresses(buffers, *self._cache_shape, self._dtype)
         return known
+
+
+def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
+    """Whether what is quantised in another way than the outputs before it begins a unit, and both factors of the MLP are
+    quantised in one way."""
+
+    def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
+        stored = [quantized_of(linear.weight) for linear in linears]
+        return [None if each is None else each.form for each in stored]
+
+    at = 0
+    for (before, after), linear in zip(itertools.pairwise(forms(layer.qkv)), layer.qkv, strict=False):
+        at += linear.out_features
+        if before != after and None not in (before, after) and at % UNIT:
+            return False
+    return len(set(forms(layer.gate_up))) < 2
 
 
 def _model(llama: Llama, weights: Weights) -> CModel:
@@ -409,8 +442,8 @@ class NativeLmHead:
     def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
         """The structure of heads that read `width` numbers and end in the LM head; keeps what it points to alive."""
         head = self._model.lm_head
-        cells = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
-        read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells, head.bits, head.scales)
+        read = CLinear.from_buffer_copy(head)
+        read.read = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
         return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
 
     def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, TopK]:

@@ -230,9 +230,9 @@ class Weights:
             bias: of all outputs in that order.
             turns: whether the blocks of two parts take turns, so that two factors of an output are computed together.
         """
-        quantized = [each for part in parts if (each := quantized_of(part)) is not None]
-        if len(quantized) == len(parts):
-            return self._coded([each() for each in quantized], bias, turns)
+        stored = [each for part in parts if (each := quantized_of(part)) is not None]
+        if len(stored) == len(parts):
+            return self._coded([each.read() for each in stored], bias, turns)
         return self.linears([list(map(numbers_of, parts))], bias, turns=turns)
 
     def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, turns: bool = False) -> CLinear:

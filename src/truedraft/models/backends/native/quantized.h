@@ -138,6 +138,8 @@ static inline shorts as_scales(lanes v) {
 #endif
 }
 
+static inline lanes as_float16(lanes v) { const shorts bits = as_scales(v); return load_scales((const uint8_t *)&bits); }
+
 /* What makes a group's weights of codes, of one vector of outputs: scale of either half * (code - zero) + shift. */
 typedef struct { lanes scale[2], shift; ints zero; } Maker;
 
@@ -281,6 +283,11 @@ static void decode_row(const Linear *l, int64_t output, element *to) {
     }
 }
 
+/* The same of some outputs: of an embedding, the vectors of tokens, `[count][inputs]`. */
+void truedraft_look_up(const Linear *l, const int64_t *outputs, int64_t count, element *to) {
+    for (int64_t i = 0; i < count; i++) decode_row(l, outputs[i], to + i * l->inputs);
+}
+
 /* What a file says of some outputs of one layer; NULL what its layout has not. */
 typedef struct {
     const uint8_t *codes;            /* [rows][inputs] */
@@ -330,10 +337,10 @@ static inline lanes clamped(lanes v, float low, float high) {
 static lanes scales_for(const lanes *weight, int64_t bits) {
     lanes largest = all(0.0f), best = all(0.0f), least = all(__builtin_inff());
     for (int k = 0; k < PER_SCALE; k++) largest = larger(absolute(weight[k]), largest);
-    if (bits == 8) return largest / 127.0f;
+    if (bits == 8) return as_float16(largest / 127.0f);
     for (int n = 24; n <= 40; n++)
         for (int sign = -1; sign <= 1; sign += 2) {
-            const lanes scale = largest * (float)(sign * 4) / (float)n, finer = inverse(scale);
+            const lanes scale = as_float16(largest * (float)(sign * 4) / (float)n), finer = inverse(scale);
             lanes squares = all(0.0f);
             for (int k = 0; k < PER_SCALE; k++) {
                 const lanes error = weight[k] - clamped(whole(weight[k] * finer), -8.0f, 7.0f) * scale;
@@ -356,7 +363,12 @@ void truedraft_quantize(const Linear *from, int64_t first, int64_t units, int64_
             memset(to, 0, each);
             for (int b = 0; b < SUMS; b++) {
                 lanes weight[PER_SCALE];
-                if (from->bits) decode(from, at, g, b, weight);
+                if (from->bits) {
+                    const Linear *l = from;
+                    int64_t own = at;
+                    for (; l->more && own >= l->own; l = l->more) own -= l->own;
+                    decode(l, own, g, b, weight);
+                }
                 else for (int k = 0; k < PER_SCALE; k++) {
                     const cell *w = from->weights + (at * (UNIT / BLOCK) + b * LANES / BLOCK) * block + b * LANES % BLOCK;
                     const int64_t input = g * PER_SCALE + k;
