@@ -221,7 +221,8 @@ def other_magic(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"), [(cut, "is no whole GGUF file"), (other_magic, "is no whole GGUF file"), (lambda _: b"", "GGUF")]
+    ("broken", "said"),
+    [(cut, "is no whole GGUF file"), (other_magic, "is no whole GGUF file"), (lambda _: b"", "GGUF")],
 )
 def test_a_broken_file_is_refused(broken: Any, said: str, tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", "llama", {"": "Q4_0"})
@@ -233,7 +234,11 @@ def test_a_broken_file_is_refused(broken: Any, said: str, tmp_path: Path) -> Non
 def test_what_a_file_lacks_or_cannot_be_read_of_it_is_named(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], type[TruedraftError], str]] = [
         ({"kinds": {"": "Q4_0"}, "leave_out": "blk.1.ffn_up.weight"}, ModelError, r"lacks 1 tensors.*up_proj"),
-        ({"kinds": {"": "TQ1_0"}}, UnsupportedModelError, r"type TQ1_0, which truedraft does not read; get one of Q4_0"),
+        (
+            {"kinds": {"": "TQ1_0"}},
+            UnsupportedModelError,
+            r"type TQ1_0, which truedraft does not read; get one of Q4_0",
+        ),
     ]
     for number, (given, error, said) in enumerate(cases):
         file = write(tmp_path / f"{number}.gguf", "llama", **given)

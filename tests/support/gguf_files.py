@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -12,7 +11,16 @@ from numpy.typing import NDArray
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 # Where the float16 scales of a type's block begin.
-_SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_SCALES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q5_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 _WIDTH, _INNER, _LAYERS = 256, 512, 2
 _TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
 
@@ -30,8 +38,16 @@ def random_blocks(kind: str, out: int, inputs: int, seed: int, scale: float = 0.
     return blocks.reshape(out, -1)
 
 
-def write(path: Path, architecture: str, kinds: dict[str, str], *, heads: int = 4, kv_heads: int = 2, tied: bool = True,
-          leave_out: str = "") -> Path:
+def write(
+    path: Path,
+    architecture: str,
+    kinds: dict[str, str],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    tied: bool = True,
+    leave_out: str = "",
+) -> Path:
     """A file of two layers with a byte tokenizer.
 
     Args:
@@ -90,7 +106,10 @@ def _head(architecture: str) -> int:
 
 def _tensors(architecture: str, vocab: int, heads: int, kv_heads: int, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
     head = _head(architecture)
-    found: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (vocab, _WIDTH)), ("output_norm.weight", (_WIDTH,))]
+    found: list[tuple[str, tuple[int, ...]]] = [
+        ("token_embd.weight", (vocab, _WIDTH)),
+        ("output_norm.weight", (_WIDTH,)),
+    ]
     if not tied:
         found.append(("output.weight", (vocab, _WIDTH)))
     for layer in range(_LAYERS):
@@ -106,7 +125,11 @@ def _tensors(architecture: str, vocab: int, heads: int, kv_heads: int, tied: boo
             ("ffn_down.weight", (_WIDTH, _INNER)),
         ]
         if architecture == "qwen2":
-            parts += [("attn_q.bias", (heads * head,)), ("attn_k.bias", (kv_heads * head,)), ("attn_v.bias", (kv_heads * head,))]
+            parts += [
+                ("attn_q.bias", (heads * head,)),
+                ("attn_k.bias", (kv_heads * head,)),
+                ("attn_v.bias", (kv_heads * head,)),
+            ]
         if architecture in ("qwen3", "gemma3"):
             parts += [("attn_q_norm.weight", (head,)), ("attn_k_norm.weight", (head,))]
         if architecture == "gemma3":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +41,7 @@ def _float16(blocks: Blocks, first: int, count: int = 1) -> Tensor:
     return torch.from_numpy(part.view("<f2").astype(np.float16).reshape(len(blocks), -1))
 
 
-def _codes(codes: NDArray[np.uint8], out: int) -> Tensor:
+def _codes(codes: NDArray[Any], out: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(codes).reshape(out, -1))
 
 
@@ -52,7 +53,7 @@ def _nibbles(blocks: Blocks, first: int, count: int) -> NDArray[np.uint8]:
 
 def _fifth_bits(blocks: Blocks, first: int) -> NDArray[np.uint8]:
     """`[out, blocks, 32]`, 0 or 16: bit i of four bytes belongs to code i."""
-    return np.unpackbits(blocks[..., first : first + 4], axis=-1, bitorder="little") << 4
+    return np.unpackbits(blocks[..., first : first + 4], axis=-1, bitorder="little") * np.uint8(16)
 
 
 def _q8_0(blocks: Blocks) -> QuantizedWeight:
@@ -81,8 +82,8 @@ def _q5_1(blocks: Blocks) -> QuantizedWeight:
 def _inner(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Inner scales and shifts of Q4_K and Q5_K, `[out, groups]`: 6 bits each of 8 groups, in 12 bytes from byte 4 on.
 
-    Those of the first four groups are the lower 6 bits of the first 8 bytes; those of the others have their lower 4 bits
-    in the last 4 bytes, and their upper 2 where the first ones leave room.
+    Those of the first four groups are the lower 6 bits of the first 8 bytes; those of the others have their lower 4
+    bits in the last 4 bytes, and their upper 2 where the first ones leave room.
     """
     scales, shifts, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     first = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
@@ -225,21 +226,41 @@ def _convert(path: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with written_whole(folder / INDEX) as file:  # the last: it says that the folder is whole
-        file.write(json.dumps({"file": str(path), "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in stored]}).encode())
+        file.write(
+            json.dumps(
+                {
+                    "file": str(path),
+                    "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in stored],
+                }
+            ).encode()
+        )
 
 
 def _stored(path: Path) -> list[StoredTensor]:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise MissingExtraError("gguf", "reading GGUF files") from error
+        raise MissingExtraError(
+            f"{str(path)!r} is a GGUF file, and the package that reads these is not installed; run pip install "
+            "'truedraft[gguf]'"
+        ) from error
+    if re.search(r"-\d{5}-of-\d{5}$", path.stem):
+        raise UnsupportedModelError(
+            f"{str(path)!r} is one part of a model, and truedraft reads whole files; merge them with llama.cpp's "
+            "llama-gguf-split --merge"
+        )
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError, IndexError, KeyError) as error:
         raise ModelError(f"{str(path)!r} is no whole GGUF file: {first_line(error)}; fetch it again") from error
     tensors = [
         StoredTensor(
-            each.name, "", each.tensor_type.name, tuple(int(n) for n in reversed(each.shape)), each.data_offset, each.n_bytes
+            each.name,
+            "",
+            each.tensor_type.name,
+            tuple(int(n) for n in reversed(each.shape)),
+            each.data_offset,
+            each.n_bytes,
         )
         for each in reader.tensors
     ]
@@ -276,7 +297,9 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
             missing.discard(stored.place)
             _fill(parameters[stored.place], stored, file, processor, name)
     if missing:
-        raise ModelError(f"{name!r} lacks {len(missing)} tensors of its model, the first {min(missing)!r}; fetch it again")
+        raise ModelError(
+            f"{name!r} lacks {len(missing)} tensors of its model, the first {min(missing)!r}; fetch it again"
+        )
     return model
 
 

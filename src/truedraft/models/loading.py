@@ -32,9 +32,9 @@ from transformers.utils import cached_file, logging
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError, first_line
 from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
+from truedraft.models import gguf
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
-from truedraft.models import gguf
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.copied import CopiedBackend
@@ -354,12 +354,11 @@ def resolve_source(name: str) -> str:
     except RuntimeError as error:
         raise ModelNotFoundError(f"there is no home for the ~ of {name!r}; check the path") from error
     files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
-    if path.suffix == ".gguf" and path.is_file() or len(files) == 1:
+    if (path.suffix == ".gguf" and path.is_file()) or len(files) == 1:
         return str(gguf.folder_of(files[0] if files else path))
     if files:
-        raise ModelNotFoundError(
-            f"{name!r} is a folder with {len(files)} GGUF files; name one of them: {', '.join(each.name for each in files)}"
-        )
+        named = ", ".join(each.name for each in files)
+        raise ModelNotFoundError(f"{name!r} is a folder with {len(files)} GGUF files; name one of them: {named}")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")

@@ -200,7 +200,9 @@ def _mixes_without_attention(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
     places = torch.arange(_TOKENS, device=device)
-    if is_quantized(model):  # its weights pass no gradient; a family that is run by its codes is one whose layers we know
+    if is_quantized(
+        model
+    ):  # its weights pass no gradient; a family that is run by its codes is one whose layers we know
         with torch.no_grad():
             model(input_ids=ids, position_ids=places[None], use_cache=False, logits_to_keep=1)
         return False

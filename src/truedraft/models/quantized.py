@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 GROUP = 32
@@ -25,7 +24,7 @@ class Scheme(Enum):
     - SHIFTED: scale * code + shift. Q4_1 and Q5_1.
     - ZEROED: scale * (code - zero). GPTQ and AWQ.
     - NESTED: (scale of the head * inner scale) * code - (shift of the head * inner shift). Q4_K and Q5_K.
-    - HALVES: (scale of the head * inner scale) * (code - middle), the inner scale with a sign and for half a group. Q6_K.
+    - HALVES: (scale of the head * inner scale) * (code - middle), inner scales with a sign, one for half a group. Q6_K.
     """
 
     ONE = 0
@@ -45,7 +44,8 @@ class QuantizedWeight:
         codes: `[out, in]`, uint8, from 0.
         scales: float16, `[out, groups]`, of NESTED and HALVES `[out, heads]`.
         shifts: float16, likewise; None but of SHIFTED and NESTED.
-        inner: uint8, `[out, groups]`: inner scales of NESTED, zeros of ZEROED; of HALVES int8 `[out, 2 groups]`; or None.
+        inner: uint8, `[out, groups]`: inner scales of NESTED, zeros of ZEROED; of HALVES int8 `[out, 2 groups]`; or
+            None.
         lesser: uint8, `[out, groups]`: inner shifts of NESTED; or None.
     """
 
@@ -72,8 +72,8 @@ class QuantizedWeight:
 
     def rows(self, index: Tensor | slice) -> QuantizedWeight:
         """Some outputs, in another order or not."""
-        parts = {name: getattr(self, name) for name in ("codes", "scales", "shifts", "inner", "lesser")}
-        return replace(self, **{name: None if each is None else each[index] for name, each in parts.items()})
+        rest = [None if each is None else each[index] for each in (self.shifts, self.inner, self.lesser)]
+        return QuantizedWeight(self.bits, self.scheme, self.codes[index], self.scales[index], *rest)
 
     def dequantized(self) -> Tensor:
         """`[out, in]`, float32: products and sums in the order and with the rounding of the `gguf` package."""

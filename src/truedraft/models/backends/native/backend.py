@@ -40,8 +40,8 @@ from truedraft.models.backends.native.memory import (
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import release
-from truedraft.models.quantized import Scheme, in_halves, quantized_of
 from truedraft.models.packing import ForwardPlan, SegmentPlan
+from truedraft.models.quantized import Scheme, in_halves, quantized_of
 from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
@@ -61,8 +61,9 @@ class NativeBackend(Backend):
     """
 
     def __init__(self, llama: Llama) -> None:
-        self._library = library = built(llama.dtype).library
+        library = built(llama.dtype).library
         assert library is not None
+        self._library: Any = library
         self._forward = library.truedraft_forward
         self._forward.restype = ctypes.c_int
         self._dtype = llama.dtype
@@ -120,7 +121,9 @@ class NativeBackend(Backend):
     def quantized(self, bits: int) -> NativeBackend:
         fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
         if self.weight_bytes and fewer > _WORTH_A_COPY * self.weight_bytes:
-            raise UnsupportedModelError(f"its own are quantised, and such a copy has {fewer / self.weight_bytes:.0%} of their bytes")
+            raise UnsupportedModelError(
+                f"its own are quantised, and such a copy has {fewer / self.weight_bytes:.0%} of their bytes"
+            )
         twin = copy.copy(self)  # scratch memory, too, so that only one of the two may run at a time
         twin._whole = self
         twin._weights = Weights(self._library)
@@ -214,7 +217,7 @@ class NativeBackend(Backend):
 
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
-    """Whether what is quantised in another way than the outputs before it begins a unit, and both factors of the MLP are
+    """Whether outputs that are quantised in another way than those before begin a unit, and both factors of the MLP are
     quantised in one way."""
 
     def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
@@ -248,7 +251,8 @@ def _model(llama: Llama, weights: Weights) -> CModel:
         len(llama.embedding), table.width, table.interleaved, _GATES[_activation(first) or ""],
         several, 0 if experts is None else experts.chosen, experts is not None and experts.normed,
         0 if experts is None else _units(max(width, inner)),
-        None if coded.bits else weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
+        None if coded.bits else weights.keep(llama.embedding),
+        weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
         llama.norm.offset, llama.norm.rounds_once,
         lm_head, coded, (CLayer * len(layers))(*layers),
     )  # fmt: skip

@@ -131,7 +131,7 @@ static inline shorts as_scales(lanes v) {
     return (shorts)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
 #else
     const lanes size = absolute(v);
-    const words bits = (words)size, normal = (bits + 0xfffu + (bits >> 13 & 1u) >> 13) - (112u << 10);
+    const words bits = (words)size, normal = ((bits + 0xfffu + (bits >> 13 & 1u)) >> 13) - (112u << 10);
     const words small = (words)(size + 0.5f) - 0x3f000000u; /* the last place of 0.5 is float16's least step */
     const words whole = (words)choose(size < 0x1p-14f, (lanes)small, (lanes)normal);
     return __builtin_convertvector(whole | ((words)v >> 16 & 0x8000u), shorts);
