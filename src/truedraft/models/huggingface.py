@@ -214,6 +214,24 @@ class HuggingFaceModel(LanguageModel):
             rows = sum(len(segment.tokens) for segment in segments)
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
+    def quantize(self, bits: int) -> None:
+        """Give the model itself linear weights of so many bits, 8 or 4; what they were is freed.
+
+        It is another model then, whose answers are its own; heads that were trained for it fit nearly as well.
+
+        Raises:
+            UnsupportedModelError: its forward has no products with such weights.
+        """
+        try:
+            self._backend.quantize(bits)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{self.name} cannot have weights of {bits} bits ({error}): only the native forward runs these, in "
+                "which dense families run on CPUs"
+            ) from error
+        self.name += f" in {bits} bits"
+        self.weight_bytes, self.fast_paths = self._backend.weight_bytes, self._backend.fast_paths
+
     def quantized(self, bits: int) -> HuggingFaceModel:
         if bits not in (8, 4):
             raise OptionError(f"bits must be 8 or 4, got {bits}")

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError, first_line
+from truedraft.errors import ModelError, ModelNotFoundError, UnknownOptionError, UnsupportedModelError, first_line
 from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
 from truedraft.models import gguf
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
@@ -54,6 +54,7 @@ from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
+_BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
 # Quantised weights that transformers turns back into bfloat16 where it has no kernels for them.
 _TURNED_BACK = {"mxfp4"}
@@ -69,6 +70,7 @@ def load_model(
     pad_to: str | None = None,
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    weights: str | None = None,
 ) -> HuggingFaceModel:
     """Load a causal language model, unmodified, and make it run packed.
 
@@ -82,6 +84,7 @@ def load_model(
         adapter: the folder of one that peft wrote, merged into the weights for all requests.
         adapters: folders of LoRA adapters by the names that requests give (`SamplingParams.adapter`); one forward
             serves requests of all of them, and of none.
+        weights: "q8" or "q4": linear weights are quantised to 8 or 4 bits at load, in groups of 32; None leaves them.
 
     Returns:
         The model, its tokenizer with it where the folder holds one.
@@ -93,6 +96,25 @@ def load_model(
         ModelError: its files cannot be read, or an adapter does not fit it.
         MissingExtraError: an adapter is asked for, and peft is not installed.
     """
+    if weights is not None and weights not in _BITS:
+        raise UnknownOptionError.nearest("weights", weights, tuple(_BITS))
+    loaded = _load(name, dtype, device, revision, fast_paths, pad_to, adapter, adapters)
+    if weights is not None:
+        loaded.quantize(_BITS[weights])
+    return loaded
+
+
+def _load(
+    name: str | Path,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    revision: str | None,
+    fast_paths: bool,
+    pad_to: str | None,
+    adapter: str | Path | None,
+    adapters: Mapping[str, str | Path] | None,
+) -> HuggingFaceModel:
+    """As `load_model`, with weights as they are."""
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     keep_rows_alike(place, kind)

@@ -129,6 +129,14 @@ class Backend(ABC):
         """
         raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
 
+    def quantize(self, bits: int) -> None:
+        """Give the linear weights so many bits, 8 or 4; what they were is freed.
+
+        Raises:
+            UnsupportedModelError: this backend has no products with such weights of its own.
+        """
+        raise UnsupportedModelError("its forward has no products with such weights")
+
     def quantized(self, bits: int) -> Backend:
         """The same with linear weights of so many bits, over the caches of this one; see `LanguageModel.quantized`.
 

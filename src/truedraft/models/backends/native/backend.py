@@ -68,6 +68,7 @@ class NativeBackend(Backend):
         self._forward.restype = ctypes.c_int
         self._dtype = llama.dtype
         self._weights = Weights(library)
+        self._tied = llama.tied
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
@@ -117,6 +118,20 @@ class NativeBackend(Backend):
             and all(map(_fits_quantized, llama.layers))
             and built(llama.dtype).library is not None
         )
+
+    def quantize(self, bits: int) -> None:
+        model, weights = self._model, self._weights
+        before = {whole.weights for whole, _ in _linears(model)}
+        made = _quantized(model, weights, bits)
+        self._scratch.settle()
+        if model.coded.bits == 0 and self._tied:
+            before.add(model.embedding)
+            model.coded, model.embedding = made.lm_head, None
+        model.layer, model.lm_head = made.layer, made.lm_head
+        weights.free(before)
+        self._lm_head.forget()
+        self.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(model))
+        self.fast_paths = ("native forward", f"weights of {bits} bits")
 
     def quantized(self, bits: int) -> NativeBackend:
         fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
@@ -466,6 +481,10 @@ class NativeLmHead:
         scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
         self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
         return logits[:, :outputs], TopK(ids, values)
+
+    def forget(self) -> None:
+        """The LM head has other weights now."""
+        self._alone.clear()
 
     def settle(self) -> None:
         """Return when no thread reads weights; see `Scratch.settle`."""

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
@@ -219,6 +219,10 @@ class Weights:
         """The address of a tensor, which is kept."""
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
+
+    def free(self, addresses: Collection[int]) -> None:
+        """Let go of some tensors, by their addresses."""
+        self._kept = [tensor for tensor in self._kept if tensor.data_ptr() not in addresses]
 
     def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, turns: bool = False) -> CLinear:
         """A linear layer from weights `[out, in]`, which are packed, and a bias as `padded_bias` makes it.
