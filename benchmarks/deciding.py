@@ -133,7 +133,7 @@ class Sitting:
         place = {"cell": cell.name, "row": cell.row, "size": cell.size, "set": cell.set, "batch": cell.batch}
         took_s, sitting = round(self._took[cell], 2), len(self._kept.sittings)
         times = {"share_s": cell.share_s, "took_s": took_s, "sitting": sitting}
-        self._kept.add(place | {"temperature": cell.temperature} | dict(found) | times)
+        self._kept.add(place | dict(found) | times)
         self._say(f"{len(self._kept.cells)} done: {cell.name}: {shown(found)}, {took_s:.0f} s")
 
 
@@ -144,9 +144,7 @@ def shown(found: Mapping[str, Any]) -> str:
         return f"{found['ratio']:.3f}{half} ({found['status']})"
     if "share" in found:
         return f"{100 * found['share']:.2f} % of the time, {1e6 * found['per_step_s']:.0f} us a step"
-    if "speedups" in found:
-        return f"best {found['best']} of {len(found['speedups'])}, {max(found['speedups'].values()):.3f}"
-    return ", ".join(f"{name} {phase['median']:.3f}" for name, phase in found["phases"].items())
+    return f"best {found['best']} of {len(found['speedups'])}, {max(found['speedups'].values()):.3f}"
 
 
 def main() -> int:

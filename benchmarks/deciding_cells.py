@@ -19,11 +19,8 @@ ROWS = {
     "b": "the default against the best fixed configuration of the sweep, measured again",
     "c": "the default controller against the heuristic that adds 2 and takes 1, both with the draft",
     "d": "a portfolio of draft and prompt lookup against the better of the two, all under the default controller",
-    "e": "measured over predicted speed-up of what `truedraft plan` chose",
-    "f": "the default against plain decoding while a neighbour takes half of the memory's bandwidth, and leaves again",
     "g": "time spent on deciding",
     "s": "the default against plain decoding, four times as many requests as run together, one after the other",
-    "h": "the draft under the default controller against plain decoding, batches of 8 and 16",
 }
 """What each row measures."""
 
@@ -34,11 +31,8 @@ _SHARES: Mapping[str, tuple[float, float, float]] = {
     "b": (15.0, 40.0, 100.0),
     "c": (15.0, 40.0, 90.0),
     "d": (20.0, 50.0, 110.0),
-    "e": (60.0, 60.0, 60.0),
-    "f": (210.0, 210.0, 210.0),
     "g": (4.0, 6.0, 25.0),
     "s": (20.0, 60.0, 120.0),
-    "h": (120.0, 120.0, 120.0),
 }
 _LONGEST = 3.0  # times its share
 _OF_SAVED = 0.25  # of what others left, for one cell
@@ -57,20 +51,17 @@ class Cell:
         size: "own", or what the target is padded to.
         set: of prompts.
         batch: requests at once.
-        temperature: of greedy sets, where a row asks for another one.
     """
 
     row: str
     size: str
     set: str
     batch: int
-    temperature: float | None = None
 
     @property
     def name(self) -> str:
         """Unique in the table."""
-        words = [self.row, self.size, self.set, f"batch {self.batch}"]
-        return " | ".join(words + ([] if self.temperature is None else [f"temperature {self.temperature:g}"]))
+        return " | ".join([self.row, self.size, self.set, f"batch {self.batch}"])
 
     @property
     def needs(self) -> Cell | None:
@@ -91,15 +82,9 @@ def all_cells() -> list[Cell]:
 def _of_size(size: str) -> list[Cell]:
     cells = [Cell(row, size, name, batch) for batch in BATCHES for row in ("sweep", "a") for name in SETS]
     cells += [Cell(row, size, name, 1) for row in ("b", "c", "d") for name in SETS]
-    if size == "110M":
-        cells += [Cell("e", size, name, 1) for name in SETS]
-    if size != "own":
-        cells += [Cell("f", size, name, 1) for name in ("code", "prose")]
     cells += [Cell("g", size, name, batch) for batch in BATCHES for name in ("code", MIX)]
     if size != "500M":
         cells += [Cell("s", size, name, batch) for batch in (4, 16) for name in ("code", "prose", MIX)]
-    else:
-        cells += [Cell("h", size, "code", batch, temperature) for batch in (8, 16) for temperature in (0.0, 0.8)]
     return cells
 
 

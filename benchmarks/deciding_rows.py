@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from common import heldout_texts
 from deciding_cells import Cell, SkippedError
-from deciding_load import Neighbour, Stream, watch
-from deciding_sets import MIX, NEW_TOKENS, PROSE, Asked, groups_of, prompt_sets
+from deciding_sets import MIX, PROSE, Asked, groups_of, prompt_sets
 from deciding_sweep import NONE, best, coarse, finer
 from truedraft import Engine, load_model
 from truedraft.bench.turns import Answered, Contest, Stop, estimate, one_round, ratios
 from truedraft.control import Controller, FixedBudget
-from truedraft.costs.bandwidth import read_bandwidth
 from truedraft.engine import StepRecord
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
@@ -39,9 +30,8 @@ _MOST_SLOTS = 32
 _WAITING = 4  # times as many requests as run together, of row s
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
 _MIXED_GROUPS = 5  # of a pass at batch 1: one of each domain
-_PLAN_S = 600.0
 # A cell whose interval lies this far above its bar need not be known to 0.02.
-_SURE_ABOVE = {("c", MIX): 1.15, ("d", MIX): 1.15, ("h", 8): 1.5, ("h", 16): 1.25}
+_SURE_ABOVE = {("c", MIX): 1.15, ("d", MIX): 1.15}
 
 
 class EngineSystem:
@@ -106,10 +96,7 @@ class Lab:
             assert target.tokenizer is not None
             prose = PROSE.read_text(encoding="utf-8")
             self._sets = prompt_sets(heldout_texts(), prose, target.tokenizer.encode, target.vocab_size)
-        asked = self._sets[cell.set]
-        if cell.temperature is None:
-            return asked
-        return [_at(each, cell.temperature) for each in asked]
+        return self._sets[cell.set]
 
     def groups(self, cell: Cell) -> list[list[Asked]]:
         """What is answered together."""
@@ -142,10 +129,6 @@ class Lab:
             TruedraftError: there is no such drafter or controller yet.
         """
         return EngineSystem(name, Engine(self.target(size), words, None, controller, max_batch=slots))
-
-
-def _at(asked: Asked, temperature: float) -> Asked:
-    return dataclasses.replace(asked, params=dataclasses.replace(asked.params, temperature=temperature))
 
 
 Found = dict[str, Any]
@@ -189,7 +172,7 @@ def _warm_up(systems: Sequence[EngineSystem], group: Sequence[Asked]) -> None:
 
 def contest(lab: Lab, cell: Cell, of: EngineSystem, over: Sequence[EngineSystem]) -> Contest:
     """Let a system take turns with others."""
-    stop = Stop(_SURE_ABOVE.get((cell.row, cell.set), _SURE_ABOVE.get((cell.row, cell.batch), 1.10)))
+    stop = Stop(_SURE_ABOVE.get((cell.row, cell.set), 1.10))
     return Contest([of, *over], lab.groups(cell), [(of.name, other.name) for other in over], stop, lab.clock)
 
 
@@ -238,90 +221,6 @@ def through_slots(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Con
     default = lab.learning(cell.size, "auto", DEFAULT, slots=cell.batch)
     plain = lab.learning(cell.size, NONE, PLAIN, FixedBudget(), slots=cell.batch)
     return Contest([default, plain], [group], [(DEFAULT, PLAIN)], Stop(1.10), lab.clock)
-
-
-def large_batches(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest:
-    """Row h."""
-    return contest(lab, cell, lab.learning(cell.size, "draft", DEFAULT), [lab.plain(cell.size)])
-
-
-def plan_kept(lab: Lab, cell: Cell, most_s: float) -> Found:
-    """Row e: asks the command itself, which predicts from three prompts in four and measures on the fourth.
-
-    It answers all prompts in one way, so `mix` has the prompts of all domains, answered greedily.
-
-    Raises:
-        SkippedError: there is no such command yet, or it failed, or does not say what it predicted and measured.
-    """
-    command = [sys.executable, "-m", "truedraft", "plan"]
-    if subprocess.run([*command, "--help"], capture_output=True, check=False).returncode != 0:
-        raise SkippedError("this version has no `truedraft plan`")
-    asked = lab.asked(cell)
-    sampling = asked[0].params
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "prompts.jsonl"
-        lines = [json.dumps({"id": str(number), "prompt": list(each.prompt)}) for number, each in enumerate(asked)]
-        file.write_text("\n".join(lines) + "\n")
-        words = ["--prompts", str(file), "--json", "--max-tokens", str(NEW_TOKENS), "--ignore-eos"]
-        words += ["--temperature", str(sampling.temperature), "--threads", str(torch.get_num_threads())]
-        words += ["--dtype", "bfloat16"]
-        words += [] if cell.size == "own" else ["--pad-to", cell.size]
-        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=_PLAN_S, check=False)
-    if done.returncode != 0 or not done.stdout.strip():
-        raise SkippedError(f"`truedraft plan` ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
-    return plan_record(json.loads(done.stdout.splitlines()[-1]))
-
-
-def plan_record(told: Mapping[str, Any]) -> Found:
-    """What a cell's line says of what `truedraft plan --json` printed: its `check`, on prompts that it had not seen.
-
-    Raises:
-        SkippedError: it does not hold what it predicted and measured.
-    """
-    check = told.get("check") or {}
-    predicted, measured = check.get("predicted_speedup"), check.get("speedup")
-    if not predicted or not measured:
-        raise SkippedError("`truedraft plan --json` printed no predicted_speedup and speedup in its check")
-    ratio, low, high = (round(measured[name] / predicted["value"], 4) for name in ("value", "low", "high"))
-    return {
-        "predicted": round(predicted["value"], 4),
-        "measured": round(measured["value"], 4),
-        "recommended": told.get("recommended"),
-        "ratio": ratio,
-        "low": low,
-        "high": high,
-        "half_width": round((high - low) / 2, 4),
-        "status": "reached",
-    }
-
-
-def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float) -> Found:
-    """Row f."""
-    asked = lab.asked(cell)
-    default, plain = lab.learning(cell.size, "auto", DEFAULT), lab.plain(cell.size)
-    bandwidth = read_bandwidth().bytes_per_s
-    streams = [Stream(each.engine, asked, lab.clock) for each in (default, plain)]
-    with Neighbour(bandwidth / 2) as neighbour:
-
-        def begin(phase: str) -> None:
-            if phase == "loaded":
-                neighbour.come()
-            else:
-                neighbour.leave()
-            for stream in streams:
-                stream.restart()
-
-        try:
-            windows = watch([stream.run for stream in streams], begin, most_s, lab.clock)
-            taken = neighbour.bytes_per_s()
-        finally:
-            for stream in streams:
-                stream.close()
-    return windows.as_dict() | {
-        "status": "reached",
-        "bandwidth_bytes_per_s": round(bandwidth),
-        "neighbour_bytes_per_s": round(taken),
-    }
 
 
 def deciding(lab: Lab, cell: Cell, most_s: float) -> Found:
@@ -399,14 +298,11 @@ CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest]]
     "c": default_against_heuristic,
     "d": portfolio_against_members,
     "s": through_slots,
-    "h": large_batches,
 }
 """Rows that are ratios, from the models, the cell, and the record of the cell that it needs."""
 
 MEASURES: Mapping[str, Callable[[Lab, Cell, float], Found]] = {
     "sweep": sweep,
-    "e": plan_kept,
-    "f": beside_a_neighbour,
     "g": deciding,
 }
 """Rows that are measured at one go, in so many seconds."""

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 
 import deciding
 import deciding_cells as cells
-import deciding_load as load
 import deciding_report as report
 import deciding_rows as rows
 import deciding_sets as sets
@@ -345,13 +343,12 @@ def bars_of(tmp_path: Path, **values: float) -> dict[str, Any]:
 
 
 def test_bars_hold_fail_or_stay_open(tmp_path: Path) -> None:
-    found = bars_of(tmp_path, a=1.0, sweep=1.0, b=0.96, c=1.06, d=1.0, h=1.2)
+    found = bars_of(tmp_path, a=1.0, sweep=1.0, b=0.96, c=1.06, d=1.0)
     assert [found[words] for words in found if words.startswith("a:")] == [True, True, True]
     assert [found[words] for words in found if words.startswith("b:")] == [True]
     assert [found[words] for words in found if words.startswith("c:")] == [True, True]
     assert [found[words] for words in found if words.startswith("d:")] == [False, True]
-    assert [found[words] for words in found if words.startswith("h:")] == [False, True]
-    assert {found[words] for words in found if words[0] in "efg"} == {None}
+    assert {found[words] for words in found if words[0] == "g"} == {None}
 
 
 @pytest.mark.parametrize(("value", "half", "verdicts"), [(0.965, 0.02, (False, None)), (0.975, 0.004, (None, False))])
@@ -381,42 +378,6 @@ def test_deciding_may_take_a_share_or_microseconds_at_own_size() -> None:
     assert cheap("own", 0.5, 209e-6, 16) and not cheap("own", 0.5, 211e-6, 16)
 
 
-def windows_of(quiet: float, loaded: float, after: Sequence[float]) -> dict[str, Any]:
-    found = load.Windows()
-    for place, value in enumerate([quiet] * 8 + [loaded] * 8 + list(after)):
-        found.ratios[place] += [value - 0.01, value, value + 0.01] * 2
-    return found.as_dict()
-
-
-def test_windows_behind_a_change_do_not_count_and_being_back_takes_seconds() -> None:
-    assert [list(own) for _, own in load.places()] == [list(range(8)), list(range(10, 16)), list(range(18, 24))]
-    good = windows_of(1.3, 1.0, [0.5, 0.6] + [1.3] * 6)
-    assert min(report.counted(good)) == pytest.approx(1.0) and report.back_after(good) == 2
-    late = windows_of(1.3, 1.0, [0.5, 0.6, 1.0] + [1.3] * 5)
-    assert report.back_after(late) == 3
-    assert report.back_after(windows_of(1.3, 1.0, [1.3] * 7 + [1.0])) is None
-    assert report.back_after(windows_of(1.3, 1.0, [1.3] * 8)) == 0
-    assert good["phases"]["loaded"]["interval"][0] < 1.0 < good["phases"]["loaded"]["interval"][1]
-
-
-def test_slices_alternate_within_the_phases_and_the_first_repeat_warms_up() -> None:
-    clock, told, ran = Clock(), [], []
-
-    def runner(side: int, speed: int) -> Any:
-        def run(seconds: float) -> tuple[int, float]:
-            clock.now += seconds
-            ran.append(side)
-            return round(speed * seconds), seconds
-
-        return run
-
-    found = load.watch([runner(0, 120), runner(1, 80)], told.append, 3 * 24.0, clock)
-    assert clock() == 3 * 24.0 and told == (["quiet"] * 8 + ["loaded"] * 8 + ["quiet again"] * 8) * 3
-    assert ran[:8] == [0, 1, 1, 0, 1, 0, 0, 1]
-    assert found.as_dict()["repeats"] == 2
-    assert found.as_dict()["medians"] == [1.5] * 24
-
-
 def test_the_cost_of_deciding_is_a_share_of_the_steps() -> None:
     costs = [(0.001, 0.1, 2), (0.003, 0.1, 2)] * 40
     found = rows.cost_summary(costs, 2)
@@ -425,28 +386,11 @@ def test_the_cost_of_deciding_is_a_share_of_the_steps() -> None:
     assert found["per_step_median_s"] == pytest.approx(statistics.median(each[0] for each in costs))
 
 
-def test_what_the_plan_predicted_is_held_against_what_it_measured() -> None:
-    check = {
-        "predicted_speedup": {"value": 2.0, "low": 1.8, "high": 2.2},
-        "speedup": {"value": 1.9, "low": 1.7, "high": 2.1},
-    }
-    found = rows.plan_record({"check": check, "recommended": "draft"})
-    assert (found["ratio"], found["low"], found["high"]) == (0.95, 0.85, 1.05)
-    for told in ({}, {"check": check | {"speedup": None}}):
-        with pytest.raises(rows.SkippedError, match="no predicted_speedup and speedup"):
-            rows.plan_record(told)
-
-
 def test_the_report_shows_every_row_and_marks_what_was_missed(tmp_path: Path) -> None:
     kept = cells.Kept(tmp_path / "report.jsonl", "v")
     kept.add({"what": "sitting", "machine": {"cpu": "a processor"}, "threads": 2, "dtype": "bfloat16"})
     for cell in cells.all_cells():
         record = ratio(cell, 1.234, status="missed" if cell.name == "a | own | code | batch 1" else "reached")
-        if cell.row == "f":
-            record |= windows_of(1.3, 1.0, [1.3] * 8) | {
-                "bandwidth_bytes_per_s": 4e10,
-                "neighbour_bytes_per_s": 2e10,
-            }
         if cell.row == "g":
             record |= {"share": 0.005, "low": 0.004, "high": 0.006, "per_step_s": 5e-5, "requests": 1, "step_s": 0.01}
         kept.add(record)
@@ -471,11 +415,3 @@ def test_make_has_the_command() -> None:
     rules = (ROOT / "Makefile").read_text()
     assert re.search(r"^bench-deciding:.*\n(?:\t.*\n)*\t.*benchmarks/deciding\.py", rules, re.MULTILINE)
     assert "bench-deciding" in next(line for line in rules.splitlines() if line.startswith(".PHONY"))
-
-
-def test_the_neighbour_reads_only_while_it_is_let() -> None:
-    with load.Neighbour(4e9) as neighbour:
-        neighbour.come()
-        time.sleep(0.3)
-        neighbour.leave()
-        assert neighbour.bytes_per_s() > 0.0
