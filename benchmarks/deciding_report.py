@@ -16,8 +16,6 @@ Records = Sequence[Record]
 _LEAST_EVER, _LEAST_SURE, _LEAST_POOLED = 0.97, 0.98, 0.99  # of row a
 _LEAST_OF_BEST = 0.95  # of row b
 _MIX_GAIN, _HEURISTIC_LOSS, _PORTFOLIO_LOSS = 1.05, 0.98, 0.97  # of rows c and d
-_SHARE, _SHARE_OWN = 0.01, 0.03  # of row g
-_STEP_S, _FURTHER_S = 60e-6, 10e-6  # of row g at own size: a step, and each further request
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ def bars(kept: Kept) -> list[Bar]:
     found = [*_bars_of_default(rows["a"], rows["sweep"]), _bar_of_best(rows["b"])]
     found += _bars_of_two("c", rows["c"], "the heuristic", _HEURISTIC_LOSS)
     found += _bars_of_two("d", rows["d"], "the better member", _PORTFOLIO_LOSS)
-    return [*found, _bar_of_deciding(rows["g"]), _bar_of_tokens(kept)]
+    return [*found, _bar_of_tokens(kept)]
 
 
 def _verdict(row: str, records: Records, fails: Callable[[Record], bool], cells: Sequence[Cell] = ()) -> bool | None:
@@ -124,29 +122,6 @@ def _bars_of_two(row: str, records: Records, other: str, least: float) -> list[B
     ]
 
 
-def _bar_of_deciding(records: Records) -> Bar:
-    def fails(record: Record) -> bool:
-        return not deciding_is_cheap(record)
-
-    worst = max(records, key=lambda record: record["share"], default=None)
-    told = "not measured"
-    if worst is not None:
-        told = f"most {worst['share']:.2%}, {1e6 * worst['per_step_s']:.0f} us a step, {_place(worst)}"
-    return Bar(
-        f"g: at most {_SHARE:.0%} of the time; at own size {_SHARE_OWN:.0%}, or 60 us and 10 for each further request",
-        _verdict("g", records, fails),
-        told,
-    )
-
-
-def deciding_is_cheap(record: Record) -> bool:
-    """Whether a cell of row g is within its bar."""
-    if record["size"] != "own":
-        return bool(record["share"] <= _SHARE)
-    most_s = _STEP_S + _FURTHER_S * (record["requests"] - 1)
-    return bool(record["share"] <= _SHARE_OWN or record["per_step_s"] <= most_s)
-
-
 def _bar_of_tokens(kept: Kept) -> Bar:
     compared = sum(record.get("greedy_compared", 0) for record in kept.cells.values())
     different = [record for record in kept.cells.values() if record.get("greedy_different", 0)]
@@ -184,8 +159,6 @@ def _row_table(row: str, records: Mapping[str, Record]) -> str:
     if row == "sweep":
         lines = [[_place(each), each["best"], _speedups(each)] for each in records.values()]
         return f"{_table(['cell', 'best', 'speed-ups'], lines)}\n\n{_families(list(records.values()))}"
-    if row == "g":
-        return _deciding_table(records.values())
     whole = _ratio_table(row, records, lambda record: record)
     behind = _ratio_table(row, records, lambda record: record["decoding"])
     return f"{whole}\n\nThe same answers behind their prompts, which are read alike by both:\n\n{behind}"
@@ -246,20 +219,6 @@ def _family(sets: Sequence[Mapping[str, float]]) -> str:
     lengths = sorted({words.rpartition("=")[2] for words, _ in best}, key=lambda each: (len(each), each))
     shown = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
     return f"{min(values):.2f} to {max(values):.2f} with {shown}"
-
-
-def _deciding_table(records: Sequence[Record] | Any) -> str:
-    lines = [
-        [
-            _place(each),
-            f"{each['share']:.2%} ({each['low']:.2%} to {each['high']:.2%})",
-            f"{1e6 * each['per_step_s']:.0f}",
-            f"{1e3 * each['step_s']:.2f}",
-            "yes" if deciding_is_cheap(each) else "**no**",
-        ]
-        for each in records
-    ]
-    return _table(["cell", "share of time", "us a step", "ms of the step", "within its bar"], lines)
 
 
 def _place(record: Record) -> str:
