@@ -10,7 +10,7 @@ from typing import Any
 
 from common import heldout_texts
 from deciding_cells import Cell
-from deciding_sets import MIX, PROSE, Asked, groups_of, prompt_sets
+from deciding_sets import MIX, PROSE, SetRequest, groups_of, prompt_sets
 from truedraft import Engine, load_model
 from truedraft.bench.turns import Answered, Contest, Stop, estimate, one_round, ratios
 from truedraft.control import FixedBudget
@@ -50,7 +50,7 @@ class EngineSystem:
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
 
-    def answer(self, group: Sequence[Asked]) -> Answered:
+    def answer(self, group: Sequence[SetRequest]) -> Answered:
         """Answer a group together.
 
         Raises:
@@ -81,7 +81,7 @@ class Lab:
         self.clock: Callable[[], float] = time.perf_counter
         self._size = ""
         self._target: LanguageModel | None = None
-        self._sets: dict[str, list[Asked]] = {}
+        self._sets: dict[str, list[SetRequest]] = {}
         self._fixed: dict[str, EngineSystem] = {}
 
     def target(self, size: str) -> LanguageModel:
@@ -94,7 +94,7 @@ class Lab:
             self._size = size
         return self._target
 
-    def asked(self, cell: Cell) -> list[Asked]:
+    def asked(self, cell: Cell) -> list[SetRequest]:
         """The requests of a cell's set."""
         if not self._sets:
             target = self.target(cell.size)
@@ -103,7 +103,7 @@ class Lab:
             self._sets = prompt_sets(heldout_texts(), prose, target.tokenizer.encode, target.vocab_size)
         return self._sets[cell.set]
 
-    def groups(self, cell: Cell) -> list[list[Asked]]:
+    def groups(self, cell: Cell) -> list[list[SetRequest]]:
         """What is answered together."""
         return groups_of(cell.set, self.asked(cell), cell.batch, few=cell.size == "500M")
 
@@ -215,7 +215,7 @@ def sweep(lab: Lab, cell: Cell) -> Found:
     }
 
 
-def _warm_up(systems: Sequence[EngineSystem], group: Sequence[Asked]) -> None:
+def _warm_up(systems: Sequence[EngineSystem], group: Sequence[SetRequest]) -> None:
     short = [
         dataclasses.replace(asked, params=dataclasses.replace(asked.params, max_tokens=_WARM_UP_TOKENS))
         for asked in group
@@ -224,7 +224,7 @@ def _warm_up(systems: Sequence[EngineSystem], group: Sequence[Asked]) -> None:
         system.answer(short)
 
 
-def contest(lab: Lab, cell: Cell, of: EngineSystem, over: Sequence[EngineSystem]) -> Contest[list[Asked]]:
+def contest(lab: Lab, cell: Cell, of: EngineSystem, over: Sequence[EngineSystem]) -> Contest[list[SetRequest]]:
     """Let a system take turns with others."""
     stop = Stop(_SURE_ABOVE.get((cell.row, cell.set), 1.10))
     return Contest([of, *over], lab.groups(cell), [(of.name, other.name) for other in over], stop, lab.clock)
@@ -243,12 +243,12 @@ def of_contest(contest: Contest) -> Found:
     return record | contest.measured.as_dict() | {"ratios": ratios(turns, name, hardest)}
 
 
-def default_against_plain(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[Asked]]:
+def default_against_plain(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
     """Row a."""
     return contest(lab, cell, lab.learning(cell.size, "auto", DEFAULT), [lab.plain(cell.size)])
 
 
-def default_against_best(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[Asked]]:
+def default_against_best(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
     """Row b; the best of the sweep is measured again, or it would be the luckiest."""
     assert before is not None
     return contest(
@@ -256,19 +256,19 @@ def default_against_best(lab: Lab, cell: Cell, before: Mapping[str, Any] | None)
     )
 
 
-def default_against_heuristic(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[Asked]]:
+def default_against_heuristic(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
     """Row c; the heuristic starts at 5 tokens and knows no end, so the draft may be long."""
     heuristic = lab.learning(cell.size, LONG_DRAFT, HEURISTIC, "heuristic")
     return contest(lab, cell, lab.learning(cell.size, LONG_DRAFT, DEFAULT), [heuristic])
 
 
-def portfolio_against_members(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[Asked]]:
+def portfolio_against_members(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
     """Row d."""
     portfolio = lab.learning(cell.size, f"portfolio({';'.join(MEMBERS)})", PORTFOLIO)
     return contest(lab, cell, portfolio, [lab.learning(cell.size, each, each) for each in MEMBERS])
 
 
-def through_slots(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[Asked]]:
+def through_slots(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
     """Row s: what a server does, where requests wait for those that run."""
     asked = lab.asked(cell)
     group = [asked[number % len(asked)] for number in range(_WAITING * cell.batch)]
@@ -277,7 +277,7 @@ def through_slots(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Con
     return Contest([default, plain], [group], [(DEFAULT, PLAIN)], Stop(1.10), lab.clock)
 
 
-CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest[list[Asked]]]] = {
+CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest[list[SetRequest]]]] = {
     "a": default_against_plain,
     "b": default_against_best,
     "c": default_against_heuristic,
@@ -306,7 +306,7 @@ class Sweep:
 class Rounds:
     """A cell that is measured a round at a time."""
 
-    def __init__(self, contest: Contest[list[Asked]]) -> None:
+    def __init__(self, contest: Contest[list[SetRequest]]) -> None:
         self._contest = contest
 
     def visit(self, most_s: float) -> bool:

@@ -33,7 +33,7 @@ Tell = Callable[[Part, float], None]
 
 
 @dataclass
-class Asked:
+class AskedEngine:
     """An engine, asked.
 
     Args:
@@ -143,7 +143,7 @@ def refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: 
 
 
 def greedy_answers(
-    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
+    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
 ) -> list[Answered]:
     """Greedy answers, with log-probabilities if the engine tells them; where greedy is what is certified, many."""
     cold = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -164,7 +164,7 @@ def greedy_answers(
 
 
 def groups(
-    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams
+    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> Iterator[tuple[list[Question], bool]]:
     """Questions that are asked together, and whether their prompt is one that is asked many times; without an end."""
     turns = streams(prompts)
