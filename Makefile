@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-limits bench-busy-auto bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-limits bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -170,18 +170,10 @@ bench: bench-limits
 bench-limits: $(STAMP)
 	$(BIN)/python benchmarks/limits.py > /dev/null
 
-# Forwards while another process takes one core: docs/performance.md. Five minutes, on an otherwise idle machine.
+# What the default drafters bring beside other programs: docs/performance.md. MODEL is a folder, or the embedded target;
+# five minutes, on an otherwise idle machine.
 bench-busy: $(STAMP)
-	rm -f $(RESULTS)/busy_core.jsonl
-	$(BIN)/python benchmarks/busy_core.py > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --sizes own 110M --loads idle "a loop" > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --backend fused --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --backend stock --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
-
-# MODEL is a folder, or the embedded target; what the default drafters bring beside other programs.
-bench-busy-auto: $(STAMP)
-	$(BIN)/python benchmarks/busy_core.py --auto --sizes own --rounds 15 --loads idle "a loop, pinned" "a loop on each core" \
-		$(if $(MODEL),--model $(MODEL)) --out $(RESULTS)/busy_auto.jsonl > /dev/null
+	$(BIN)/python benchmarks/busy_core.py $(if $(MODEL),--model $(MODEL)) > /dev/null
 
 # What the default decides and brings, against plain decoding and fixed drafts: docs/performance.md. Eighty minutes a
 # sitting on an otherwise idle machine, two sittings; the second goes on where the first one stopped.
