@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from truedraft.control import Controller, InTurn
 from truedraft.core.params import SamplingParams
@@ -24,6 +24,7 @@ from truedraft.verification import Rule, SpeculativeSampling
 PATIENCE = 4.0
 """So many times its time a check may take to come to the least evidence that says anything; then it says so."""
 _SEEDS = 1 << 64
+_Item = TypeVar("_Item")
 
 # ---------------------------------------------------------------------------------------- checks and their findings
 
@@ -221,6 +222,26 @@ class Deadline:
         if self.over:
             raise OutOfTimeError
         engine.step()
+
+
+def one_by_one(items: Sequence[_Item], seconds: float, work: Callable[[_Item, Deadline], None], tell: Tell) -> None:
+    """Do some work on one item after another while there is time, of which the first may have several times as much.
+
+    Args:
+        items: in their order.
+        seconds: for all.
+        work: on an item until a deadline; where that raises `OutOfTimeError` it is over.
+        tell: is told the fraction that is done.
+    """
+    deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
+    for number, item in enumerate(items):
+        try:
+            work(item, deadline if number else patience)
+        except OutOfTimeError:
+            return
+        tell(max(deadline.fraction, (number + 1) / len(items)))
+        if deadline.over:
+            return
 
 
 def answered_in_time(

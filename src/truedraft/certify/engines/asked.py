@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from truedraft.certify.checks import Deadline, Part
+from truedraft.certify.sampling import beginnings
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError, PromptError
 from truedraft.peers import Peer, Question, Reply
@@ -25,7 +26,6 @@ _RIVALS = 2
 _STREAMS = 3
 """Least answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
 _WHOLE = 4
-"""Of so many prompts one is asked whole, the others cut: a prefill tests nothing."""
 _DROPPED = 0.5
 
 Answered = tuple[Question, Reply]
@@ -102,12 +102,6 @@ class AskedEngine:
         return f"it answered token id {most}, and the model has {self.vocab_size}: its tokenizer is another one"
 
 
-def streams(prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
-    """Prompts in turn, over and over: whole ones and beginnings."""
-    cut = [list(prompt) if i % _WHOLE == 0 else list(prompt)[: 2 * BEGINNING] for i, prompt in enumerate(prompts)]
-    return itertools.cycle(cut)
-
-
 def check_prompts(prompts: Sequence[Sequence[int]], context_length: float) -> None:
     """Refuse prompts that leave no room.
 
@@ -167,7 +161,7 @@ def groups(
     asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> Iterator[tuple[list[Question], bool]]:
     """Questions that are asked together, and whether their prompt is one that is asked many times; without an end."""
-    turns = streams(prompts)
+    turns = itertools.cycle(beginnings(prompts, 2 * BEGINNING, _WHOLE))
     several = max(_STREAMS, asked.together)
     for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in prompts[:REPEATED_PROMPTS]]):
         repeats = several * STREAM_TOKENS // REPEATED_TOKENS
