@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Lines
-from deciding_sets import MIX, SETS
+from deciding_sets import SETS
 
 SIZES = ("own", "110M", "500M")
 BATCHES = (1, 4, 16)
@@ -18,8 +18,6 @@ ROWS = {
     "a": "the default against plain decoding",
     "b": "the default against the best fixed configuration of the sweep, measured again",
     "c": "the default controller against the heuristic that adds 2 and takes 1, both with the draft",
-    "d": "a portfolio of draft and prompt lookup against the better of the two, all under the default controller",
-    "s": "the default against plain decoding, four times as many requests as run together, one after the other",
 }
 """What each row measures."""
 
@@ -29,8 +27,6 @@ _SHARES: Mapping[str, tuple[float, float, float]] = {
     "a": (15.0, 40.0, 90.0),
     "b": (15.0, 40.0, 100.0),
     "c": (15.0, 40.0, 90.0),
-    "d": (20.0, 50.0, 110.0),
-    "s": (20.0, 60.0, 120.0),
 }
 
 
@@ -73,9 +69,7 @@ def all_cells() -> list[Cell]:
 
 def _of_size(size: str) -> list[Cell]:
     cells = [Cell(row, size, name, batch) for batch in BATCHES for row in ("sweep", "a") for name in SETS]
-    cells += [Cell(row, size, name, 1) for row in ("b", "c", "d") for name in SETS]
-    if size != "500M":
-        cells += [Cell("s", size, name, batch) for batch in (4, 16) for name in ("code", "prose", MIX)]
+    cells += [Cell(row, size, name, 1) for row in ("b", "c") for name in SETS]
     return cells
 
 

@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 Records = Sequence[Record]
 _LEAST_EVER, _LEAST_SURE, _LEAST_POOLED = 0.97, 0.98, 0.99  # of row a
 _LEAST_OF_BEST = 0.95  # of row b
-_MIX_GAIN, _HEURISTIC_LOSS, _PORTFOLIO_LOSS = 1.05, 0.98, 0.97  # of rows c and d
+_MIX_GAIN, _HEURISTIC_LOSS = 1.05, 0.98  # of row c
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,7 @@ def bars(kept: Kept) -> list[Bar]:
     """All bars, in the order of the rows."""
     rows = {row: [record for record in kept.cells.values() if record["row"] == row] for row in ROWS}
     found = [*_bars_of_default(rows["a"], rows["sweep"]), _bar_of_best(rows["b"])]
-    found += _bars_of_two("c", rows["c"], "the heuristic", _HEURISTIC_LOSS)
-    found += _bars_of_two("d", rows["d"], "the better member", _PORTFOLIO_LOSS)
-    return [*found, _bar_of_tokens(kept)]
+    return [*found, *_bars_of_heuristic(rows["c"]), _bar_of_tokens(kept)]
 
 
 def _verdict(row: str, records: Records, fails: Callable[[Record], bool], cells: Sequence[Cell] = ()) -> bool | None:
@@ -108,17 +106,14 @@ def _bar_of_best(records: Records) -> Bar:
     return Bar(words, _verdict("b", records, lambda record: record["ratio"] < _LEAST_OF_BEST), _least(records))
 
 
-def _bars_of_two(row: str, records: Records, other: str, least: float) -> list[Bar]:
+def _bars_of_heuristic(records: Records) -> list[Bar]:
     on_mix = [record for record in records if record["set"] == MIX]
-    cells = [cell for cell in all_cells() if cell.row == row and cell.set == MIX]
-    gain = _verdict(row, on_mix, lambda record: record["ratio"] < _MIX_GAIN, cells)
+    cells = [cell for cell in all_cells() if cell.row == "c" and cell.set == MIX]
+    gain = _verdict("c", on_mix, lambda record: record["ratio"] < _MIX_GAIN, cells)
+    never = _verdict("c", records, lambda record: record["ratio"] < _HEURISTIC_LOSS)
     return [
-        Bar(f"{row}: at least {_MIX_GAIN} of {other} on {MIX}", gain, _least(on_mix)),
-        Bar(
-            f"{row}: never below {least} of {other}",
-            _verdict(row, records, lambda record: record["ratio"] < least),
-            _least(records),
-        ),
+        Bar(f"c: at least {_MIX_GAIN} of the heuristic on {MIX}", gain, _least(on_mix)),
+        Bar(f"c: never below {_HEURISTIC_LOSS} of the heuristic", never, _least(records)),
     ]
 
 
@@ -183,7 +178,7 @@ def _ratio_words(record: Record | None, part: Callable[[Record], Record]) -> str
         return "-"
     mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
     words = f"{part(record)['ratio']:.3f}{mark}{_interval(part(record))}"
-    return words + (f" over {record['over']}" if record["row"] in ("b", "d") else "")
+    return words + (f" over {record['over']}" if record["row"] == "b" else "")
 
 
 def _interval(record: Record) -> str:

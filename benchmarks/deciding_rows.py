@@ -18,16 +18,14 @@ from truedraft.engine import StepRecord
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
 
-NONE, PLAIN, DEFAULT, HEURISTIC, PORTFOLIO = "none", "plain", "default", "heuristic", "portfolio"
+NONE, PLAIN, DEFAULT, HEURISTIC = "none", "plain", "default", "heuristic"
 LONG_DRAFT = "draft,num_speculative_tokens=12"
-MEMBERS = ("draft", "prompt-lookup")
 _WARM_UP_TOKENS = 8
 _MOST_SLOTS = 32
-_WAITING = 4  # times as many requests as run together, of row s
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
 _MIXED_GROUPS = 5  # of a pass at batch 1: one of each domain
 # A cell whose interval lies this far above its bar need not be known to 0.02.
-_SURE_ABOVE = {("c", MIX): 1.15, ("d", MIX): 1.15}
+_SURE_ABOVE = {("c", MIX): 1.15}
 
 GRID: Mapping[str, Sequence[int]] = {
     "draft,num_speculative_tokens=": (1, 2, 3, 4, 6, 8),
@@ -118,9 +116,7 @@ class Lab:
             self._fixed[words] = EngineSystem(words, Engine(target, words, controller=FixedBudget()))
         return EngineSystem(name or words, self._fixed[words].engine)
 
-    def learning(
-        self, size: str, words: str, name: str, controller: Any = None, slots: int = _MOST_SLOTS
-    ) -> EngineSystem:
+    def learning(self, size: str, words: str, name: str, controller: Any = None) -> EngineSystem:
         """An engine that nobody used before, whose controller learns from this cell alone.
 
         Args:
@@ -128,12 +124,11 @@ class Lab:
             words: for its drafter.
             name: of the system.
             controller: None is the default.
-            slots: requests that run together; others wait.
 
         Raises:
             TruedraftError: there is no such drafter or controller yet.
         """
-        return EngineSystem(name, Engine(self.target(size), words, None, controller, max_batch=slots))
+        return EngineSystem(name, Engine(self.target(size), words, None, controller, max_batch=_MOST_SLOTS))
 
 
 Found = dict[str, Any]
@@ -224,67 +219,17 @@ def _warm_up(systems: Sequence[EngineSystem], group: Sequence[SetRequest]) -> No
         system.answer(short)
 
 
-def contest(lab: Lab, cell: Cell, of: EngineSystem, over: Sequence[EngineSystem]) -> Contest[list[SetRequest]]:
-    """Let a system take turns with others."""
-    stop = Stop(_SURE_ABOVE.get((cell.row, cell.set), 1.10))
-    return Contest([of, *over], lab.groups(cell), [(of.name, other.name) for other in over], stop, lab.clock)
+def systems_of(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> list[EngineSystem]:
+    """The default, and what it is held against, of the record of the cell that it needs.
 
-
-def of_contest(contest: Contest) -> Found:
-    """What a cell's line says of turns: the ratio to the fastest of the others, and to each if there are several."""
-    turns = contest.measured.turns
-    found = {other: estimate(turns, name, other) for name, other in contest.pairs}
-    hardest = min(found, key=lambda other: found[other].ratio)
-    name = contest.pairs[0][0]
-    decoding = estimate(turns, name, hardest, decoding=True)
-    record = found[hardest].as_dict() | {"of": name, "over": hardest, "decoding": decoding.as_dict()}
-    if len(found) > 1:
-        record["each"] = {other: each.as_dict() for other, each in found.items()}
-    return record | contest.measured.as_dict() | {"ratios": ratios(turns, name, hardest)}
-
-
-def default_against_plain(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
-    """Row a."""
-    return contest(lab, cell, lab.learning(cell.size, "auto", DEFAULT), [lab.plain(cell.size)])
-
-
-def default_against_best(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
-    """Row b; the best of the sweep is measured again, or it would be the luckiest."""
-    assert before is not None
-    return contest(
-        lab, cell, lab.learning(cell.size, "auto", DEFAULT), [lab.fixed(cell.size, before["best"], before["best"])]
-    )
-
-
-def default_against_heuristic(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
-    """Row c; the heuristic starts at 5 tokens and knows no end, so the draft may be long."""
-    heuristic = lab.learning(cell.size, LONG_DRAFT, HEURISTIC, "heuristic")
-    return contest(lab, cell, lab.learning(cell.size, LONG_DRAFT, DEFAULT), [heuristic])
-
-
-def portfolio_against_members(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
-    """Row d."""
-    portfolio = lab.learning(cell.size, f"portfolio({';'.join(MEMBERS)})", PORTFOLIO)
-    return contest(lab, cell, portfolio, [lab.learning(cell.size, each, each) for each in MEMBERS])
-
-
-def through_slots(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Contest[list[SetRequest]]:
-    """Row s: what a server does, where requests wait for those that run."""
-    asked = lab.asked(cell)
-    group = [asked[number % len(asked)] for number in range(_WAITING * cell.batch)]
-    default = lab.learning(cell.size, "auto", DEFAULT, slots=cell.batch)
-    plain = lab.learning(cell.size, NONE, PLAIN, FixedBudget(), slots=cell.batch)
-    return Contest([default, plain], [group], [(DEFAULT, PLAIN)], Stop(1.10), lab.clock)
-
-
-CONTESTS: Mapping[str, Callable[[Lab, Cell, Mapping[str, Any] | None], Contest[list[SetRequest]]]] = {
-    "a": default_against_plain,
-    "b": default_against_best,
-    "c": default_against_heuristic,
-    "d": portfolio_against_members,
-    "s": through_slots,
-}
-"""Rows that are ratios, from the models, the cell, and the record of the cell that it needs."""
+    The heuristic of row c starts at 5 tokens and knows no end, so the draft may be long. In row b the best of the sweep
+    is measured again, or it would be the luckiest.
+    """
+    if cell.row == "c":
+        heuristic = lab.learning(cell.size, LONG_DRAFT, HEURISTIC, "heuristic")
+        return [lab.learning(cell.size, LONG_DRAFT, DEFAULT), heuristic]
+    other = lab.plain(cell.size) if before is None else lab.fixed(cell.size, before["best"], before["best"])
+    return [lab.learning(cell.size, "auto", DEFAULT), other]
 
 
 class Sweep:
@@ -304,10 +249,13 @@ class Sweep:
 
 
 class Rounds:
-    """A cell that is measured a round at a time."""
+    """A cell whose systems take turns, a round at a visit."""
 
-    def __init__(self, contest: Contest[list[SetRequest]]) -> None:
-        self._contest = contest
+    def __init__(self, lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> None:
+        systems = systems_of(lab, cell, before)
+        self._of, self._over = (each.name for each in systems)
+        stop = Stop(_SURE_ABOVE.get((cell.row, cell.set), 1.10))
+        self._contest = Contest(systems, lab.groups(cell), [(self._of, self._over)], stop, lab.clock)
 
     def visit(self, most_s: float) -> bool:
         """One more round."""
@@ -315,7 +263,12 @@ class Rounds:
 
     def record(self) -> Found | None:
         """What came of all rounds that count."""
-        return of_contest(self._contest) if self._contest.measured.turns else None
+        measured, pair = self._contest.measured, (self._of, self._over)
+        if not measured.turns:
+            return None
+        decoding = estimate(measured.turns, *pair, decoding=True)
+        record = estimate(measured.turns, *pair).as_dict() | {"of": self._of, "over": self._over}
+        return record | measured.as_dict() | {"decoding": decoding.as_dict(), "ratios": ratios(measured.turns, *pair)}
 
 
 def begin(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Sweep | Rounds:
@@ -325,4 +278,4 @@ def begin(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Sweep | Rou
         TruedraftError: there is no such drafter or controller.
     """
     lab.target(cell.size)
-    return Rounds(CONTESTS[cell.row](lab, cell, before)) if cell.row in CONTESTS else Sweep(lab, cell)
+    return Sweep(lab, cell) if cell.row == "sweep" else Rounds(lab, cell, before)
