@@ -17,7 +17,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters import Drafter
 from truedraft.engine import Answer, Engine, Request
-from truedraft.errors import DrafterError, ModelError
+from truedraft.errors import DrafterError, ModelError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
@@ -178,6 +178,30 @@ class Check(ABC):
             DrafterError: the drafter gave up, which leaves plain decoding and says nothing of the stack.
             TruedraftError: the target failed.
         """
+
+
+def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, seconds: float) -> None:
+    """Refuse what leaves nothing to check, or no time.
+
+    Args:
+        prompts: token ids.
+        most_tokens: of a prompt, so that the model has room to answer.
+        batch: requests that are answered together.
+        seconds: that it may take.
+
+    Raises:
+        OptionError: says what.
+    """
+    if not prompts:
+        raise OptionError("there is nothing to certify with: give at least one prompt")
+    if batch < 1:
+        raise OptionError(f"must be 1 or more, got {batch}", field="batch")
+    if not 0.0 < seconds < math.inf:
+        raise OptionError(f"the time must be above 0, got {seconds} seconds")
+    for number, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= most_tokens:
+            most = f"give 1 to {most_tokens}, so that the model has room to answer"
+            raise OptionError(f"prompt {number} has {len(prompt)} tokens; {most}")
 
 
 # ---------------------------------------------------------------------------------------- time, and answers within it

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.certify.checks import Deadline, Finding, Part, Status, now
+from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, log_mean
 from truedraft.certify.engines.asked import (
     BEGINNING,
@@ -26,7 +26,6 @@ from truedraft.certify.engines.asked import (
     TOKENS,
     AskedEngine,
     Tell,
-    check_prompts,
     greedy_answers,
     refuse_unusable,
 )
@@ -57,9 +56,9 @@ def compare_engines(
 
     Args and errors are those of `certify_engine`; each engine is asked for half of the tokens.
     """
-    check_prompts(prompts, math.inf)
+    check_run(prompts, math.inf, together, seconds)
     for each in (peer, other):
-        refuse_unusable(each, params, together, seconds, sends_seeds)
+        refuse_unusable(each, params, sends_seeds)
     began, deadline = now(), Deadline(seconds)
     # Seeds of the second engine lie elsewhere, so that equal noise does not make answers alike.
     seeds = ((params.seed or 0), (params.seed or 0) + (1 << 31))

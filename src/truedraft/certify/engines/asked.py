@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from truedraft.certify.checks import Deadline, Part
 from truedraft.certify.sampling import beginnings
 from truedraft.core.params import SamplingParams
-from truedraft.errors import OptionError, PeerError, PromptError
+from truedraft.errors import OptionError, PeerError
 from truedraft.peers import Peer, Question, Reply
 
 BEGINNING = 12
@@ -102,32 +102,12 @@ class AskedEngine:
         return f"it answered token id {most}, and the model has {self.vocab_size}: its tokenizer is another one"
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], context_length: float) -> None:
-    """Refuse prompts that leave no room.
-
-    Raises:
-        PromptError: there are none, or one is empty or too long.
-    """
-    if not prompts:
-        raise PromptError("there is nothing to certify with: give at least one prompt")
-    for number, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < context_length - STREAM_TOKENS:
-            raise PromptError(
-                f"prompt {number} has {len(prompt)} tokens; give 1 to {context_length - STREAM_TOKENS - 1}, so that "
-                "the model has room to answer"
-            )
-
-
-def refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: float, sends_seeds: bool) -> None:
+def refuse_unusable(peer: Peer, params: SamplingParams, sends_seeds: bool) -> None:
     """Refuse what cannot be asked.
 
     Raises:
-        OptionError: how many at once, how long, or options that the engine does not take.
+        OptionError: options that the engine does not take.
     """
-    if together < 1:
-        raise OptionError(f"must be 1 or more, got {together}", field="batch")
-    if not 0.0 < seconds < float("inf"):
-        raise OptionError(f"the time must be above 0, got {seconds} seconds")
     if params.structured or params.bad_words:
         raise OptionError("an engine is certified without structured answers and bad words; leave them out")
     plain = replace(params, seed=params.seed if sends_seeds else None, stop=(), stop_token_ids=())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.certify.checks import Deadline, Finding, Part, Status, now
+from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.engines import behaviour
 from truedraft.certify.engines.allowance import Allowance, judging_logits, measured_allowance
@@ -18,11 +18,11 @@ from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
 from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, filtered, with_one_end
 from truedraft.certify.engines.asked import (
     GREEDY_PROMPTS,
+    STREAM_TOKENS,
     TOKENS,
     Answered,
     AskedEngine,
     Tell,
-    check_prompts,
     greedy_answers,
     groups,
     refuse_unusable,
@@ -73,12 +73,12 @@ def certify_engine(
         tell: is told a part and the fraction of it that is done.
 
     Raises:
-        OptionError, PromptError: unusable options or prompts, or options that the engine does not take.
+        OptionError: unusable options or prompts, or options that the engine does not take.
         PeerError: the engine could not be asked.
         TruedraftError: the target failed.
     """
-    check_prompts(prompts, target.context_length)
-    refuse_unusable(peer, params, together, seconds, sends_seeds)
+    check_run(prompts, target.context_length - STREAM_TOKENS - 1, together, seconds)
+    refuse_unusable(peer, params, sends_seeds)
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
