@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
+from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build, encoder_decoder
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.token_view import TokenView
@@ -20,7 +20,6 @@ from truedraft.engine import BeamSearch
 from truedraft.errors import CompositionError, ModelError, OptionError, PromptError, UnsupportedModelError
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.loading import run_encoder_decoder
 from truedraft.models.sources import Sources
 
 COUNT = 24
@@ -75,7 +74,7 @@ def stock(family: str, noise: float = 0.0) -> PreTrainedModel:
 
 @cache
 def target(family: str, noise: float = 0.0) -> HuggingFaceModel:
-    return run_encoder_decoder(stock(family, noise), None, family)
+    return encoder_decoder(stock(family, noise), family)
 
 
 def sources(family: str) -> list[list[int]]:
@@ -267,4 +266,4 @@ def test_a_draft_of_another_kind_is_refused() -> None:
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
     model.config.bos_token_id = model.generation_config.bos_token_id = None
     with pytest.raises(UnsupportedModelError, match="decoder_start_token_id; add it"):
-        run_encoder_decoder(model, None, "t5")
+        encoder_decoder(model, "t5")

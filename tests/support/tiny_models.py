@@ -28,7 +28,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import run_alone
 
 VOCAB = 97
 CONTEXT = 256
@@ -150,6 +153,11 @@ def build(
 def packed(family: str, *, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
     """The family's model behind our contract."""
     return HuggingFaceModel(stock(family, dtype=dtype), None, family)
+
+
+def encoder_decoder(model: PreTrainedModel, name: str) -> HuggingFaceModel:
+    """An encoder-decoder as `load_model` makes it, checked."""
+    return run_alone(model, None, name, UnsupportedModelError("asked so"), EncoderDecoderBackend)
 
 
 def noisy_stock(family: str, noise: float) -> PreTrainedModel:

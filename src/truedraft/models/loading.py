@@ -43,13 +43,12 @@ from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.backends.whole_text import WholeTextBackend
-from truedraft.models.base import Reader
+from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
-from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -107,8 +106,12 @@ def load_model(
         if pad_to is not None:
             return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, reread)
         if model.config.is_encoder_decoder:
-            _refuse_adapters(beside, name)
-            return run_encoder_decoder(model, tokenizer, str(name), fast_paths, reread)
+            if beside:
+                raise UnsupportedModelError(
+                    f"{name} is an encoder-decoder, and takes no adapters beside its weights; merge one"
+                )
+            why = UnsupportedModelError(f"{name} is an encoder-decoder, which cannot run packed")
+            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, reread)
         try:
             return _checked(model, tokenizer, str(name), backend, reread)
         except UnsupportedModelError as reason:
@@ -158,14 +161,6 @@ def _read_merged(
     return model if adapter is None else merge_adapter(model, adapter)
 
 
-def _refuse_adapters(beside: object, name: str | Path) -> None:
-    """Of an encoder-decoder, that runs without any."""
-    if beside:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder, and takes no adapters beside its weights; merge one"
-        )
-
-
 def _run_unpacked(
     read: Callable[[], PreTrainedModel],
     tokenizer: Tokenizer | None,
@@ -186,32 +181,25 @@ def _checked(
     tokenizer: Tokenizer | None,
     name: str,
     backend: BackendMaker,
-    reread: Callable[[], PreTrainedModel],
+    reread: Callable[[], PreTrainedModel] | None,
+    refusals: Sequence[Callable[[LanguageModel], None]] = (),
 ) -> HuggingFaceModel:
-    """A model that runs packed, held to its own forward."""
-    check = check_against_stock(model, name)
-    with _stumbles(lambda what: f"{name} ({type(model).__name__}) does not run packed ({what})"):
-        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-        check(loaded)
-    return loaded
+    """A model behind a backend, held to its own forward and to what else is to be looked at before.
 
-
-@contextlib.contextmanager
-def _stumbles(say: Callable[[str], str]) -> Iterator[None]:
-    """Whatever a family's own code stumbles over says that it was not made for what it would have to do here.
-
-    Args:
-        say: the sentence, of the first line of what was raised.
-
-    Raises:
-        UnsupportedModelError: in place of what it raised, want of memory excepted.
+    Whatever a family's own code stumbles over says that it was not made for what it would have to do here.
     """
+    check = check_against_stock(model, name)
     try:
-        yield
+        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+        for refuse in (*refusals, check):
+            refuse(loaded)
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(say(first_line(error))) from error
+        raise UnsupportedModelError(
+            f"{name} ({type(model).__name__}) does not run {'so' if refusals else 'packed'} ({first_line(error)})"
+        ) from error
+    return loaded
 
 
 def run_alone(
@@ -230,64 +218,19 @@ def run_alone(
         tokenizer: of the model, or None.
         name: what the user called it.
         reason: why it cannot run packed.
-        kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`.
+        kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`; of an encoder-decoder
+            `EncoderDecoderBackend`.
         fast_paths: pack weights where that is faster here.
         reread: as of `HuggingFaceModel`.
 
     Raises:
         UnsupportedModelError: `reason`, where it cannot run so either.
     """
-
-    def backend(model: PreTrainedModel) -> Backend:
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        alone = kind(model, str(reason))
-        if packed:
-            alone.fast_paths = ("packed weights",)
-        return alone
-
-    check = check_against_stock(model, name)
+    backend = _after_packing(lambda model: kind(model, str(reason)), fast_paths)
     try:
-        with _stumbles(lambda what: f"{name} stumbles over it ({what})"):
-            loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-            refuse_hidden_state(loaded)
-            refuse_later_tokens(loaded)
-            check(loaded)
+        return _checked(model, tokenizer, name, backend, reread, (refuse_hidden_state, refuse_later_tokens))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{reason}; nor does it run one text at a time: {error}") from error
-    return loaded
-
-
-def run_encoder_decoder(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer | None,
-    name: str,
-    fast_paths: bool = True,
-    reread: Callable[[], PreTrainedModel] | None = None,
-) -> HuggingFaceModel:
-    """An encoder-decoder, one text at a time; `EncoderDecoderBackend`. Arguments as of `run_alone`.
-
-    Raises:
-        UnsupportedModelError: it does not run as others do, or does not say how its texts are laid out.
-    """
-
-    def backend(model: PreTrainedModel) -> Backend:
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        backend = EncoderDecoderBackend(model, Sources.of(model, 0))
-        if packed:
-            backend.fast_paths = ("packed weights",)
-        return backend
-
-    check = check_against_stock(model, name)
-    with _stumbles(
-        lambda what: (
-            f"{name} ({type(model).__name__}) is an encoder-decoder whose decoder cannot be run as those of "
-            f"others are ({what}); use another model"
-        )
-    ):
-        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-        refuse_hidden_state(loaded)
-        check(loaded)
-    return loaded
 
 
 def fastest_backend(model: PreTrainedModel) -> Backend:
@@ -308,18 +251,28 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
     return _packed_backend({}, True)(model, patterns)
 
 
-def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., StockBackend]:
+def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
     """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
 
-    def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> StockBackend:
+    def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
         known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        backend = StockBackend(model, known, beside)  # after packing: it watches the LM head
-        if packed:
-            backend.fast_paths = ("packed weights",)
-        if packed and multiplies_packed_alone(model):
+        backend = _after_packing(lambda model: StockBackend(model, known, beside), fast_paths)(model)
+        if backend.fast_paths and multiplies_packed_alone(model):
             backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits
             backend.any_threads = True
+        return backend
+
+    return made
+
+
+def _after_packing(make: BackendMaker, fast_paths: bool) -> BackendMaker:
+    """Makes a backend of a model whose weights are packed where that is faster; it watches the LM head, so behind."""
+
+    def made(model: PreTrainedModel) -> Backend:
+        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        backend = make(model)
+        if packed:
+            backend.fast_paths = ("packed weights",)
         return backend
 
     return made

@@ -21,7 +21,7 @@ from truedraft.errors import CacheError
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
 from truedraft.models.backends.graphs.replay import CudaGraphs, Outputs, Recorder, Runner
-from truedraft.models.base import Segment
+from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.llama import Linears, Llama
 from truedraft.models.packing import ForwardPlan
 
@@ -76,7 +76,7 @@ class GraphBackend(Backend):
         self._arena = self._new_arena(limit)
         return ArenaPool(self._arena, limit)
 
-    def forward(self, segments: Sequence[Segment], device: torch.device) -> Outputs:
+    def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
         for segment in segments:
             segment.cache.reserve(len(segment.shape), segment.written)
         arena = self._arena
@@ -86,11 +86,12 @@ class GraphBackend(Backend):
             placed = [PlacedSegment(segment, self._slot_of(segment)) for segment in segments]
             for part in placed:
                 arena.clean(part.slot, part.end)
-            return self._run(placed)
+            return ForwardOutput(*self._run(placed))
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """Run a plan that was made elsewhere, of which only the segments are used."""
-        return self.forward([part.segment for part in plan.segments], self._device)
+        output = self.forward([part.segment for part in plan.segments], self._device)
+        return output.logits, output.hidden
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._decoder.unembed(vectors)
