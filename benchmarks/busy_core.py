@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -147,6 +146,7 @@ def answers_of(model: LanguageModel, drafter: str, temperature: float) -> Callab
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Speeds by system and load."""
     from truedraft.bench.turns import rotated
+    from truedraft.machine import this_machine
 
     here = Path(__file__).parents[1]
     checkouts = {"": here} | ({"other checkout, ": options.against} if options.against else {})
@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return over | {
         "what": f"{unit(options)}; medians over turns of {turns}, and of the ratio to the same round's idle "
         "turn; step_s is the median one",
-        "machine": machine(),
+        "machine": this_machine(),
         "rounds": options.rounds,
         "body": options.backend,
         "systems": {name: told[name] | summary(speeds[name], middle[name]) for name in systems},
@@ -196,13 +196,6 @@ def of_plain(speeds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, A
             interval = [round(end, 3) for end in median_interval(ratios)]
             found[f"{name}, {load}"] = {"median": round(statistics.median(ratios), 3), "interval": interval}
     return found
-
-
-def machine() -> dict[str, Any]:
-    """What this is measured on."""
-    from truedraft.machine import this_machine
-
-    return dataclasses.asdict(this_machine("cpu"))
 
 
 def summary(speeds: dict[str, list[float]], middle: dict[str, list[float]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ counts: B = bytes of weights / that bandwidth. Run it on an otherwise idle machi
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import subprocess
@@ -56,7 +55,7 @@ def main() -> None:
     sizes = [size.split(":") for size in options.sizes]
     found: dict[str, Any] = {
         "what": "forwards of one request behind 256 cached tokens, a draft step, sampling, starting up; medians",
-        "machine": dataclasses.asdict(this_machine(device)),
+        "machine": this_machine(device),
         "torch": torch.__version__,
         "threads": options.threads,
         "forwards": [forward_times(size, dtype, device, options.rounds) for size, dtype in sizes],

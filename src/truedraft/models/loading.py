@@ -31,6 +31,7 @@ from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError, first_line
+from truedraft.files import user_path
 from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
@@ -105,19 +106,14 @@ def load_model(
     with quiet_transformers():
         if pad_to is not None:
             return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, reread)
-        if model.config.is_encoder_decoder:
-            if beside:
-                raise UnsupportedModelError(
-                    f"{name} is an encoder-decoder, and takes no adapters beside its weights; merge one"
-                )
-            why = UnsupportedModelError(f"{name} is an encoder-decoder, which cannot run packed")
-            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, reread)
         try:
             return _checked(model, tokenizer, str(name), backend, reread)
         except UnsupportedModelError as reason:
             if beside:
                 raise
             why = reason
+        if model.config.is_encoder_decoder:
+            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, reread)
         del model
         # Read again each time: what was tried may have taken its weights apart.
         return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, reread)
@@ -188,6 +184,10 @@ def _checked(
 
     Whatever a family's own code stumbles over says that it was not made for what it would have to do here.
     """
+    if model.config.is_encoder_decoder and not refusals:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder, which runs neither packed nor with adapters beside its weights; merge them"
+        )
     check = check_against_stock(model, name)
     try:
         loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
@@ -287,10 +287,7 @@ def resolve_source(name: str) -> str:
     """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise ModelNotFoundError(f"there is no home for the ~ of {name!r}; check the path") from error
+    path = user_path(name, ModelNotFoundError)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")
