@@ -12,11 +12,11 @@ import transformers
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from support.tiny_models import VOCAB, encoder_decoder
+from support.tiny_models import DRAFTED, VOCAB, drafter_of, encoder_decoder
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.costs.measuring import Effort, measure_drafter, measure_target
-from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.drafters import DraftModel
 from truedraft.errors import CompositionError, ModelError, PromptError, UnsupportedModelError
 from truedraft.models import HuggingFaceModel, MultimodalPrompt
 from truedraft.models.base import Segment
@@ -101,23 +101,14 @@ def by_transformers(family: str, heard: dict[str, Tensor], begun: tuple[int, ...
     return answer[: ends[0]] if ends else answer
 
 
-def drafters(family: str) -> dict[str, Drafter | None]:
-    return {
-        "none": None,
-        "prompt-lookup": PromptLookup(min_ngram=1),
-        "chain": DraftModel(target(family, 0.01), 4),
-        "tree": DraftModel(target(family, 0.01), branching=(3, 2, 1)),
-    }
-
-
-@pytest.mark.parametrize("drafted", ["none", "prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
     """Alone and in a ragged batch."""
     expected = [by_transformers(family, each, BEGUN[family]) for each in sounds(family)]
     assert max(len(set(answer)) for answer in expected) >= 6
     assert len({tuple(answer) for answer in expected}) == 3
-    engine = Engine(target(family), drafters(family)[drafted], controller="fixed")
+    engine = Engine(target(family), drafter_of(drafted, target(family, 0.01)), controller="fixed")
     answers = engine.generate(prompts(family), GREEDY)
     assert [answer.token_ids for answer in answers] == expected
     assert engine.generate(prompts(family)[1], GREEDY).token_ids == expected[1]
@@ -137,12 +128,14 @@ def test_a_draft_hears_the_same_sound(family: str) -> None:
         assert answer.stats.accepted_tokens == answer.stats.draft_tokens > 10
 
 
-@pytest.mark.parametrize("drafted", ["prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("drafted", DRAFTED[1:])
 @pytest.mark.parametrize("family", ["whisper"])
 def test_seeded_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
     params = [SamplingParams(max_tokens=COUNT, temperature=1.0, seed=seed) for seed in range(3)]
     plain = Engine(target(family)).generate(prompts(family), params)
-    found = Engine(target(family), drafters(family)[drafted], controller="fixed").generate(prompts(family), params)
+    found = Engine(target(family), drafter_of(drafted, target(family, 0.01)), controller="fixed").generate(
+        prompts(family), params
+    )
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
 
 
