@@ -55,6 +55,13 @@ from truedraft.text.tokenizer import Tokenizer
 _GENERATION_CONFIG = "generation_config.json"
 # Quantised weights that transformers turns back into bfloat16 where it has no kernels for them.
 _TURNED_BACK = {"mxfp4"}
+# Classes of transformers that continue text, what they see or hear beside it left out.
+_WRITING: tuple[Mapping[str, Any], ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 
 def load_model(
@@ -97,7 +104,7 @@ def load_model(
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-    read = partial(_read_merged, source, str(name), revision, adapter)
+    read = partial(read_model, source, str(name), revision=revision, adapter=adapter)
     model = read(kind).to(place)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
@@ -147,14 +154,6 @@ def load_reader(name: str) -> Reader:
     reader.context_length, _ = context_of(config)
     reader.eos_token_ids, _ = eos_ids(generation, config, reader.tokenizer)
     return reader
-
-
-def _read_merged(
-    source: str, name: str, revision: str | None, adapter: str | Path | None, kind: torch.dtype
-) -> PreTrainedModel:
-    """A model as transformers loads it, an adapter merged into its weights."""
-    model = read_model(source, name, kind, revision)
-    return model if adapter is None else merge_adapter(model, adapter)
 
 
 def _run_unpacked(
@@ -299,7 +298,9 @@ def resolve_source(name: str) -> str:
     return name
 
 
-def read_model(source: str, name: str, dtype: torch.dtype, revision: str | None = None) -> PreTrainedModel:
+def read_model(
+    source: str, name: str, dtype: torch.dtype, revision: str | None = None, adapter: str | Path | None = None
+) -> PreTrainedModel:
     """A model as transformers loads it, on the CPU, with all of its weights.
 
     Args:
@@ -307,15 +308,17 @@ def read_model(source: str, name: str, dtype: torch.dtype, revision: str | None 
         name: what the user called it.
         dtype: of its weights.
         revision: of a hub name.
+        adapter: the folder of one, merged into the weights.
 
     Raises:
         ModelNotFoundError: there is no such name.
         UnsupportedModelError: it is no causal language model, or quantised.
-        ModelError: its files cannot be read.
+        ModelError: its files cannot be read, or the adapter does not fit it.
     """
     config = load_config(source, name, revision)
     refuse_other_kinds(config, name)
-    return load_weights(source, config, name, dtype, revision)
+    model = load_weights(source, config, name, dtype, revision)
+    return model if adapter is None else merge_adapter(model, adapter)
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
@@ -430,7 +433,9 @@ def refuse_other_kinds(config: Any, name: str) -> None:
             )
         return
     architectures = config.architectures or []
-    if architectures and not _writers().intersection(architectures):
+    named = [each for table in _WRITING for each in table.values()]
+    writers = {each for some in named for each in ([some] if isinstance(some, str) else some)}
+    if architectures and not writers.intersection(architectures):
         raise UnsupportedModelError(
             f"{name!r} is a {architectures[0]}, not a causal language model; name a model that continues text"
         )
@@ -438,20 +443,6 @@ def refuse_other_kinds(config: Any, name: str) -> None:
         raise UnsupportedModelError(
             f"{name!r} is of type {config.model_type!r}, which transformers cannot load as causal"
         )
-
-
-def _writers() -> set[str]:
-    """Classes of transformers that continue text, what they see or hear beside it left out."""
-    tables: list[Mapping[str, Any]] = [
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    ]
-    found: set[str] = set()
-    for named in (each for table in tables for each in table.values()):
-        found.update([named] if isinstance(named, str) else named)
-    return found
 
 
 def _class_of(config: Any) -> Any:
