@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from truedraft.errors import DataError
+from truedraft.errors import DataError, TruedraftError
 
 
 @contextlib.contextmanager
@@ -67,6 +67,23 @@ def _sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: str = "") -> Path:
+    """A path as a user types it, its ~ replaced.
+
+    Args:
+        path: as typed.
+        kind: of the error.
+        said: before the path in its message.
+
+    Raises:
+        TruedraftError: it names the home folder of nobody.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise kind(f"{said}{str(path)!r} names the home folder of nobody here; give the whole path") from error
 
 
 def text_of(path: Path, what: str) -> str:

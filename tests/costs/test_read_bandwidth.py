@@ -45,7 +45,7 @@ def test_too_little_memory_is_told_in_one_sentence() -> None:
 
 def test_the_machine() -> None:
     found = this_machine()
-    assert found.cpu
-    assert found.cores == os.cpu_count()
-    assert found.threads == torch.get_num_threads()
-    assert found.device == "cpu"
+    assert found["cpu"]
+    assert found["cores"] == os.cpu_count()
+    assert found["threads"] == torch.get_num_threads()
+    assert found["device"] == "cpu"

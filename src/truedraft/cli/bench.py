@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts
 from truedraft.cli.session import (
     CONTROLLER_HELP,
     DRAFTER_HELP,
@@ -24,6 +24,7 @@ from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import DataError, PromptError, errors_about
+from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:

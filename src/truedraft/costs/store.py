@@ -173,7 +173,7 @@ def drafter_key(drafter: Drafter, target: LanguageModel, params: SamplingParams)
 def _place(model: LanguageModel) -> dict[str, Any]:
     """Machine, threads, device, model, dtype and fast paths: another of these is another cost, not a newer one."""
     return {
-        "machine": asdict(this_machine(model.device)),
+        "machine": this_machine(model.device),
         "model": model.name,
         "dtype": str(model.dtype),
         "fast_paths": list(model.fast_paths),

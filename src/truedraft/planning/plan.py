@@ -128,7 +128,7 @@ class Plan:
         model = model_facts(target)
         if model["fingerprint"] is not None:
             del model["model"]  # one model may be called by several names
-        for kept, here in ((self.model, model), (self.machine, asdict(this_machine(target.device)))):
+        for kept, here in ((self.model, model), (self.machine, this_machine(target.device))):
             for name, value in here.items():
                 if kept.get(name) != value:
                     there, now = ("none" if each in ("", None) else each for each in (kept.get(name), value))
@@ -246,7 +246,7 @@ def make_plan(
     return Plan(
         _version(),
         model_facts(target),
-        asdict(this_machine(target.device)),
+        this_machine(target.device),
         _sampling_record(params),
         len(prompts),
         sum(trace.places for trace in traces),

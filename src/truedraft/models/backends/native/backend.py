@@ -29,6 +29,7 @@ from truedraft.models.backends.native.memory import (
     CLayer,
     CLinear,
     CModel,
+    CNorms,
     CSegment,
     Scratch,
     Weights,
@@ -204,7 +205,7 @@ def _model(llama: Llama, weights: Weights) -> CModel:
         several, 0 if experts is None else experts.chosen, experts is not None and experts.normed,
         0 if experts is None else _units(max(width, inner)),
         weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
-        llama.norm.offset, llama.norm.rounds_once,
+        CNorms(llama.norm.offset, llama.norm.rounds_once),
         lm_head, (CLayer * len(layers))(*layers),
     )  # fmt: skip
 
