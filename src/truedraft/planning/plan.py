@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from truedraft.errors import CompositionError, DataError, OptionError, Unsupport
 from truedraft.machine import dtype_name, machine_facts, this_machine
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.padding import unpadded_name
+from truedraft.options import read_record
 from truedraft.planning.candidates import Candidate, candidates_of
 from truedraft.planning.predictions import (
     BATCHES,
     Circumstance,
     Drafting,
     Footprint,
-    Interval,
     PlanOption,
     Prediction,
     WhatIf,
@@ -45,7 +45,7 @@ class Plan:
     """What was found out, and where it holds.
 
     Attributes:
-        version: of truedraft.
+        truedraft: its version.
         model: name, fingerprint (None where there is none), dtype and device of the target.
         machine: processor, cores, threads, device.
         sampling: options of the answers.
@@ -58,7 +58,7 @@ class Plan:
         drafters: what each brings and costs.
     """
 
-    version: str
+    truedraft: str
     model: Mapping[str, Any]
     machine: Mapping[str, Any]
     sampling: Mapping[str, Any]
@@ -81,8 +81,8 @@ class Plan:
         there = Circumstance(what_if.forwards(self.forwards), self.context)
         drafters = [what_if.drafting(each, self.memory, self.forwards) for each in self.drafters]
         found = sorted((there.best_of(each, requests) for each in drafters), key=lambda each: -each.speedup.value)
-        first = {each.drafting.words: each for each in reversed(found)}  # of widths that cost differently the best
-        return [each for each in found if first[each.drafting.words] is each]
+        first = {each.drafting.drafter: each for each in reversed(found)}  # of widths that cost differently the best
+        return [each for each in found if first[each.drafting.drafter] is each]
 
     def ways(self, words: str, batch: int | None = None) -> list[Prediction]:
         """The best size of each way in which one drafter may draft (a chain, several, trees), the best way first.
@@ -92,19 +92,19 @@ class Plan:
             batch: requests answered together; None is the plan's own.
         """
         there = Circumstance(self.forwards, self.context)
-        found = [there.best_of(each, batch or self.batch) for each in self.drafters if each.words == words]
+        found = [there.best_of(each, batch or self.batch) for each in self.drafters if each.drafter == words]
         return sorted(found, key=lambda each: -each.speedup.value)
 
     def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
         """The words of the drafter that is predicted to gain most; `none` where none gains."""
         found = self.best(batch, what_if)
-        return found[0].option.words if found and found[0].speedup.value > 1.0 else NONE
+        return found[0].option.drafter if found and found[0].speedup.value > 1.0 else NONE
 
     @property
     def survival(self) -> dict[str, tuple[float, ...]]:
         """Of the drafter that is recommended, by its name, for `Controller.expect`; empty where none is."""
         chosen = self.recommended()
-        of = (each for each in self.drafters if any(option.words == chosen for option in each.options))
+        of = (each for each in self.drafters if any(option.drafter == chosen for option in each.options))
         return {each.name: each.survival for each in itertools.islice(of, 1)}
 
     def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
@@ -123,8 +123,8 @@ class Plan:
         Raises:
             CompositionError: says which.
         """
-        if self.version != _version():
-            raise CompositionError(f"the plan is of truedraft {self.version}, and this is {_version()}; {_AGAIN}")
+        if self.truedraft != _version():
+            raise CompositionError(f"the plan is of truedraft {self.truedraft}, and this is {_version()}; {_AGAIN}")
         model = model_facts(target)
         if model["fingerprint"] is not None:
             del model["model"]  # one model may be called by several names
@@ -136,21 +136,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "format": _FORMAT,
-            "truedraft": self.version,
-            "model": dict(self.model),
-            "machine": dict(self.machine),
-            "sampling": dict(self.sampling),
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "context": self.context,
-            "batch": self.batch,
-            "forwards": self.forwards.to_dict(),
-            "memory": asdict(self.memory),
-            "drafters": [_drafting_record(each) for each in self.drafters],
-            "recommended": self.recommended(),
-        }
+        return {"format": _FORMAT, **asdict(self), "recommended": self.recommended()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
@@ -162,21 +148,10 @@ class Plan:
         try:
             if data["format"] != _FORMAT:
                 raise DataError(f"the plan is of format {data['format']}, and {_FORMAT} is read; {_AGAIN}")
-            return cls(
-                str(data["truedraft"]),
-                dict(data["model"]),
-                dict(data["machine"]),
-                dict(data["sampling"]),
-                int(data["prompts"]),
-                int(data["tokens"]),
-                int(data["context"]),
-                int(data["batch"]),
-                TargetCost.from_dict(data["forwards"]),
-                Footprint(**data["memory"]),
-                tuple(map(_drafting_from, data["drafters"])),
-            )
-        except (KeyError, TypeError, ValueError, OptionError) as error:
+            plan: Plan = read_record(cls, {each.name: data[each.name] for each in fields(cls)})
+        except (KeyError, TypeError, OptionError) as error:
             raise DataError(f"this is no plan ({type(error).__name__}: {error}); {_AGAIN}") from error
+        return plan
 
 
 def read_plan(path: Path) -> Plan:
@@ -331,12 +306,12 @@ def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
     """What costs the same is one drafter with all its options."""
     found: dict[tuple[str, DraftCost], Drafting] = {}
     for each in drafting:
-        key = each.words, each.cost
+        key = each.drafter, each.cost
         before = found.get(key)
         if before is None:
             found[key] = each
         else:
-            fullest = max(before, each, key=lambda one: max(option.tokens.value for option in one.options))
+            fullest = max(before, each, key=lambda one: max(option.tokens_per_call.value for option in one.options))
             found[key] = replace(fullest, options=(*before.options, *each.options))
     return list(found.values())
 
@@ -395,44 +370,3 @@ def memory_of(drafter: Drafter) -> Footprint:
 
 def _sampling_record(params: SamplingParams) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
-
-
-def _drafting_record(drafting: Drafting) -> dict[str, Any]:
-    return {
-        "drafter": drafting.words,
-        "name": drafting.name,
-        "survival": list(drafting.survival),
-        "cost": drafting.cost.to_dict(),
-        "growth": drafting.growth.to_dict(),
-        "memory": asdict(drafting.memory),
-        "options": [
-            {
-                "drafter": each.words,
-                "nodes": each.nodes,
-                "tokens_per_call": asdict(each.tokens),
-                "steps": [list(kind) for kind in each.steps],
-            }
-            for each in drafting.options
-        ],
-    }
-
-
-def _drafting_from(data: Mapping[str, Any]) -> Drafting:
-    options = tuple(
-        PlanOption(
-            str(each["drafter"]),
-            int(each["nodes"]),
-            Interval(**each["tokens_per_call"]),
-            tuple((int(nodes), int(depth), float(share)) for nodes, depth, share in each["steps"]),
-        )
-        for each in data["options"]
-    )
-    return Drafting(
-        str(data["drafter"]),
-        str(data["name"]),
-        options,
-        tuple(map(float, data["survival"])),
-        DraftCost.from_dict(data["cost"]),
-        CostCurve.from_dict(data["growth"]),
-        Footprint(**data["memory"]),
-    )
