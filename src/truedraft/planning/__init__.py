@@ -17,7 +17,7 @@ from truedraft.planning.predictions import (
 from truedraft.planning.rank_paths import RankTable, choose_tree
 from truedraft.planning.replay import CURVE_NODES, Trace, TraceReplay
 from truedraft.planning.sizes import NodeBudget, node_options, nodes_for, ratio_of_steps, sized
-from truedraft.planning.traces import AnswerTrace, trace_answers
+from truedraft.planning.traces import AnswerTrace, StepWatcher, trace_answers
 from truedraft.planning.walks import Walk, walk_along
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Prediction",
     "RankTable",
     "ReplayedBeams",
+    "StepWatcher",
     "Trace",
     "TraceReplay",
     "Walk",

@@ -102,7 +102,7 @@ def trace_answers(
     """
     drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
     wanted = [each.features for each in drafters if each.features is not None]
-    watcher = _Watcher(wanted, drawn, whole=any(map(draws_several, drafters)))
+    watcher = StepWatcher(wanted, drawn, whole=any(map(draws_several, drafters)))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
     # Beyond the end of text, so that the token that ended an answer is seen.
@@ -133,7 +133,7 @@ def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
     return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
 
 
-def _trace(asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[int]) -> AnswerTrace:
+def _trace(asked: Asked, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
     name, _, params = asked
     if request.error is not None:
         raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
@@ -155,7 +155,7 @@ def _trace(asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[in
     )
 
 
-class _Watcher(NoDrafter):
+class StepWatcher(NoDrafter):
     """Never drafts; keeps what each step of each request shows.
 
     Args:
@@ -172,7 +172,7 @@ class _Watcher(NoDrafter):
 
     told_late = False
 
-    def __init__(self, wanted: Sequence[Features], drawn: bool, *, whole: bool = False) -> None:
+    def __init__(self, wanted: Sequence[Features], drawn: bool = False, *, whole: bool = False) -> None:
         self._keeps_dists = whole
         self._keeps_logits = any(each.logits for each in wanted)
         self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))

@@ -25,16 +25,16 @@ from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
-from truedraft.training.evaluate import mean_loss
+from truedraft.training.evaluate import context_of, mean_loss
 from truedraft.training.head_config import HeadTrainingConfig, schedule_of
 from truedraft.training.head_objective import HeadLoss, heads_optimizer, identity_of_schedule
 from truedraft.training.heads import (
     TREE_TEXT,
-    Follower,
     HeadJob,
     TargetText,
     judge,
     lm_head_of,
+    run,
     starting_head,
     train_stage_1,
     write_tree_text,
@@ -318,14 +318,13 @@ def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, Head, Effort
     backbone = Backbone(job.target, config.joint.lora_rank, config.device)
     head = starting_head(job, backbone.lm_head, text.fingerprint)
     stream = joint_stream(text.train, load_tokenizer(job.target).eos_token_id)
-    length = min(config.joint.length, _context(backbone.model), (len(stream) - 1) // 2)
+    length = min(config.joint.length, context_of(backbone.model), (len(stream) - 1) // 2)
     config = replace(config, joint=replace(config.joint, length=length))
     loop = joint_loop(config, backbone, head, text.fingerprint, stream, out / WORK / _JOINT)
     size = in_bytes(_CHECKPOINTS * tensor_bytes(loop.model.state_dict()))
     job.told.on_plan(f"heads and target learn together for {loop.total_steps:,} steps; checkpoints take up to {size}")
-    progress = loop.run(on_step=Follower(job, loop.total_steps), on_checkpoint=job.told.on_checkpoint)
+    effort = run(job, loop, text)
     _save_target(backbone.finished(), job.target, out / _TARGET)
-    effort = Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
     return backbone.rank, head, effort
 
 
@@ -342,8 +341,4 @@ def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
 def _loss(job: HeadJob, target: str) -> tuple[float, int]:
     """The target's own loss on held-out text, in nats per token, and on how many tokens."""
     model = load_causal_lm(target, dtype=torch.bfloat16, device=job.config.device).eval()
-    return mean_loss(model, job.prompts.text, length=min(_context(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)
-
-
-def _context(model: PreTrainedModel) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    return mean_loss(model, job.prompts.text, length=min(context_of(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)

@@ -194,6 +194,31 @@ class Callbacks:
     on_checkpoint: Callable[[Saved], None] = lambda saved: None
 
 
+def train_told(
+    loop: TrainingLoop,
+    told: Callbacks,
+    remark: Callable[[StepRecord], str],
+    time_is_up: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Train to the end, or until the time is up, and tell of it.
+
+    Args:
+        loop: of the training.
+        told: who is told.
+        remark: what is said beside the number of a step.
+        time_is_up: as of `TrainingLoop.run`.
+    """
+
+    def follow(record: StepRecord) -> None:
+        told.on_step(record)
+        told.on_progress("training", record.step + 1, loop.total_steps, remark(record))
+
+    progress = loop.run(on_step=follow, on_checkpoint=told.on_checkpoint, time_is_up=time_is_up)
+    if progress.step < loop.total_steps:
+        told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+    return progress
+
+
 def identity_of(config: object, **more: str) -> dict[str, str | int | float | bool | None]:
     """The fields of a configuration under dotted names, and what else decides the weights (hashes of data, models)."""
     return {name: value for name, value in _flat(config, "") if name not in _FREE} | more

@@ -84,14 +84,7 @@ class JointReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "target": str(self.target),
-            "lora_rank": self.lora_rank,
-            "loss_before": self.loss_before,
-            "loss_after": self.loss_after,
-            "loss_tokens": self.loss_tokens,
-            "before": self.before.as_dict(),
-        }
+        return vars(self) | {"target": str(self.target), "before": self.before.as_dict()}
 
 
 @dataclass(frozen=True)
