@@ -13,6 +13,7 @@ import importlib
 import inspect
 import math
 import re
+import reprlib
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -338,7 +339,7 @@ def read_record(kind: Any, data: object) -> Any:
         return float(data)
     elif isinstance(data, origin or kind) and (kind is bool or not isinstance(data, bool)):
         return data
-    raise OptionError(f"a record of {getattr(kind, '__name__', kind)} is needed, got {data!r}")
+    raise OptionError(f"a record of {getattr(kind, '__name__', kind)} is needed, got {reprlib.repr(data)}")
 
 
 def check_whole(name: str, value: object, least: int) -> int:

@@ -26,13 +26,12 @@ from truedraft.planning.predictions import (
     Circumstance,
     Drafting,
     Footprint,
-    PlanOption,
     Prediction,
     WhatIf,
     options_of,
 )
 from truedraft.planning.traces import AnswerTrace, Asked, trace_answers
-from truedraft.planning.walks import walk_along
+from truedraft.planning.walks import Walk, walk_along
 from truedraft.theory import CostCurve, DraftCost, TargetCost
 
 _FORMAT = 1
@@ -210,24 +209,23 @@ def make_plan(
         [each.drafter for each in candidates],
         progress=lambda done, _: progress(0.05 + 0.25 * done / len(prompts), "the target's answers"),
     )
-    replayed = _replayed(target, candidates, traces, lambda share, remark: progress(0.3 + 0.4 * share, remark))
-    progress(0.7, "costs of the target")
-    forwards, context = costs.forwards(), _mean_context(traces)
-    drafting = []
-    for number, each in enumerate(replayed):
-        progress(0.75 + 0.25 * number / len(replayed), f"costs of {each.candidate.typed}")
-        drafting.append(_drafting(each, costs, params, context))
+    context, drafting = _mean_context(traces), []
+    for number, each in enumerate(candidates):
+        progress(0.3 + 0.7 * number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
+        walks = walk_along(each.drafter, target, traces)
+        progress(0.3 + 0.7 * (number + 0.5) / len(candidates), f"costs of {each.typed}")
+        drafting.append(_drafting(each, walks, costs, params, context))
     progress(1.0, "")
     return Plan(
         _version(),
         model_facts(target),
         asdict(this_machine(target.device)),
-        _sampling_record(params),
+        asdict(params),
         len(prompts),
         sum(trace.places for trace in traces),
         context,
         batch,
-        forwards,
+        costs.forwards(),
         footprint_of(target),
         tuple(_together(drafting)),
     )
@@ -250,56 +248,25 @@ def _version() -> str:
     return str(machine_facts()["truedraft"])
 
 
-@dataclass(frozen=True)
-class _Replayed:
-    """A candidate on the traces.
-
-    Attributes:
-        candidate: as given.
-        options: what its sizes bring.
-        survival: of its largest.
-        guessed: share of a chain's tokens behind its first that take no level of drafting.
-    """
-
-    candidate: Candidate
-    options: Sequence[PlanOption]
-    survival: tuple[float, ...]
-    guessed: float
-
-
-def _replayed(
-    target: LanguageModel,
-    candidates: Sequence[Candidate],
-    traces: Sequence[AnswerTrace],
-    progress: Callable[[float, str], None],
-) -> list[_Replayed]:
-    """What the sizes of each candidate bring."""
-    found = []
-    for number, each in enumerate(candidates):
-        progress(number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
-        walks = walk_along(each.drafter, target, traces)
-        tokens = sum(walk.tokens for walk in walks)
-        guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(tokens, 1)
-        found.append(_Replayed(each, *options_of(walks, each.words), guessed))
-    return found
-
-
 def _mean_context(traces: Sequence[AnswerTrace]) -> int:
     """Cached tokens of a step, the mean over all places."""
     cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
     return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
 
 
-def _drafting(replayed: _Replayed, costs: StepCosts, params: SamplingParams, context: int) -> Drafting:
-    candidate = replayed.candidate
+def _drafting(
+    candidate: Candidate, walks: Sequence[Walk], costs: StepCosts, params: SamplingParams, context: int
+) -> Drafting:
+    """What a candidate's sizes bring, by its walks along the traces, and what they cost."""
     drafter = candidate.drafter
+    options, survival = options_of(walks, candidate.words)
     cost = costs.drafting(candidate.timed, params)
-    if replayed.guessed:
-        cost = cost.guessed(replayed.guessed, drafter.limits.depth)
-    growth = _growth(drafter, costs, context)
-    memory = memory_of(drafter)
-    options = tuple(replayed.options)
-    return Drafting(candidate.typed, drafter.name, options, replayed.survival, cost, growth, memory)
+    tokens = sum(walk.tokens for walk in walks)
+    guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(tokens, 1)
+    if guessed:
+        cost = cost.guessed(guessed, drafter.limits.depth)
+    growth, memory = _growth(drafter, costs, context), memory_of(drafter)
+    return Drafting(candidate.typed, drafter.name, tuple(options), survival, cost, growth, memory)
 
 
 def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
@@ -366,7 +333,3 @@ def memory_of(drafter: Drafter) -> Footprint:
     if isinstance(head, torch.nn.Module):
         return Footprint(sum(weight.numel() * weight.element_size() for weight in head.parameters()))
     return Footprint(0)
-
-
-def _sampling_record(params: SamplingParams) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}

@@ -115,6 +115,10 @@ class Footprint:
     cached_token: int = 0
     each_token: bool = False
 
+    def read(self, forwards: int, context_tokens: int) -> int:
+        """Bytes of so many forwards of few tokens that read so many cached tokens in all."""
+        return forwards * self.weights + context_tokens * self.cached_token
+
 
 @dataclass(frozen=True)
 class Drafting:

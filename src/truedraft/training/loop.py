@@ -450,7 +450,7 @@ class TrainingLoop:
         """Seconds of a step, and bytes of a checkpoint: trains a little and saves nothing, so it is of no use later."""
         self.model.train()
         took = [self._step().elapsed_s for _ in range(min(steps, self.total_steps))]
-        size = tensor_bytes([self.model.state_dict(), self.optimizer.state_dict()])
+        size = tensor_bytes([trained_weights(self.model), self.optimizer.state_dict()])
         return min(after - before for before, after in itertools.pairwise([0.0, *took])), size
 
     def _step(self) -> StepRecord:
@@ -496,7 +496,7 @@ class TrainingLoop:
     def _save(self) -> None:
         self.folder.save(
             {
-                "model": self.model.state_dict(),
+                "model": trained_weights(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "progress": vars(self.progress),
                 "random": torch.get_rng_state(),
@@ -506,7 +506,8 @@ class TrainingLoop:
     def _resume(self) -> None:
         state = self.folder.resume()
         if state is not None:
-            self.model.load_state_dict(state["model"])
+            for name, weight in trained_weights(self.model).items():
+                weight.copy_(state["model"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress(**state["progress"])
             torch.set_rng_state(state["random"])
@@ -514,6 +515,11 @@ class TrainingLoop:
 
 def _is_finite(value: float) -> bool:
     return value - value == 0.0
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, tied ones once: what a checkpoint holds of a model."""
+    return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def tensor_bytes(states: object) -> int:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from truedraft.core.params import SamplingParams
-from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
-from truedraft.models.base import LanguageModel, Segment
-from truedraft.planning import StepWatcher
+from truedraft.models.base import LanguageModel
+from truedraft.planning import StepWatcher, outputs_along
 from truedraft.training.loop import identity_of
 from truedraft.training.options import WritingOptions
 from truedraft.training.texts.prompts import prompts_hash
@@ -31,7 +30,6 @@ from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistilla
 _TRIED_STEPS = 25  # that are timed together
 _TRIED_TURNS = 3
 _PACED = 32  # steps after which it is said how long the rest will take
-_CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the engine's own
 
 
 @dataclass(frozen=True)
@@ -121,18 +119,8 @@ def write_answers(
 @torch.inference_mode()
 def hidden_of(target: LanguageModel, record: WrittenAnswer) -> Tensor:
     """The vectors from which the tokens of a written answer were drawn, computed anew: `[tokens, width]`."""
-    ids = torch.tensor([*record.prompt, *record.answer][:-1], device=target.device)
-    first = len(record.prompt) - 1
-    cache = target.new_cache()
-    found = []
-    for start in range(0, len(ids), _CHUNK):
-        tokens = ids[start : start + _CHUNK]
-        rows = range(max(0, first - start), len(tokens))
-        output = target.forward([Segment(cache, tokens, chain_shape(len(tokens)), rows)])
-        cache.commit(range(len(tokens)))
-        found.append(output.hidden[:, : target.head_width].clone())
-    target.release_cache(cache)
-    return torch.cat(found)[: len(record.answer)]
+    outputs = outputs_along(target, [*record.prompt, *record.answer[:-1]], len(record.prompt) - 1)
+    return torch.cat([each.hidden[:, : target.head_width].clone() for each in outputs])
 
 
 class ThreadTrial:
