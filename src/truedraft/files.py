@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
 import tempfile
 import zlib
@@ -130,3 +131,10 @@ def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{place}: a {type(record).__name__}, not an object with {holding} in it")
     return record
+
+
+def parameters_in(path: Path) -> int:
+    """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

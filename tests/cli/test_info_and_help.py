@@ -20,6 +20,7 @@ from support.tiny_models import build
 from truedraft import embedded, load_model
 from truedraft.cli import info
 from truedraft.drafters.registry import write_record
+from truedraft.files import parameters_in
 
 Run = Callable[..., Result]
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
@@ -70,7 +71,7 @@ def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch,
 
 def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    assert info._parameters(tmp_path / "x.safetensors") == 17
+    assert parameters_in(tmp_path / "x.safetensors") == 17
     (tmp_path / "README.md").write_text("---\nlicense: x\n---\n\n# A title\n\nWhat it is.\nMore.\n")
     assert info._summary(tmp_path / "README.md") == "What it is."
     assert info._summary(tmp_path / "absent.md") is None
@@ -79,7 +80,7 @@ def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:
 def test_safetensors_header_is_as_read_here(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}).encode()
     (tmp_path / "y.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
-    assert info._parameters(tmp_path / "y.safetensors") == 6
+    assert parameters_in(tmp_path / "y.safetensors") == 6
 
 
 @pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")

@@ -23,12 +23,11 @@ from truedraft.errors import CompositionError, DataError, OptionError, TrainingE
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.training import heads as heads_module
 from truedraft.training import loop as loop_module
-from truedraft.training.head_config import schedule_of
 from truedraft.training.head_objective import heads_optimizer
 from truedraft.training.heads import HeadJob, train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.medusa import MedusaTrainingConfig
-from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.workspace import TimeBudget
@@ -39,7 +38,7 @@ CONFIG = MedusaTrainingConfig(
     tokens=400,
     writing=WritingConfig(answer_tokens=16, batch=8),
     steps=7,
-    optimizer=OptimizerConfig(2e-2, 2e-2),
+    learning_rate=2e-2,
     positions_per_step=64,
     window=8,
     evaluate_every=3,
@@ -179,7 +178,7 @@ def test_an_interruption_of_the_writing_is_gone_on_with(trained, target_folder, 
     [
         ({"heads": 3}, "heads was 2 and is now 3"),
         ({"law_share": 0.5}, "law_share was 1.0 and is now 0.5"),
-        ({"optimizer": OptimizerConfig(1e-2, 2e-2)}, "optimizer.matrix_rate was 0.02 and is now 0.01"),
+        ({"learning_rate": 1e-2}, "optimizer.matrix_rate was 0.02 and is now 0.01"),
         ({"writing": WritingConfig(answer_tokens=15)}, "answer_tokens was 16 and is now 15"),
     ],
 )
@@ -268,7 +267,7 @@ def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, targ
 
 
 def test_start_from_heads_that_fit(trained, target_folder, prompts, tmp_path):
-    more = replace(CONFIG, start_from=trained[0], steps=1, optimizer=OptimizerConfig(1e-9, 1e-9))
+    more = replace(CONFIG, start_from=trained[0], steps=1, learning_rate=1e-9)
     train_heads(target_folder, prompts, copied(trained, tmp_path), more)
     expected = weights(trained[0])
     assert all(torch.allclose(weight, expected[name], atol=1e-3) for name, weight in weights(tmp_path).items())
@@ -405,6 +404,6 @@ def test_unusable_numbers(options, message):
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 1000])
 def test_schedules_have_the_steps_that_are_asked_for(steps):
-    schedule = schedule_of(steps, 0.4)
+    schedule = WarmupStableDecay.of(steps, 0.4)
     assert schedule.total_steps == steps and schedule.stable_steps >= 1
     assert all(0.0 < schedule(step) <= 1.0 for step in range(steps))

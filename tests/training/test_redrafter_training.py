@@ -19,7 +19,6 @@ from truedraft.planning import beam_trees
 from truedraft.training import evaluate
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
-from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
@@ -33,7 +32,7 @@ CONFIG = RedrafterTrainingConfig(
     writing=WritingConfig(answer_tokens=16, batch=8),
     steps=6,
     self_fed=0.3,
-    optimizer=OptimizerConfig(2e-2, 2e-2),
+    learning_rate=2e-2,
     positions_per_step=64,
     evaluate_every=3,
     checkpoint_every_s=0.0,
@@ -244,7 +243,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
 
 
 def test_start_from_a_head_that_fits(trained, target_folder, prompts, tmp_path):
-    more = replace(CONFIG, start_from=trained[0], steps=1, optimizer=OptimizerConfig(1e-9, 1e-9))
+    more = replace(CONFIG, start_from=trained[0], steps=1, learning_rate=1e-9)
     train_heads(target_folder, prompts, copied(trained, tmp_path), more)
     expected = weights(trained[0])
     assert all(torch.allclose(weight, expected[name], atol=1e-3) for name, weight in weights(tmp_path).items())

@@ -153,9 +153,9 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
 
     path = user_path(options.what.prompts)
     if options.what.prompts != HELDOUT and (path.is_dir() or is_question_file(path)):
-        questions = read_questions(path)
-        chosen = spread(questions.questions, options.runs.limit)
-        return questions.name, [NamedPrompt(each.name, each.text) for each in chosen]
+        name, questions = read_questions(path)
+        chosen = spread(questions, options.runs.limit)
+        return name, [NamedPrompt(each.name, each.text) for each in chosen]
     if options.what.prompts != HELDOUT and not path.suffix and not path.exists():
         raise DataError(
             f"there is no prompt set {options.what.prompts!r}; give {HELDOUT}, a .jsonl or .txt file, or a folder with "
