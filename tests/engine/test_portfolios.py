@@ -197,7 +197,7 @@ class Checked(DraftModel):
 
 
 class ToldAtOnce(Checked):
-    told_late = False
+    observes_lazily = False
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -218,7 +218,7 @@ def test_who_is_told_late_knows_what_others_know(seed: int) -> None:
 
 def test_who_is_told_late_is_told_of_its_own_steps_at_once_and_else_of_the_last_one() -> None:
     class Late(Watching):
-        told_late = True
+        observes_lazily = True
 
     class Turns(Controller):
         """The late one at every third step."""

@@ -116,6 +116,10 @@ class Prefixes:
         """
         self._members[number] = _Member(cache, tokens, scope, prompt)
 
+    def text(self, number: int) -> Sequence[int]:
+        """What is read of a request that runs."""
+        return self._members[number].tokens
+
     def leave(self, number: int) -> None:
         """A request is over; its cache is given back behind this."""
         self._members.pop(number, None)

@@ -15,6 +15,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.sibling_chains import SiblingChains
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
@@ -44,7 +45,7 @@ class DraftModel(Drafter):
     """
 
     name: ClassVar[str] = "draft"
-    told_late = True
+    observes_lazily = True
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class DraftModel(Drafter):
         )
         self.model: LanguageModel = model
         self.caches: dict[int, RequestCache] = {}
-        self.prefixes: Prefixes = Prefixes()
+        self.prefixes = Prefixes()
+        self.held = Held([ModelCaches(model, self.caches, self.prefixes, self.limits.nodes)])
         self._hears = model.opening_inputs is not None
 
     def with_chains(self, chains: int, length: int) -> DraftModel:

@@ -14,6 +14,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.held import Held
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
@@ -40,8 +41,7 @@ class SelfDraft(Drafter):
     """
 
     name: ClassVar[str] = "self"
-    told_late = True
-    target_cache = True
+    observes_lazily = True
 
     def __init__(self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
@@ -52,7 +52,8 @@ class SelfDraft(Drafter):
                 "target.quantized(4)"
             )
         self.model: LanguageModel = model
-        self.caches: dict[int, RequestCache] = {}  # of requests that come without one of the target's
+        self._caches: dict[int, RequestCache] = {}  # of requests that come without one of the target's
+        self.held = Held(noted=[self._caches], in_target=True)
         self._target = target
 
     @property
@@ -74,10 +75,6 @@ class SelfDraft(Drafter):
     def serves(self, request: DraftRequest) -> bool:
         """Not where its weights could not be made, which is not tried again."""
         return self.model.failure is None
-
-    def cache_tokens(self, tokens: int) -> int:
-        """None: drafted tokens lie where the target's own will."""
-        return 0
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -115,9 +112,9 @@ class SelfDraft(Drafter):
         """The target's, which holds all tokens but the last; where nobody gives it, as in a replay, one filled here."""
         if request.cache is not None:
             return request.cache
-        if request.id not in self.caches:
-            self.caches[request.id] = self._target.new_cache()
-        cache, end = self.caches[request.id], len(request.tokens) - 1
+        if request.id not in self._caches:
+            self._caches[request.id] = self._target.new_cache()
+        cache, end = self._caches[request.id], len(request.tokens) - 1
         cache.rollback(min(cache.length, end))
         while cache.length < end:
             ids = request.tokens[cache.length : end][:_READ_TOKENS]
@@ -129,12 +126,12 @@ class SelfDraft(Drafter):
         return [self._cache(request) for request in batch]
 
     def rewind(self, request: DraftRequest) -> None:
-        cache = self.caches.get(request.id)
+        cache = self._caches.get(request.id)
         if cache is not None:
             cache.rollback(min(cache.length, len(request.tokens)))
 
     def end(self, request: DraftRequest) -> None:
         """Give back what was filled for it."""
-        cache = self.caches.pop(request.id, None)
+        cache = self._caches.pop(request.id, None)
         if cache is not None:
             self._target.release_cache(cache)

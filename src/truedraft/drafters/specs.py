@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import truedraft.drafters
 from truedraft.drafters.registry import find_drafters
 from truedraft.embedded import embedded_heads
-from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelError, errors_about
+from truedraft.errors import CompositionError, OptionError, UnknownOptionError, UnsupportedModelError, errors_about
 from truedraft.options import Words, called, read_whole
 
 if TYPE_CHECKING:
@@ -251,6 +251,8 @@ def _cascade(words: Words, target: LanguageModel) -> Drafter:
             )
     if len(members) < 2:
         raise OptionError("drafter 'cascade' needs two members or more, as in cascade(prompt-lookup;draft)")
+    if members[0].options.get("async") == "1":
+        raise CompositionError("'draft' cannot draft inside a cascade with async, which a round gains nothing by")
     lengths = [_written_by(member) for member in members[1:]]
     if words.options:
         lengths[-1] = {name: read_whole(name, value) for name, value in words.options.items()}

@@ -38,14 +38,14 @@ class Drafting:
         self._numbers = {name: number for number, name in enumerate(self._members)}
         self._limits = {name: member.limits for name, member in drafter.members.items()}
         has_others = list(drafter.members.values()) != [drafter]
-        self._whole = drafter if has_others and not drafter.told_late else None  # is told of merged proposals
+        self._whole = drafter if has_others and not drafter.observes_lazily else None  # is told of merged proposals
         shown = joint_features(drafter)
         self._shows = shown is not None
         self._layers = () if shown is None else shown.layers  # that the target shows
         self._on_device = transfers.waits(target.device)
-        self._kept = [each.features for each in drafter.members.values() if each.told_late and each.features]
+        self._kept = [each.features for each in drafter.members.values() if each.observes_lazily and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
-        self._told_at_once = [member for member in self._members.values() if not member.drafter.told_late]
+        self._told_at_once = [member for member in self._members.values() if not member.drafter.observes_lazily]
         self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
@@ -210,7 +210,7 @@ class Drafting:
         if not asked:
             return
         for name, of_member in asked.items():
-            if self._members[name].drafter.told_late:
+            if self._members[name].drafter.observes_lazily:
                 self._tell(self._members[name], [each.request for each in of_member])
         made = {name: self._members[name].propose(of_member) for name, of_member in asked.items()}
         for item, parts in zip(batch, planned, strict=True):
@@ -259,7 +259,7 @@ class Drafting:
         for member in self._told_at_once:
             self._tell(member, [item.request for item in batch])
         for name in self._asked:
-            if self._members[name].drafter.told_late:
+            if self._members[name].drafter.observes_lazily:
                 self._tell(self._members[name], [item.request for item in batch if name in item.drafted.parts])
         if self._whole is not None:
             self._whole.observe([item.request.draft for item in batch], outcomes)

@@ -36,9 +36,9 @@ class Sharing:
         self._placeholders = target.placeholders
         weights = [(self._own, 1.0)]
         for each in members.values():
-            for model, store in each.prefix_stores():
-                share = model.weight_bytes / max(target.weight_bytes, 1)
-                weights.append((store, max(share, _LEAST_SHARE)))
+            for own in each.held.models:
+                share = own.model.weight_bytes / max(target.weight_bytes, 1)
+                weights.append((own.prefixes, max(share, _LEAST_SHARE)))
         for store, share in weights:
             store.most_bytes = int((most or 0) * share / sum(weight for _, weight in weights))
             store.shares = most != 0

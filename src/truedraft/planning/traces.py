@@ -170,7 +170,7 @@ class _Watcher(NoDrafter):
         dists: by request, the distributions that these are of.
     """
 
-    told_late = False
+    observes_lazily = False
 
     def __init__(self, wanted: Sequence[Features], drawn: bool, *, whole: bool = False) -> None:
         self._keeps_dists = whole

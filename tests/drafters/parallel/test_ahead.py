@@ -103,7 +103,7 @@ def test_proposals_answers_and_counts_are_those_of_the_draft_alone(way: str, dra
     answers = Engine(target, watched.drafter, controller="fixed", entropy=3).generate(prompts, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     assert alike(alone, watched)
-    assert not ahead.holding and not ahead.cache_bytes
+    assert not ahead.holding and not ahead.held.n_bytes
 
 
 def test_a_draft_that_is_always_wrong_never_hits() -> None:

@@ -143,7 +143,7 @@ class AheadDrafter:
         for place, text in enumerate(self._open):
             text.noise, text.chain = calls[place].noise, chains[place].tree.host_ids
         replied = [chains[place] for place in range(len(calls))]
-        return Reply(replied, hits, self._ahead_tokens, self.drafter.cache_bytes)
+        return Reply(replied, hits, self._ahead_tokens, self.drafter.held.n_bytes)
 
     def _take(self, call: Call) -> Proposal | None:
         """Read on to where a request is now; the chain that was drafted ahead for it, if one was.

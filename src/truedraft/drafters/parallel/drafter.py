@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from truedraft.cache import Prefixes, RequestCache
 from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.held import Held
 from truedraft.drafters.parallel.ahead import Call, Reply
 from truedraft.drafters.parallel.process import DraftProcess
 from truedraft.errors import CompositionError, DrafterError, OptionError
@@ -36,19 +36,18 @@ class ParallelDraft(Drafter):
     """
 
     name: ClassVar[str] = "draft"
-    told_late = True
-    is_inner = False  # a round's noise is not what it drafts ahead with
+    observes_lazily = True
 
     def __init__(self, draft: DraftModel, worker: DraftProcess) -> None:
         if draft.limits.width > 1:
             raise OptionError("async drafts one chain, and branching or chains make trees; leave one of them out")
         self.limits: Budget = draft.limits
         self.model: LanguageModel = draft.model
-        self.caches: Mapping[int, RequestCache] = draft.caches
-        self.prefixes: Prefixes = draft.prefixes
         self._here = draft
         self._worker = worker
         self._told: dict[int, int] = {}  # tokens of each request that the process knows
+        # In a cache lie at most a chain, a token, and the chain drafted ahead.
+        self.held = Held([each.ahead(1 + self.limits.depth) for each in draft.held.models], [self._told])
         self._last: Reply | None = None
         self._proposals = 0
         self._hits = 0
@@ -56,15 +55,6 @@ class ParallelDraft(Drafter):
     @property
     def kinds(self) -> frozenset[DrawKind]:
         return self._here.kinds
-
-    @property
-    def cache_bytes(self) -> int:
-        """Of both processes, of the other one as it told last."""
-        return self._here.cache_bytes + (self._last.cache_bytes if self._last is not None and self._told else 0)
-
-    def cache_tokens(self, tokens: int) -> int:
-        """The most in the cache for a request of so many tokens: a chain, a token, and the chain drafted ahead."""
-        return self._here.cache_tokens(tokens) + 1 + self.limits.depth
 
     @property
     def report(self) -> Mapping[str, float]:
@@ -129,7 +119,7 @@ class ParallelDraft(Drafter):
             return None
         tokens = tuple(request.tokens[told:])
         self._told[request.id] += len(tokens)
-        return Call(request.id, request.params, tokens, budget, noise.key, self.caches[request.id].limit)
+        return Call(request.id, request.params, tokens, budget, noise.key, self._here.caches[request.id].limit)
 
     def _ask(self, calls: Sequence[Call]) -> list[Proposal]:
         """What the process drafted; nothing where it is gone."""
@@ -140,20 +130,18 @@ class ParallelDraft(Drafter):
             return []
         self._proposals += len(calls)
         self._hits += reply.hits
+        self.held.beside = reply.cache_bytes
         return reply.chains
 
     def _go_on_here(self, error: DrafterError) -> None:
         """The process is gone: what it kept is drafted again in this one."""
         self._told.clear()
+        self.held.beside = 0
         warnings.warn(f"drafter {self.name!r} goes on without async: {error}", RuntimeWarning, stacklevel=2)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """The process sees from the next call what became of its chain; what was drafted here is kept here."""
         self._here.observe(batch, outcomes)
-
-    @property
-    def holding(self) -> Collection[int]:
-        return self.caches.keys() | self._told.keys()
 
     def end(self, request: DraftRequest) -> None:
         """Give back what both processes hold for it."""
@@ -163,3 +151,5 @@ class ParallelDraft(Drafter):
                 self._worker.end(request.id)
             except DrafterError as error:
                 self._go_on_here(error)
+            if not self._told:
+                self.held.beside = 0

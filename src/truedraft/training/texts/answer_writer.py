@@ -196,7 +196,7 @@ class _VectorKeeper(NoDrafter):
 
     features: ClassVar[Features | None] = Features()
 
-    told_late = False
+    observes_lazily = False
 
     def __init__(self, width: int) -> None:
         self._width = width
