@@ -117,7 +117,7 @@ def test_requests_that_are_over_keep_no_output_of_their_batch(target: LanguageMo
     requests = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
     while not all(request.closed for request in requests):
         engine.step()
-    assert all(request.last_step is not None and request.last_step[2] is None for request in requests)
+    assert all(request.last_step is not None and request.last_step.shown is None for request in requests)
     assert all(request.view is None for request in requests)
 
 

@@ -15,7 +15,7 @@ from truedraft.drafters.base import Drafter, Features, StepOutcome
 from truedraft.drafters.portfolio import MergedProposal, joint_features
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.failures import Failures, told
-from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
+from truedraft.engine.guarded import GuardedDrafter, disowned
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError, UnknownOptionError
 from truedraft.models.base import ForwardOutput, LanguageModel
@@ -33,9 +33,9 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, controller: Controller, target: LanguageModel, failures: Failures) -> None:
         self._members = {
-            name: GuardedDrafter(name, member, target, failures) for name, member in drafter.members.items()
+            name: GuardedDrafter(name, number, member, target, failures)
+            for number, (name, member) in enumerate(drafter.members.items())
         }
-        self._numbers = {name: number for number, name in enumerate(self._members)}
         self._limits = {name: member.limits for name, member in drafter.members.items()}
         has_others = list(drafter.members.values()) != [drafter]
         self._whole = drafter if has_others and not drafter.observes_lazily else None  # is told of merged proposals
@@ -46,7 +46,7 @@ class Drafting:
         self._kept = [each.features for each in drafter.members.values() if each.observes_lazily and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
         self._told_at_once = [member for member in self._members.values() if not member.drafter.observes_lazily]
-        self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
+        self._asked: dict[str, list[StepItem]] = {}  # in the running step, by drafter
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
         self._resting_plain = False  # whether nothing is drafted in these
@@ -58,8 +58,9 @@ class Drafting:
     @property
     def spent(self) -> tuple[DraftTime, ...]:
         """What asking each drafter took in this step."""
-        spent = (self._members[name].spent for name in self._asked)
-        return tuple(each for each in spent if each is not None)
+        spent = ((self._members[name].spent, len(items)) for name, items in self._asked.items())
+        # Requests that were asked one behind another tell nothing of a batch.
+        return tuple(each for each, asked in spent if each is not None and each.requests == asked)
 
     def limit(self, request: Request, speculation: Speculation | None) -> None:
         """Let only those drafters draft for a request that can and that it wants, and no longer paths than it wants.
@@ -96,7 +97,8 @@ class Drafting:
         request.no_room.discard(name)
         self._members[name].begin(request)
         request.told.pop(name, None)
-        self._tell(self._members[name], [request])
+        if request.last_step is not None:
+            self._tell(self._members[name], [request.last_step])
 
     def decide(self, batch: Batch) -> None:
         """Give each item what is to be drafted for it."""
@@ -116,11 +118,8 @@ class Drafting:
         asked = [number for number, item in enumerate(batch) if not item.prefill and not self._is_undrafted(item)]
         if not asked:
             return decisions
-        views = [self._view(batch.items[number]) for number in asked]
-        try:
-            decided: Sequence[Decision | None] = self._decided(views)
-        except Exception as error:
-            decided = self._decide_alone([batch.items[number].request for number in asked], views, error)
+        items = [batch.items[number] for number in asked]
+        decided = self._failures.together("the controller", items, self._decided, self._give_up)
         for number, decision in zip(asked, decided, strict=True):
             decisions[number] = decision
         if self._controller.rests and len(asked) == len(batch):
@@ -168,7 +167,8 @@ class Drafting:
             view.limits = self._limits
         return view
 
-    def _decided(self, views: Sequence[RequestView]) -> Sequence[Decision]:
+    def _decided(self, items: Sequence[StepItem]) -> Sequence[Decision]:
+        views = [self._view(item) for item in items]
         decisions = self._controller.decide(views)
         if len(decisions) != len(views):
             raise ValueError(f"{len(decisions)} decisions for {len(views)} requests")
@@ -179,41 +179,18 @@ class Drafting:
                     raise ValueError(f"it chose a drafter {part.drafter!r}; there is {there}")
         return decisions
 
-    def _decide_alone(
-        self, requests: Sequence[Request], views: Sequence[RequestView], error: Exception
-    ) -> list[Decision | None]:
-        """The same after a failure: for whom it fails shows when it is asked for each alone; None where it does."""
-        if len(requests) == 1:
-            self._give_up(requests[0], error)
-            return [None]
-        self._failures.asked_again(requests, "the controller", error)
-        decisions: list[Decision | None] = []
-        for request, view in zip(requests, views, strict=True):
-            try:
-                decisions += self._decided([view])
-            except Exception as own:
-                self._give_up(request, own)
-                decisions.append(None)
-        return decisions
-
     def propose(self, batch: Batch) -> None:
         """Give each item what is drafted for it, as was decided; nothing where the drafter failed."""
-        for name in self._asked:
-            self._members[name].spent = None
         self._asked = {}
-        planned = [() if item.decision is None else item.decision.parts for item in batch]
-        for item, parts in zip(batch, planned, strict=True):
-            for part in parts:
-                noise = item.noise.of_member(self._numbers[part.drafter])
-                self._asked.setdefault(part.drafter, []).append(Asked(item.request, part.budget, noise))
-        asked = self._asked
-        if not asked:
-            return
-        for name, of_member in asked.items():
+        for item in batch:
+            for part in () if item.decision is None else item.decision.parts:
+                self._asked.setdefault(part.drafter, []).append(item)
+        for name, items in self._asked.items():
             if self._members[name].drafter.observes_lazily:
-                self._tell(self._members[name], [each.request for each in of_member])
-        made = {name: self._members[name].propose(of_member) for name, of_member in asked.items()}
-        for item, parts in zip(batch, planned, strict=True):
+                self._tell(self._members[name], items)
+        made = {name: self._members[name].propose(items) for name, items in self._asked.items()}
+        for item in batch if made else ():
+            parts = () if item.decision is None else item.decision.parts
             own = {part.drafter: made[part.drafter].get(item.request.id) for part in parts}
             if found := {name: each for name, each in own.items() if each is not None}:
                 item.hold(MergedProposal.of(found))
@@ -243,37 +220,38 @@ class Drafting:
             self._members[name].give_up(item.request, error)
         return item.proposal.without_draws(rows)
 
-    def observe(self, batch: Batch, outcomes: Sequence[StepOutcome], output: ForwardOutput) -> None:
-        """Tell every drafter what became of a step; those that may be told late, if they proposed something.
+    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+        """Tell every drafter what became of a step; those that observe lazily, if they proposed something.
 
         Args:
-            batch: of the step.
-            outcomes: of each item, without what drafters want to see of the forward.
+            batch: of the step, which is over.
             output: of the target's forward.
         """
         if self._kept and self._on_device:  # where the next forward may write over it
             logits = output.logits.clone() if any(each.logits for each in self._kept) else output.logits
             output = ForwardOutput(logits, output.hidden.clone(), tuple(layer.clone() for layer in output.layers))
-        for item, outcome in zip(batch, outcomes, strict=True):
-            item.request.last_step = item, outcome, output if self._shows else None
+        for item in batch:
+            if item.request.last_step is not None:
+                item.request.last_step.shown = None  # it is large
+            item.shown, item.request.last_step = output if self._shows else None, item
         for member in self._told_at_once:
-            self._tell(member, [item.request for item in batch])
+            self._tell(member, batch.items)
         for name in self._asked:
             if self._members[name].drafter.observes_lazily:
-                self._tell(self._members[name], [item.request for item in batch if name in item.drafted.parts])
+                self._tell(self._members[name], [item for item in batch if name in item.drafted.parts])
         if self._whole is not None:
+            outcomes = [item.outcome for item in batch if item.outcome is not None]
             self._whole.observe([item.request.draft for item in batch], outcomes)
 
-    def _tell(self, member: GuardedDrafter, requests: Sequence[Request]) -> None:
-        """Tell a drafter of the last step of some requests, if it was not."""
+    def _tell(self, member: GuardedDrafter, items: Sequence[StepItem]) -> None:
+        """Tell a drafter of the last step of these items' requests, if it was not."""
         seen = []
-        for request in requests:
+        for request in (item.request for item in items):
             step = request.last_step
             out = member.name in request.excluded or member.name in request.no_room
-            if step is not None and not out and request.told.get(member.name) != step[0].context:
-                request.told[member.name] = step[0].context
-                outcome = _outcome_for(member.name, *step, member.drafter.features, self._layers)
-                seen.append((request, outcome))
+            if step is not None and not out and request.told.get(member.name) != step.context:
+                request.told[member.name] = step.context
+                seen.append((request, _outcome_for(member.name, step, member.drafter.features, self._layers)))
         if seen:
             member.observe(seen)
 
@@ -331,8 +309,6 @@ def _cut_to(decision: Decision, nodes: int, limits: Mapping[str, Budget]) -> Dec
 def _outcome_for(
     name: str,
     item: StepItem,
-    outcome: StepOutcome,
-    output: ForwardOutput | None,
     features: Features | None,
     layers: Sequence[int],
 ) -> StepOutcome:
@@ -340,12 +316,12 @@ def _outcome_for(
 
     Args:
         name: of the drafter.
-        item: of the step.
-        outcome: of the item.
-        output: of the step's forward, where any drafter declared features.
+        item: of a step that is over.
         features: that it declared.
-        layers: numbers of those in `output`, which are all that any drafter declared.
+        layers: numbers of those that the forward showed, which are all that any drafter declared.
     """
+    outcome, output = item.outcome, item.shown
+    assert outcome is not None
     proposal, nodes = item.drafted.own(name)
     path = item.drafted.own_path(name, outcome.path)
     if features is None or output is None:
