@@ -72,7 +72,7 @@ class _Block:
         return sum(keys.nbytes + values.nbytes for keys, values in self.entries) + bytes_of(self.states or {})
 
 
-class Prefixes:
+class PrefixCache:
     """What requests of one model begin with.
 
     Args:

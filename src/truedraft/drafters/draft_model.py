@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.cache import FEW, Prefixes, RequestCache
+from truedraft.cache import FEW, PrefixCache, RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
@@ -67,7 +67,7 @@ class DraftModel(Drafter):
         )
         self.model: LanguageModel = model
         self.caches: dict[int, RequestCache] = {}
-        self.prefixes = Prefixes()
+        self.prefixes = PrefixCache()
         self.held = Held([ModelCaches(model, self.caches, self.prefixes, self.limits.nodes)])
         self._hears = model.opening_inputs is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from truedraft.cache import Prefixes, RequestCache
+from truedraft.cache import PrefixCache, RequestCache
 from truedraft.models.base import LanguageModel
 
 
@@ -23,7 +23,7 @@ class ModelCaches:
 
     model: LanguageModel
     caches: Mapping[int, RequestCache]
-    prefixes: Prefixes
+    prefixes: PrefixCache
     drafted: int
     per_token: int = 1
 
@@ -38,7 +38,7 @@ class ModelCaches:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """All that a drafter holds for requests; what it keeps of earlier ones is counted apart (`Prefixes`).
+    """All that a drafter holds for requests; what it keeps of earlier ones is counted apart (`PrefixCache`).
 
     Attributes:
         models: caches of its models.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.cache import CachePool, Prefixes
+from truedraft.cache import CachePool, PrefixCache
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
@@ -69,7 +69,7 @@ class CacheMemory:
         target: LanguageModel,
         members: Mapping[str, Drafter],
         limit: int | None,
-        prefixes: Sequence[Prefixes] = (),
+        prefixes: Sequence[PrefixCache] = (),
     ) -> None:
         self.limit = None if limit is None else check_whole("max_cache_bytes", limit, least=1)
         self._target = target
