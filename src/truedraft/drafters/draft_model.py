@@ -146,15 +146,9 @@ class DraftModel(Drafter):
             return SiblingChains(cache, request, budget, noise, self.chains, device)
         return TreeBuilder(cache, request, budget, noise, self.branching, device)
 
-    def within(self, budget: Budget, request: DraftRequest, further: int = 0) -> Budget:
-        """The budget cut to the options, and to what fits the draft model's own context.
-
-        Args:
-            budget: of a proposal.
-            request: it is for.
-            further: tokens that the request's text will have gained by then.
-        """
-        return budget.within(self.limits).cut(self.model.most_drafted(request.tokens) - further)
+    def within(self, budget: Budget, request: DraftRequest) -> Budget:
+        """The budget of a request's proposal, cut to the options and to what fits the draft model's own context."""
+        return budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
 
     def _missed(self, request: DraftRequest) -> int:
         """Tokens of a text that the draft has not seen."""

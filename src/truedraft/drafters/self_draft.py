@@ -80,10 +80,11 @@ class SelfDraft(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Draw level by level, and leave caches as they were."""
-        builders = [
-            TreeBuilder(self._cache(request), request, cut, each, (1,) * self.limits.depth, self.model.device, behind=1)
-            for request, cut, each in zip(batch, self._within(batch, budgets), noise, strict=True)
-        ]
+        builders = []
+        for request, budget, each in zip(batch, budgets, noise, strict=True):
+            cut = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
+            shape = (1,) * self.limits.depth
+            builders.append(TreeBuilder(self._cache(request), request, cut, each, shape, self.model.device, behind=1))
         level = [builder for builder in builders if not builder.budget.is_zero]
         try:
             logits = self._forward_last(level) if level else None
@@ -94,11 +95,6 @@ class SelfDraft(Drafter):
             for builder in builders:
                 builder.cache.rollback(builder.cache.length)
         return [builder.proposal() for builder in builders]
-
-    def _within(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget]) -> list[Budget]:
-        """The budgets cut to the options and to the context."""
-        rooms = [self.model.most_drafted(request.tokens) for request in batch]
-        return [budget.within(self.limits).cut(room) for budget, room in zip(budgets, rooms, strict=True)]
 
     def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the last token of each text; logits `[requests, vocab]` behind it."""
