@@ -256,7 +256,9 @@ def _cascade(words: Words, target: LanguageModel) -> Drafter:
     if len(members) < 2:
         raise OptionError("drafter 'cascade' needs two members or more, as in cascade(prompt-lookup;draft)")
     if members[0].options.get("async") == "1":
-        raise CompositionError("'draft' cannot draft inside a cascade with async: no round asks for what was drafted ahead; leave async out")
+        raise CompositionError(
+            "'draft' cannot draft inside a cascade with async: no round asks for what was drafted ahead; leave it out"
+        )
     lengths = [_written_by(member) for member in members[1:]]
     if words.options:
         lengths[-1] = {name: read_whole(name, value) for name, value in words.options.items()}

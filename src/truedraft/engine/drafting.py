@@ -115,7 +115,7 @@ class Drafting:
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
-        asked = [number for number, item in enumerate(batch) if not item.prefill and not self._is_undrafted(item)]
+        asked = [number for number, item in enumerate(batch) if not item.prefill and self._limits_for(item.request)]
         if not asked:
             return decisions
         items = [batch.items[number] for number in asked]
@@ -135,13 +135,11 @@ class Drafting:
         for item, decision in zip(batch, decisions, strict=True):
             request = item.request
             if decision is not None and not decision.is_zero:
-                out = request.excluded | request.no_room if request.no_room else request.excluded
-                if out:
-                    decision = _without(decision, out)
                 # A step emits one token more than it accepts, so the last block is cut to fit.
-                decision = decision.cut(max(min(request.remaining - 1, request.most_depth), 0))
-                if request.most_positions is not None:
-                    decision = _cut_to(decision, request.most_positions - item.context - 1, self._limits)
+                depth = max(min(request.remaining - 1, request.most_depth), 0)
+                most = request.most_positions
+                nodes = None if most is None else max(most - item.context - 1, 0)
+                decision = _fitted(decision, self._limits_for(request), depth, nodes)
             fitted.append(decision)
         return fitted
 
@@ -150,9 +148,10 @@ class Drafting:
         hints = (member.hint(item.request) for item in batch for member in self._members.values())
         return [(hint.kind, hint.finds) for hint in hints]
 
-    def _is_undrafted(self, item: StepItem) -> bool:
-        excluded, no_room = item.request.excluded, item.request.no_room
-        return len(excluded | no_room if no_room else excluded) >= len(self._members)
+    def _limits_for(self, request: Request) -> Mapping[str, Budget]:
+        """Of the drafters that may draft for a request now, by name."""
+        out = request.undrafted_by
+        return {name: limits for name, limits in self._limits.items() if name not in out} if out else self._limits
 
     def _view(self, item: StepItem) -> RequestView:
         request, view = item.request, item.request.view
@@ -160,11 +159,7 @@ class Drafting:
             hints = {name: partial(member.hint, request) for name, member in self._members.items()}
             view = request.view = RequestView(request.id, request.params, 0, 0, self._limits, request.counters, hints)
         view.context, view.remaining = item.context, request.remaining
-        if request.excluded or request.no_room:
-            out = request.excluded | request.no_room
-            view.limits = {name: limits for name, limits in self._limits.items() if name not in out}
-        elif view.limits is not self._limits:
-            view.limits = self._limits
+        view.limits = self._limits_for(request)
         return view
 
     def _decided(self, items: Sequence[StepItem]) -> Sequence[Decision]:
@@ -248,8 +243,11 @@ class Drafting:
         seen = []
         for request in (item.request for item in items):
             step = request.last_step
-            out = member.name in request.excluded or member.name in request.no_room
-            if step is not None and not out and request.told.get(member.name) != step.context:
+            if (
+                step is not None
+                and member.name not in request.undrafted_by
+                and request.told.get(member.name) != step.context
+            ):
                 request.told[member.name] = step.context
                 seen.append((request, _outcome_for(member.name, step, member.drafter.features, self._layers)))
         if seen:
@@ -263,7 +261,7 @@ class Drafting:
             self._controller.observe(record)
         except Exception as error:
             for item in batch:
-                if not self._is_undrafted(item):
+                if self._limits_for(item.request):
                     self._give_up(item.request, error)
 
     def end(self, request: Request) -> None:
@@ -278,40 +276,30 @@ class Drafting:
         request.warnings.append(f"the controller failed ({told(error)}); the answer went on undrafted")
 
 
-def _without(decision: Decision, drafters: Collection[str]) -> Decision:
-    """A decision without the parts of some drafters: one that was kept may name what has failed or lost its room."""
-    merged = tuple(each for each in decision.merged if each.drafter not in drafters)
-    if decision.drafter not in drafters:
-        return decision if len(merged) == len(decision.merged) else replace(decision, merged=merged)
-    return replace(decision, budget=NO_DRAFT, merged=merged)
-
-
-def _cut_to(decision: Decision, nodes: int, limits: Mapping[str, Budget]) -> Decision:
-    """A decision with at most so many nodes over all its parts, the first ones' first.
+def _fitted(decision: Decision, limits: Mapping[str, Budget], depth: int, nodes: int | None) -> Decision:
+    """A decision cut to what there is room for, the first parts' nodes first.
 
     Args:
-        decision: of one request.
-        nodes: that it has room for.
-        limits: of the drafters.
+        decision: of one request; one that was kept may name drafters that have failed or lost their room.
+        limits: of the drafters that draft for it.
+        depth: most tokens of a path.
+        nodes: most of all parts together; None is no limit.
     """
-    parts = (decision, *decision.merged)
-    asked = [min(part.budget.nodes, limits[part.drafter].nodes) if part.drafter in limits else 0 for part in parts]
-    if sum(asked) <= nodes:
+    parts, budgets = (decision, *decision.merged), []
+    for part in parts:
+        budget = part.budget.cut(depth) if part.drafter in limits else NO_DRAFT
+        if nodes is not None:
+            own = min(budget.nodes, limits.get(part.drafter, NO_DRAFT).nodes)
+            budget = replace(budget, nodes=nodes) if own > nodes else budget
+            nodes -= min(own, nodes)
+        budgets.append(budget)
+    if all(budget is part.budget for budget, part in zip(budgets, parts, strict=True)):
         return decision
-    budgets = []
-    for part, own in zip(parts, asked, strict=True):
-        budgets.append(replace(part.budget, nodes=min(own, max(nodes, 0))))
-        nodes -= own
     merged = tuple(replace(part, budget=budget) for part, budget in zip(decision.merged, budgets[1:], strict=True))
     return replace(decision, budget=budgets[0], merged=merged)
 
 
-def _outcome_for(
-    name: str,
-    item: StepItem,
-    features: Features | None,
-    layers: Sequence[int],
-) -> StepOutcome:
+def _outcome_for(name: str, item: StepItem, features: Features | None, layers: Sequence[int]) -> StepOutcome:
     """What one drafter is told of an item: its own proposal, its own part of the path, the features it declared.
 
     Args:

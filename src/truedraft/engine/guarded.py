@@ -54,7 +54,7 @@ class GuardedDrafter:
 
     def hint(self, request: Request) -> Hint:
         """What it knows before it drafts for a request; nothing where it drafts for it no more, or has no room."""
-        if self.name in request.excluded or self.name in request.no_room:
+        if self.name in request.undrafted_by:
             return NOTHING_FOUND
         try:
             return self.drafter.hint(request.draft)

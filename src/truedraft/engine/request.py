@@ -174,6 +174,11 @@ class Request:
         """New tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
+    @property
+    def undrafted_by(self) -> set[str]:
+        """Drafters that do not draft for it now."""
+        return self.excluded | self.no_room if self.no_room else self.excluded
+
     def put_back(self) -> None:
         """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
         self.cache, self.leader, self.last_step = None, None, None
