@@ -274,7 +274,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     text = [*request.tokens, *first.tree.host_ids[:2], 5]
     later = DraftRequest(0, SamplingParams(), text)
     cascade.observe([later], [StepOutcome(first, (0, 1), tuple(text[5:]))])
-    assert list(cascade.reads(later)) == text[:7]
+    assert list(cascade.held.models[0].prefixes.text(0)) == text[:7]
     (again,) = cascade.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2, greedy=True)])
     fresh = CASCADES["three levels"]()
     fresh.begin(later)
@@ -287,7 +287,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 
 def test_memory_holds_the_caches_of_all_levels() -> None:
     cascade = CASCADES["model"]()
-    models = [model for model, *_ in cascade.model_caches(0, 50)]
+    models = [each.model for each in cascade.held.models]
     assert models == [MIDDLE, SMALL]
     plain = Engine(TARGET).generate(PROMPTS[0], SamplingParams(40))
     for limit in (2**12, 2**14, 2**20):
@@ -479,7 +479,7 @@ def test_steps_that_it_was_not_told_of_are_read_when_it_is_asked_again() -> None
     other = (first.tree.host_ids[0] + 1) % VOCAB
     later = DraftRequest(0, SamplingParams(), [3, 1, 2, other, 3])
     cascade.observe([later], [StepOutcome(Proposal.empty(), (), (3,))])
-    assert list(cascade.reads(later)) == [3, 1, 2]
+    assert list(cascade.held.models[0].prefixes.text(0)) == [3, 1, 2]
     noise = KeyedNoise(0, 5, 3, greedy=True)
     (again,) = cascade.propose([later], [Budget(4)], [noise])
     fresh = CASCADES["model"]()

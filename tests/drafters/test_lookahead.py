@@ -121,7 +121,7 @@ def test_a_pool_is_bounded_in_tokens_n_grams_and_bytes() -> None:
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert len(pool) == 3 * MOST_KEYS
-    assert held <= drafter.request_bytes <= 4 * held
+    assert held <= drafter.held.request_bytes <= 4 * held
     # A token that is used stays; those used longest ago go.
     pool.add((1, 2, 3, 4))
     for token in range(10_000, 10_000 + 3 * MOST_KEYS):
@@ -286,7 +286,7 @@ def test_a_request_that_begins_in_the_middle_starts_anew() -> None:
         life.step()
     life.propose()
     drafter.end(life.request)
-    assert not drafter.holding and drafter.cache_bytes == 0
+    assert not drafter.holding and drafter.held.n_bytes == 0
     drafter.begin(life.request)
     fresh = Life(Lookahead(window=3, ngram=3, candidates=2), life.tokens)
     for _ in range(4):
@@ -394,14 +394,14 @@ def test_requests_that_give_their_room_back_go_on_as_if_nothing_had_happened() -
     """First room of the target's caches, for not all of them can have what they ask for in the end; then its own."""
     target = MarkovModel.random(8, seed=1, sharpness=2.5, context_length=1024)
     prompts = [[1, 2, 3], [3, 2, 1], [2, 2, 7]]
-    position, pool = 16, Lookahead(3, 3, 2).request_bytes  # such a model keeps a key and a value in float64
+    position, pool = 16, Lookahead(3, 3, 2).held.request_bytes  # such a model keeps a key and a value in float64
     few_positions = 1, 3 * position * key_span(340) + 3, (400, 390, 410)
     few_pools = pool, 3 * position * key_span(420) + 3 * pool // 2, (120, 400, 400)
     for own, most, counts in (few_positions, few_pools):
         params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
         plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
         drafter = BeginsNoted(3, 3, 2)
-        drafter.request_bytes, drafter.begun = own, []
+        drafter.held.request_bytes, drafter.begun = own, []
         answers = Engine(target, drafter, controller="fixed", max_cache_bytes=most).generate(prompts, params)
         assert [answer.token_ids for answer in answers] == plain
         assert not any(answer.warnings for answer in answers)

@@ -43,16 +43,15 @@ def allocated(engine: Engine) -> int:
     drafted = [
         cache
         for member in engine.drafter.members.values()
-        for number in member.holding
-        for _, cache, _ in member.model_caches(number, 0)
-        if cache is not None
+        for own in member.held.models
+        for cache in own.caches.values()
     ]
-    held = sum(len(member.holding) * member.request_bytes for member in engine.drafter.members.values())
+    held = sum(len(member.holding) * member.held.request_bytes for member in engine.drafter.members.values())
     return held + sum(cache.n_bytes for cache in (*kept, *running, *drafted))
 
 
 def models(engine: Engine) -> list[LanguageModel]:
-    drafts = [model for member in engine.drafter.members.values() for model, *_ in member.model_caches(-1, 0)]
+    drafts = [each.model for member in engine.drafter.members.values() for each in member.held.models]
     return [engine.target, *drafts]
 
 

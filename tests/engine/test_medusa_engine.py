@@ -211,7 +211,7 @@ def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:
 class Watched(Medusa):
     """Notes the vector of every request when it is asked for a proposal, and after every step."""
 
-    told_late = False
+    observes_lazily = False
 
     def __init__(self, target: MarkovWithHead) -> None:
         super().__init__(heads_of(target), {"greedy": TREES["mixed"]})

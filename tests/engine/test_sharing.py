@@ -116,7 +116,7 @@ def test_all_models_of_a_cascade_keep_within_the_bound(target: LanguageModel) ->
     small, small_too, middle = map(DraftModel, models)
     cascade = Cascade(Cascade(small, small_too, 3), middle, 5)
     engine = Engine(target, Portfolio([cascade, PromptLookup()]), controller="fixed", prefix_cache_bytes=most)
-    stores = [store for _, store in cascade.prefix_stores()]
+    stores = [each.prefixes for each in cascade.held.models]
     assert [id(each) for each in stores] == [id(each.prefixes) for each in (middle, small_too, small)]
     fed: list[int] = []
     for model in models:

@@ -12,8 +12,8 @@ import torch
 from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
-from truedraft.core.survival import Survival
 from truedraft.drafters import Redrafter
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.engine import Answer
 from truedraft.heads import HeadRecord, RedrafterHead, RedrafterRunner
 from truedraft.planning import beam_trees
@@ -51,7 +51,7 @@ def traces_of(
 
 
 def promises_for(
-    traces: Sequence[Trace], widths: Sequence[int] = WIDTHS, steps: int = 4, survival: Survival | None = None
+    traces: Sequence[Trace], widths: Sequence[int] = WIDTHS, steps: int = 4, survival: AcceptanceOdds | None = None
 ) -> list[BeamTokens]:
     return tokens_of_beams(RedrafterRunner(head(steps), target()), traces, widths, LENGTH, survival)
 
@@ -63,7 +63,7 @@ def measured(drafter: Redrafter, params: SamplingParams) -> float:
 
 def test_so_it_does_for_calibrated_beams() -> None:
     """The odds are not those of this head: they only must choose the same beams in replay and engine."""
-    params, survival = SamplingParams(max_tokens=60), Survival.of(SHARPENED)
+    params, survival = SamplingParams(max_tokens=60), AcceptanceOdds.of(SHARPENED)
     traces = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, params))
     calibrated, raw = (promises_for(traces, (4, 8), survival=each) for each in (survival, None))
     parted = 0

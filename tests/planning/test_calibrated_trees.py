@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from truedraft.core.survival import Survival
 from truedraft.core.top_k import TopK
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.embedded import embedded_heads
 from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.heads.redrafter import RedrafterRunner
@@ -106,7 +106,7 @@ def test_beams(halves: tuple[Sequence[Trace], Sequence[Trace]], sharpness: float
     runner.sharpness = sharpness
     survival = beam_survival(runner, halves[0], 4)
 
-    def tokens(beams: int, by: Survival | None) -> tuple[float, ...]:
+    def tokens(beams: int, by: AcceptanceOdds | None) -> tuple[float, ...]:
         return tokens_of_beams(runner, halves[1], [beams], 4, by)[-1].tokens
 
     chain, calibrated, raw = tokens(1, None)[-1], tokens(4, survival), tokens(4, None)

@@ -72,7 +72,7 @@ class _Block:
         return sum(keys.nbytes + values.nbytes for keys, values in self.entries) + bytes_of(self.states or {})
 
 
-class Prefixes:
+class PrefixCache:
     """What requests of one model begin with.
 
     Args:
@@ -115,6 +115,10 @@ class Prefixes:
             prompt: tokens of it that are read as a prompt; None is all of them.
         """
         self._members[number] = _Member(cache, tokens, scope, prompt)
+
+    def text(self, number: int) -> Sequence[int]:
+        """What is read of a request that runs."""
+        return self._members[number].tokens
 
     def leave(self, number: int) -> None:
         """A request is over; its cache is given back behind this."""

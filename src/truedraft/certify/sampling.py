@@ -78,7 +78,7 @@ class Recorder:
             self._given.extend(own.clone() for own in probs)
             return rule.decide(proposals, probs, noise)
 
-        self.drafter = altered(drafter, observe=observe, told_late=False)
+        self.drafter = altered(drafter, observe=observe, observes_lazily=False)
         self.rule = None if rule is None else altered(rule, decide=decide)
 
     def taken(self, request: int) -> list[Decision]:

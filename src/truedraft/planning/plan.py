@@ -322,9 +322,9 @@ def footprint_of(model: LanguageModel) -> Footprint:
 
 def memory_of(drafter: Drafter) -> Footprint:
     """Bytes of a drafter: its model, with a token of its own cache if it has one, or its heads; 0 without either."""
-    if drafter.model is not None and drafter.target_cache:
+    if drafter.model is not None and drafter.held.in_target:
         return Footprint(drafter.model.weight_bytes, each_token=True)
-    models = {id(model): model for model, *_ in drafter.model_caches(-1, 0)}
+    models = {id(each.model): each.model for each in drafter.held.models}
     if models:
         each = [footprint_of(model) for model in models.values()]
         weights, tokens = sum(own.weights for own in each), sum(own.cached_token for own in each)

@@ -174,7 +174,7 @@ class StepWatcher(NoDrafter):
         dists: by request, the distributions that these are of.
     """
 
-    told_late = False
+    observes_lazily = False
 
     def __init__(self, wanted: Sequence[Features], drawn: bool = False, *, whole: bool = False) -> None:
         self._keeps_dists = whole
