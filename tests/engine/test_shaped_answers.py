@@ -119,7 +119,7 @@ SAMPLED: dict[str, Any] = {
     "temperature": 0.8,
     "top_p": 0.95,
 }
-ANSWERS = 12_000
+ANSWERS = 4_096  # a total variation of 0.08 is caught with probability 0.95, what is planted by half as many
 
 
 def exact_law(target: MarkovModel, params: SamplingParams) -> np.ndarray:
@@ -151,7 +151,7 @@ def test_sampled_answers_follow_the_law_of_the_definition(
     target, draft = MarkovModel.random(SMALL, seed=4), MarkovModel.random(SMALL, seed=9)
     made = Engine(target, DraftModel(draft, branching=branching), controller="fixed", max_batch=64, entropy=0)
     counts = np.zeros((SMALL,) * 3, dtype=np.int64)
-    for _ in range(0, ANSWERS, 64):
+    for _ in range(0, ANSWERS // 2 if forgets else ANSWERS, 64):
         for answer in made.generate([[1, 2]] * 64, SamplingParams(max_tokens=3, **SAMPLED)):
             counts[tuple(answer.token_ids)] += 1
     found = p_value(counts, exact_law(target, SamplingParams(max_tokens=3, **SAMPLED)))

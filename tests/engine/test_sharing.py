@@ -163,11 +163,11 @@ def test_samples_are_independent_and_each_follows_its_law(drafted: bool) -> None
     """
     target = MarkovModel.random(3, seed=1)
     drafter = DraftModel(MarkovModel.random(3, seed=2), num_speculative_tokens=2) if drafted else None
-    engine = Engine(target, drafter, controller="fixed")
+    engine = Engine(target, drafter, controller="fixed", max_batch=64)
     prompt, runs = [1, 2], 3000
     counts = np.zeros((9, 9))
-    for seed in range(runs):
-        answer = engine.generate(prompt, SamplingParams(max_tokens=2, temperature=1.0, seed=seed, n=2))
+    params = [SamplingParams(max_tokens=2, temperature=1.0, seed=seed, n=2) for seed in range(runs)]
+    for answer in engine.generate([prompt] * runs, params):
         first, second = (3 * a + b for a, b in (answer.token_ids, answer.others[0].token_ids))
         counts[first, second] += 1
     one = np.array(
