@@ -244,9 +244,7 @@ def test_a_draft_that_breaks_below_a_drawn_token_does_not_bend_the_distribution(
     even = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
     probs = even.clone()
     probs[:, 0] = torch.nan
-    engine = Engine(
-        MarkovModel(even), DraftModel(MarkovModel(probs), 2), controller="fixed", max_batch=50, entropy=0
-    )
+    engine = Engine(MarkovModel(even), DraftModel(MarkovModel(probs), 2), controller="fixed", max_batch=50, entropy=0)
     made = engine.generate([[1, 1]] * 2000, SamplingParams(max_tokens=3, temperature=1.0))
     # After a 1 from the prefill, so that the draft's first distribution is sound.
     begun = sum(answer.token_ids[0] == 1 for answer in made)
