@@ -83,10 +83,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 1.0, "seed": 11},
     "sampled": {"temperature": 1.0},
 }
-    "greedy": {},
-    "seeded": {"temperature": 1.0, "seed": 11},
-    "sampled": {"temperature": 1.0},
-}
 
 
 @cache
