@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from support.broken_rules import AcceptsAlways, DrawsFromTarget
 from support.chi_square import p_value
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams
@@ -26,7 +27,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.verification import Rule, SpeculativeSampling
+from truedraft.verification import Rule
 
 VOCAB = 3
 PROMPT = [1, 0, 2, 1]
@@ -149,21 +150,7 @@ def balanced_signs(dist: np.ndarray, generator: np.random.Generator) -> np.ndarr
             return signs
 
 
-class PFromTheStart(SpeculativeSampling):
-    """Broken: draws from p instead of the residual after a rejection."""
-
-    def rejected(self, p: Tensor, q: Tensor) -> Tensor:
-        return p
-
-
-class AcceptsAlways(SpeculativeSampling):
-    """Broken: the draft's distribution comes through."""
-
-    def accept_probability(self, p_x: float, q_x: float) -> float:
-        return 1.0
-
-
-@pytest.mark.parametrize("rule", [PFromTheStart(), AcceptsAlways()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [DrawsFromTarget(), AcceptsAlways()], ids=lambda rule: type(rule).__name__)
 def test_a_broken_rule_is_caught_by_far_fewer_answers(
     target: LanguageModel, draft: LanguageModel, dist: np.ndarray, rule: Rule
 ) -> None:

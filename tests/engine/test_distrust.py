@@ -181,6 +181,8 @@ def test_a_distribution_that_nobody_drew_from_may_hold_anything() -> None:
         (TokenTree(torch.tensor([1.0, 2.0]), TokenTree.chain([1, 2]).shape), torch.full((2, VOCAB), 1 / 8), "float32"),
         (TokenTree(torch.tensor([1]), TokenTree.chain([1, 2]).shape), torch.full((2, VOCAB), 1 / 8), "of shape (1,)"),
         (TokenTree.chain([1] * 9), torch.full((9, VOCAB), 1 / 8), "9 nodes, 9 deep"),
+        (TokenTree.chain([VOCAB]), torch.full((1, VOCAB), 1 / 8), "outside 0 to 7"),
+        (TokenTree.chain([-1]), torch.full((1, VOCAB), 1 / 8), "outside 0 to 7"),
     ],
 )
 def test_shapes_are_checked(tree: TokenTree, probs: Tensor, words: str) -> None:
