@@ -117,10 +117,8 @@ def test_tokens_do_not_hang_on_how_fast_it_is(drafter: ParallelDraft) -> None:
 def test_a_certificate(drafter: ParallelDraft, monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch, step_s=0.01)
     stack = Stack(markov(1), drafter, SpeculativeSampling())
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=24, temperature=temperature)
-        certificate = certify(stack, TEXTS, params, batch=3, seconds=2.0)
-        assert not certificate.failures
+    certificate = certify(stack, TEXTS, SamplingParams(max_tokens=24, temperature=1.0), batch=3, seconds=2.0)
+    assert not certificate.failures
 
 
 # ------------------------------------------------------------------------------------------ its end
