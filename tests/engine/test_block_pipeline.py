@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_distribution_of_the_pipeline import BATCH, FALSE_ALARM, PROMPT, counts_of, exact_dist, p_value, tiny_llama
 
+from support.broken_rules import PassesByWeight
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.errors import IncompatibleRuleError
@@ -20,13 +21,6 @@ from truedraft.models.base import LanguageModel
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
 ANSWERS, FEWER = 94 * BATCH, 47 * BATCH
-
-
-class PassesByWeight(BlockVerification):
-    """Broken: a prefix passes with its weight, not with h."""
-
-    def pass_probability(self, weight: float, mass: float) -> float:
-        return weight
 
 
 @pytest.fixture(scope="module")

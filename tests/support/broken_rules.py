@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from truedraft.core.proposal import Proposal
-from truedraft.verification import SpeculativeSampling
+from truedraft.verification import BlockVerification, SpeculativeSampling
 from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 from truedraft.verification.walk import Number
 
@@ -56,3 +56,10 @@ class JudgesAnotherDist(SpeculativeSampling):
         (row,) = group
         wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in row.draws)
         return super().outcomes([JudgedRow(row.p, wrong)])
+
+
+class PassesByWeight(BlockVerification):
+    """Each prefix passes with its weight, not with h."""
+
+    def pass_probability(self, weight: Number, mass: Number) -> Number:
+        return weight

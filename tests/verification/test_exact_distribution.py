@@ -28,6 +28,7 @@ from small_worlds import (
     repeated,
 )
 
+from support.broken_rules import DrawsFromTarget, RemovesNothing
 from truedraft.core.proposal import DrawKind
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
@@ -129,16 +130,6 @@ class AcceptsHalf(SpeculativeSampling):
         return 0.5
 
 
-class FromTarget(SpeculativeSampling):
-    def rejected(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return p
-
-
-class KeepsRemoved(SpeculativeSampling):
-    def removed(self, q: torch.Tensor, token: int) -> torch.Tensor:
-        return q
-
-
 @pytest.mark.parametrize("name", ["chain", "siblings with repeats", "tree without replacement", "all kinds"])
 def test_the_reference_also_predicts_what_wrong_rules_emit(name: str) -> None:
     """Agreement above is no accident of both being exact: wrong parts give the same wrong distribution on both
@@ -146,8 +137,8 @@ def test_the_reference_also_predicts_what_wrong_rules_emit(name: str) -> None:
     world = REFERENCE_WORLDS[name]
     wrong = [
         (AcceptsHalf(), Reference(world, accept=lambda p_x, q_x: Fraction(1, 2))),
-        (FromTarget(), Reference(world, rejected=lambda p, q: p)),
-        (KeepsRemoved(), Reference(world, take_out=lambda q, token: q)),
+        (DrawsFromTarget(), Reference(world, rejected=lambda p, q: p)),
+        (RemovesNothing(), Reference(world, take_out=lambda q, token: q)),
     ]
     for rule, reference in wrong:
         assert gap(emitted(rule, world, 2), reference.emitted(2)) < EXACT

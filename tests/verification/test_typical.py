@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import cell_probs, completed, kernel_dist, step_dist
-from small_worlds import A1, COUPLED, F1, F2, F3, W2, Case, World, build, every_proposal, gap, repeated
+from decision_cells import by_kernel, by_verify, cell_probs, kernel_dist
+from small_worlds import A1, COUPLED, F1, F2, F3, W2, Case, build, every_proposal, gap, repeated
 from torch import Tensor
 
 from truedraft.core import transfers
@@ -19,7 +19,6 @@ from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, TokenDivergence, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.lossy import LenientArgmax
 
 EXACT, CAUGHT = 1e-12, 0.01
@@ -121,18 +120,6 @@ def test_how_a_token_was_drafted_plays_no_part() -> None:
 
 
 # ------------------------------------------------------------------------------- its distribution
-
-
-def by_kernel(rule: Rule, world: World) -> float:
-    length = len(world.plans) + 1
-    return distance(emitted_dist(rule, world.target.dist, world.scheme, length), target_dist(world.target.dist, length))
-
-
-def by_verify(rule: Rule, world: World) -> float:
-    length = len(world.plans) + 1
-    cases = every_proposal(world)
-    step = step_dist(cases, cell_probs(rule, cases))
-    return gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length))
 
 
 MEDUSA = (F3, F2, F1)  # the top tokens of each head, fewer with depth
