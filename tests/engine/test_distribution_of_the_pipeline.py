@@ -155,4 +155,4 @@ def test_a_broken_rule_is_caught_by_far_fewer_answers(
     target: LanguageModel, draft: LanguageModel, dist: np.ndarray, rule: Rule
 ) -> None:
     engine = Engine(target, DraftModel(draft, 3), rule, max_batch=BATCH + 3, controller="fixed", entropy=0)
-    assert p_value(counts_of(engine, 4096), dist) < FALSE_ALARM
+    assert p_value(counts_of(engine, 2048), dist) < FALSE_ALARM
