@@ -18,21 +18,15 @@ from typing import Any
 
 import pytest
 
-from cli.tiny import Result
-from support.embedded_models import share_embedded
+from cli.tiny import Result, Run
 from truedraft.cli import serve
 
 pytest.importorskip("fastapi")
 Talk = Callable[..., Result]
 
 
-@pytest.fixture(autouse=True)
-def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_embedded(monkeypatch)
-
-
 @pytest.fixture
-def talk(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Talk:
+def talk(run: Run, monkeypatch: pytest.MonkeyPatch) -> Talk:
     def call(lines: str, *words: str, key: str = "") -> Result:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         monkeypatch.setenv("TRUEDRAFT_API_KEY", key)
@@ -107,7 +101,7 @@ def test_open_requests_go_on_while_it_stops_and_end_when_it_is_told_twice() -> N
         assert process.wait(30) == 0
 
 
-def test_what_cannot_be_served_is_said_in_a_line(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_log_to_standard_error", lambda: None)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     for words, message in (
