@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelNotFoundError
-
 ROOT = Path(__file__).parents[2]
-
-try:
-    embedded_folder("target")
-except ModelNotFoundError:
-    pytest.skip("the embedded models are not in this checkout", allow_module_level=True)
 
 
 def test_one_round(tmp_path: Path) -> None:
@@ -32,6 +24,7 @@ def test_one_round(tmp_path: Path) -> None:
     assert 0 < system["idle"]["step_s"] < 10
 
 
+@pytest.mark.slow  # it takes both cores from all other tests
 def test_auto_takes_turns_with_plain_decoding(tmp_path: Path) -> None:
     out = tmp_path / "busy.jsonl"
     loads = ["a loop on each core"]

@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelNotFoundError
-
 ROOT = Path(__file__).parents[2]
-
-try:
-    embedded_folder("target")
-except ModelNotFoundError:
-    pytest.skip("the embedded models are not in this checkout", allow_module_level=True)
 
 
 def test_one_round(tmp_path: Path) -> None:
