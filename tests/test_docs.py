@@ -131,6 +131,7 @@ def test_a_command_works(
     certifies = words[1] == "certify"
     less = ["--max-tokens", "8"] if "--max-tokens" in words or words[1] == "generate" else []
     less += ["--minutes", "0.03"] if certifies else []
+    less += ["--batch", "2"] if certifies and "--batch" in words else []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
     status = main([*words[1:], *less])
