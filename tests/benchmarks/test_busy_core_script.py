@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelNotFoundError
-
 ROOT = Path(__file__).parents[2]
 
-try:
-    embedded_folder("target")
-except ModelNotFoundError:
-    pytest.skip("the embedded models are not in this checkout", allow_module_level=True)
 
-
+@pytest.mark.slow  # it takes both cores from all other tests
 def test_the_default_takes_turns_with_plain_decoding(tmp_path: Path) -> None:
     out = tmp_path / "busy.jsonl"
     options = ["--rounds", "2", "--out", str(out), "--loads", "idle", "a loop on each core"]

@@ -177,12 +177,6 @@ def test_a_fault_among_roundings_is_still_a_fault(lead: float | None) -> None:
     assert all(fault["margin"] > 2 * fault["rounding"] > 0 for fault in finding.facts["faults"])
 
 
-def test_a_broken_mask_among_roundings_is_a_fault() -> None:
-    found = findings(stack(row_noise(wrong_mask(markov(0)), 1e-3), tree()), GREEDY)
-    assert found["rounding, float32"].status is Status.FAILS
-    assert found["greedy, batch 5, float32"].status is Status.FAILS
-
-
 def timed(seconds: float, params: SamplingParams = GREEDY) -> list[Finding]:
     own = stack(markov(0), DraftModel(markov(0), 3))
     return Equality().run(Context(own, TEXTS, params, 2, seconds))[-2:]

@@ -79,10 +79,18 @@ def test_so_it_does_for_calibrated_beams() -> None:
     assert parted > 1
 
 
-@pytest.mark.parametrize("steps", [0, 4], ids=["random", "fitted"])
-@pytest.mark.parametrize("count", [2, 6, 12, 60])
+@pytest.mark.parametrize(
+    ("count", "steps"),
+    [
+        *((2, 0), (6, 4), (12, 0), (60, 4)),
+        *(pytest.param(count, steps, marks=pytest.mark.slow) for count, steps in ((2, 4), (6, 0), (12, 4), (60, 0))),
+    ],
+)
 def test_the_engine_keeps_the_promise(count: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every width, length and number of nodes; short answers are mostly end, where trees are less deep."""
+    """For every width, length and number of nodes, by a head that is fitted after some steps, or random after none.
+
+    Short answers are mostly end, where trees are less deep.
+    """
     monkeypatch.setattr(beam_trees, "_ROWS", 37)  # so that positions are looked at in parts
     params = SamplingParams(max_tokens=count)
     traces = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, params))

@@ -34,12 +34,12 @@ def test_an_answer_is_too_long_only_where_its_ids_are_those_that_were_drawn(unsu
     assert kept.status is status
 
 
-@pytest.mark.parametrize("allowance", [math.nan, math.inf, -1.0])
-def test_an_allowance_that_is_none_is_refused(allowance: float) -> None:
-    target = MarkovModel.random(6, seed=1)
-    peer = ProcessPeer(lambda prompt, max_tokens, temperature: [0] * max_tokens)
-    with pytest.raises(OptionError, match=f"allowance must be a number of 0 or more, got {allowance}"):
-        certify_engine(peer, target, [(1, 2)], SamplingParams(temperature=1.0), allowance=allowance)
+def test_an_allowance_that_is_none_is_refused() -> None:
+    for allowance in (math.nan, math.inf, -1.0):
+        target = MarkovModel.random(6, seed=1)
+        peer = ProcessPeer(lambda prompt, max_tokens, temperature: [0] * max_tokens)
+        with pytest.raises(OptionError, match=f"allowance must be a number of 0 or more, got {allowance}"):
+            certify_engine(peer, target, [(1, 2)], SamplingParams(temperature=1.0), allowance=allowance)
 
 
 Answers = Mapping[int, tuple[int, int, float] | tuple[()] | None]
