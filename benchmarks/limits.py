@@ -139,7 +139,7 @@ def draft_step_of(model: HuggingFaceModel, params: SamplingParams, count: int) -
     steps = iter(range(10**9))
 
     def step() -> None:
-        noise = KeyedNoise(1, len(request.tokens), next(steps), greedy=params.greedy)
+        noise = KeyedNoise(1, len(request.tokens), next(steps))
         with torch.inference_mode():
             proposal = drafter.propose([request], [Budget(4)], [noise])[0]
             emitted = (*proposal.tree.host_ids, 7)

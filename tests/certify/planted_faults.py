@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from support.coupled_choice import coupled_choice
 from truedraft.cache import RequestCache
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
@@ -19,7 +20,6 @@ from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
 from truedraft.verification import Rule
-from truedraft.verification.coupled import coupled_choice
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.coupled_choice import coupled_choice
 from truedraft.core import probs as L
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind
 from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_children
-from truedraft.verification.coupled import coupled_choice
 
 VOCAB = 40
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)

@@ -20,7 +20,6 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
 from truedraft.engine import verifier as verifier_module
-from truedraft.engine.verifier import Verifier
 from truedraft.errors import InvalidLogitsError
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
@@ -29,6 +28,7 @@ from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.verification import ArgmaxRule
 
 SMALL = 8
 GREEDY = SamplingParams(max_tokens=40)
@@ -56,7 +56,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 def with_probs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every request gets distributions, as those that are sampled do."""
-    monkeypatch.setattr(Verifier, "_takes_argmax", lambda self, item: False)
+    monkeypatch.setattr(ArgmaxRule, "sees", "probs")
 
 
 def count_probs(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -50,14 +50,8 @@ class GumbelTokens(Drawing):
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
         probs = L.probs_from_logits(logits, params)
-        noise = torch.stack([_gumbel(node.noise, node.depth, probs) for node in nodes])
+        noise = torch.stack([node.noise.gumbel(node.depth, probs.shape[-1], probs.device) for node in nodes])
         return (probs.double().log() + noise).argmax(dim=-1)[:, None], probs
-
-
-def _gumbel(noise: Noise, depth: int, probs: Tensor) -> Tensor:
-    found = noise.gumbel(depth, probs.shape[-1], probs.device)
-    assert found is not None
-    return found
 
 
 def draws_by_gumbel(drafter: Drafter) -> Drafter:
@@ -123,7 +117,7 @@ def recovers_by_the_same_noise(rule: Rule) -> Rule:
         row = verdict.path[-1] + 1 if verdict.path else 0
         assert proposal.probs is not None
         left = L.residual(probs[row], proposal.probs[proposal.draws[row][0].dist])
-        token = int((left.double().log() + _gumbel(noise, len(verdict.path), left)).argmax())
+        token = int((left.double().log() + noise.gumbel(len(verdict.path), len(left), left.device)).argmax())
         return replace(verdict, tokens=(*verdict.tokens[:-1], token))
 
     def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:

@@ -27,7 +27,7 @@ from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.models.base import LanguageModel
 from truedraft.testing import ScriptedDrafter, altered
-from truedraft.verification import CoupledSampling, Rule
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule
 from truedraft.verification.rule import BatchVerdicts, HostVerdicts
 
 if TYPE_CHECKING:
@@ -49,13 +49,15 @@ def accepts_always(rule: Rule) -> Rule:
 
 def coupled_accepts_always() -> Rule:
     """The same for greedy and seeded requests."""
-    rule = CoupledSampling()
 
-    def last(p: Tensor, noise: Noise, depth: int) -> int:
-        (verdict,) = rule.verify([Proposal.empty()], [p], [_AtOtherKeys(noise, deeper=depth)])
-        return verdict.tokens[0]
+    def accepting(rule: Rule) -> Rule:
+        def last(p: Tensor, noise: Noise, depth: int) -> int:
+            (verdict,) = rule.verify([Proposal.empty()], [p], [_AtOtherKeys(noise, deeper=depth)])
+            return verdict.tokens[0]
 
-    return _accepting(rule, last)
+        return _accepting(rule, last)
+
+    return altered(accepting(CoupledSampling()), greedy_form=accepting(ArgmaxRule()))
 
 
 def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
@@ -143,7 +145,7 @@ class _AtOtherKeys:
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         return self._inner.uniform(self._recovered if purpose is Purpose.RECOVERED else purpose, depth, index)
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
         return self._inner.gumbel(depth * self._depths + self._deeper, vocab, device)
 
     def inside(self, turn: int, depth: int) -> Noise:

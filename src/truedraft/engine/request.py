@@ -189,7 +189,7 @@ class Request:
 
     def noise(self) -> KeyedNoise:
         """The noise of the next step: its keys never occur in another step of this request."""
-        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
+        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.

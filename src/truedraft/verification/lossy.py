@@ -21,6 +21,7 @@ from torch import Tensor
 from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import Noise, Purpose
+from truedraft.core.params import SamplingParams
 from truedraft.core.probs import most_likely, without_tokens
 from truedraft.core.proposal import Draw, DrawKind, Proposal, drafted_tokens
 from truedraft.core.tree import TreeShape
@@ -50,6 +51,10 @@ class ThresholdAcceptance(Rule):
         """What a draft finds likeliest passes a threshold more often than what it drew."""
         return frozenset({DrawKind.DETERMINISTIC, DrawKind.COUPLED})
 
+    def options(self, params: SamplingParams) -> SamplingParams:
+        """At temperature 0 p is one-hot, with nothing to be lenient about: then p at temperature 1, uncut."""
+        return SamplingParams(temperature=1.0) if params.greedy else params
+
     @abstractmethod
     def thresholds(self, probs: Tensor) -> Tensor:
         """What the probability of a child is compared with, `[rows]`, for each of the distributions `[rows, vocab]`."""
@@ -59,7 +64,7 @@ class ThresholdAcceptance(Rule):
         """Whether a token of target probability `p_x` passes."""
 
     def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Look up all that paths are chosen by; a greedy request is given distributions at temperature 1."""
+        """Look up all that paths are chosen by."""
         best, numbers = [], []
         for proposal, p in zip(proposals, probs, strict=True):
             own = most_likely(p)  # [rows]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import Noise
+from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError, OptionError
+
+Sees: TypeAlias = Literal["probs", "argmax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,8 @@ class Rule(ABC):
         lossless: whether the emitted tokens follow the target's distribution exactly. A rule for which they do not
             measures in its verdicts how far they are from it.
         coupled: whether Gumbel noise decides, which a drafter may share, and not uniform numbers.
+        sees: what must be right in a tree row of the target's: the whole distribution, or its largest entry alone, for
+            which logits do.
         by_groups: whether a walk is settled group by group, so that the kernels of groups say all about it. Not where
             a rule chooses among whole paths.
         judges: the kinds of draws that the rule can judge.
@@ -129,6 +134,7 @@ class Rule(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool]
     coupled: ClassVar[bool] = False
+    sees: ClassVar[Sees] = "probs"
     by_groups: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]]
 
@@ -143,11 +149,12 @@ class Rule(ABC):
 
     @property
     def greedy_form(self) -> Rule:
-        """The rule that judges requests at temperature 0 where this one is lossy; the same object at every call.
-
-        It is given distributions at temperature 1, without top-k, top-p or min-p: at temperature 0 p is one-hot, and a
-        lossy rule would have nothing to be lenient about. Under a lossless rule such requests take the argmax."""
+        """The rule that judges requests at temperature 0 in its place; the same object at every call."""
         return self
+
+    def options(self, params: SamplingParams) -> SamplingParams:
+        """The options that make the distributions it judges for a request with `params`."""
+        return params
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
         """Refuse a drafter whose kinds of draws this rule cannot judge.

@@ -405,4 +405,4 @@ def test_what_the_worker_cannot_do_it_says() -> None:
 
     worker.propose = propose  # type: ignore[method-assign,assignment]
     with pytest.raises(DrafterError, match="the draft is broken"):
-        ahead.propose([request], [Budget(3)], [KeyedNoise(0, 3, 0, greedy=True)])
+        ahead.propose([request], [Budget(3)], [KeyedNoise(0, 3, 0)])

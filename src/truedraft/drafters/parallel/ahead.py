@@ -221,7 +221,7 @@ class AheadDrafter:
             drafted = self.drafter.propose(
                 [texts[place].request for place in missed],
                 [calls[place].budget for place in missed],
-                [_noise(calls[place].noise, calls[place].params) for place in missed],
+                [KeyedNoise.of_key(calls[place].noise) for place in missed],
             )
             for place, proposal in zip(missed, drafted, strict=True):
                 chains[place] = Chain.of(proposal)
@@ -272,9 +272,7 @@ class AheadDrafter:
             cache = self.drafter.caches[text.request.id]
             cache.commit(range(min(cache.uncommitted, len(text.chain))))
             text.tokens += text.chain
-        noises = [
-            _Verdicts.of_key(text.key(len(text.chain), member=0), greedy=text.request.params.greedy) for text in texts
-        ]
+        noises = [_Verdicts.of_key(text.key(len(text.chain), member=0)) for text in texts]
         ends = self.drafter.propose([text.request for text in texts], [Budget(1)] * len(texts), noises)
         for text, end in zip(texts, ends, strict=True):
             text.tokens += end.tree.host_ids
@@ -282,7 +280,7 @@ class AheadDrafter:
         drafted = self.drafter.propose(
             [text.request for text in texts],
             [_ahead(self.drafter.within(text.call.budget, text.request), len(text.chain)) for text in texts],
-            [_noise(text.key(len(text.chain) + 1, step=1), text.request.params) for text in texts],
+            [KeyedNoise.of_key(text.key(len(text.chain) + 1, step=1)) for text in texts],
         )
         for text, proposal in zip(texts, drafted, strict=True):
             text.ahead = Chain.of(proposal)
@@ -315,7 +313,3 @@ def _ahead(budget: Budget, drafted: int) -> Budget:
     if not budget.looks:
         return budget
     return replace(budget.cut(drafted + 1), min_probability=sys.float_info.min, floor=0.0)  # looks, and never stops
-
-
-def _noise(key: NoiseKey, params: SamplingParams) -> KeyedNoise:
-    return KeyedNoise.of_key(key, greedy=params.greedy)
