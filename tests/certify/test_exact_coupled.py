@@ -31,7 +31,7 @@ from truedraft.verification import (
     SpeculativeSampling,
 )
 from truedraft.verification.exact import distance
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 
 
 def test_seeded_and_greedy_requests_hold() -> None:
@@ -48,15 +48,15 @@ def test_seeded_and_greedy_requests_hold() -> None:
 def follows_draft(rule: Rule) -> Rule:
     """Follows the first drafted child, wherever there is one."""
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         verdicts = []
         for proposal, verdict in zip(proposals, rule.verify(proposals, probs, noise), strict=True):
             first = next(iter(proposal.tree.shape.children[0]), None)
             took = None if first is None or verdict.path else proposal.tree.host_ids[first]
             verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
-        return HostVerdicts(verdicts)
+        return BatchVerdicts.made(verdicts)
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 FOLLOWS_DRAFT = altered(follows_draft(CoupledSampling()), greedy_form=follows_draft(ArgmaxRule()))
@@ -65,16 +65,16 @@ FOLLOWS_DRAFT = altered(follows_draft(CoupledSampling()), greedy_form=follows_dr
 class TiesToTheHighest(ArgmaxRule):
     """Ties go to the highest id: all else is right."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         turned = [(dist == dist.amax(dim=-1, keepdim=True)) * torch.arange(1, dist.shape[-1] + 1.0) for dist in probs]
-        return super().decide(proposals, turned, noise)
+        return super().accept(proposals, turned, noise)
 
 
 class WarmerDist(CoupledSampling):
     """Judges at another temperature than the target's."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return super().decide(proposals, [dist**0.8 for dist in probs], noise)
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return super().accept(proposals, [dist**0.8 for dist in probs], noise)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
     class LeavesOut(CoupledSampling):
         """Looks at the likelier half of a large vocabulary only."""
 
-        def decide(
+        def accept(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> BatchVerdicts:
-            return super().decide(proposals, [self._likely(dist) for dist in probs], noise)
+            return super().accept(proposals, [self._likely(dist) for dist in probs], noise)
 
         @staticmethod
         def _likely(dist: Tensor) -> Tensor:
@@ -145,13 +145,13 @@ def test_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> None:
     """Beside the edges of the cells the answer is another one."""
 
     class Wrong(CoupledSampling):
-        def decide(
+        def accept(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> BatchVerdicts:
             moved = [
                 dist.roll(1, -1) if own.differences[0] > 5 else dist for dist, own in zip(probs, noise, strict=True)
             ]  # type: ignore[attr-defined]
-            return super().decide(proposals, moved, noise)
+            return super().accept(proposals, moved, noise)
 
     assert answer_probs(CoupledSampling(), HOST).moved == 0.0
     assert answer_probs(Wrong(), HOST).moved > CAUGHT

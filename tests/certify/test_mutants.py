@@ -256,8 +256,8 @@ def exact_statuses(rule: SpeculativeSampling) -> dict[str, Status]:
 class ServesAnother(SpeculativeSampling):
     """Its kernel is right, and what it ships accepts always."""
 
-    def decide(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
-        return faults.accepts_always(SpeculativeSampling()).decide(proposals, probs, noise)
+    def accept(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
+        return faults.accepts_always(SpeculativeSampling()).accept(proposals, probs, noise)
 
 
 def a_wrong_kernel_is_seen() -> bool:

@@ -282,7 +282,7 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
         patch.setattr("truedraft.verification.coupled.most_likely", lambda scores: scores.argmax(dim=-1))
-        decided: list[BatchVerdicts] = [rule.decide(hidden, probs, own) for rule, own in rules]
+        decided: list[BatchVerdicts] = [rule.accept(hidden, probs, own) for rule, own in rules]
 
         def counted(tensor: Tensor) -> object:
             read.append(tensor.numel())

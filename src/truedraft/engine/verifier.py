@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.core import transfers
 from truedraft.core.logprobs import TokenLogprobs, token_logprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
@@ -21,6 +20,7 @@ from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
 from truedraft.engine.drafting import Drafting
 from truedraft.models.base import ForwardOutput
 from truedraft.verification import Rule
+from truedraft.verification.rule import read_verdicts
 
 
 @dataclass(slots=True, eq=False)
@@ -152,24 +152,18 @@ class Verifier:
         for part in parts:
             by_rule.setdefault(part.item.request.rule, []).append(part)
         asked = {rule: _asked(group) for rule, group in by_rule.items()}
-        decided = {rule: rule.decide(*asked[rule]) for rule in by_rule}
+        decided = [(rule.accept(*own), own[0]) for rule, own in asked.items()]
         check = DrawCheck([part.item.proposal for part in parts], parts[0].probs.device)
         on_device = [part for part in parts if part.item.proposal.tree.on_device]
-        wanted = [*check.wanted, *(part.item.proposal.tree.tokens for part in on_device)]
-        for each in decided.values():
-            wanted += each.wanted
-        numbers = iter(transfers.fetch(wanted if sound is None else [sound, *wanted]))
+        read, numbers = read_verdicts(decided, check.wanted if sound is None else [*check.wanted, sound])
         if sound is not None:
-            flags = iter(next(numbers))
+            flags = iter(numbers.pop())
             for part, size in zip(parts, sizes, strict=True):
                 of_part = itertools.islice(flags, size)
                 part.broken = frozenset(row for row, is_sound in enumerate(of_part) if not is_sound)
-        unsound = check.unsound([next(numbers) for _ in check.wanted])
-        for part in on_device:
-            part.item.proposal.tree.keep_host_ids([int(token) for token in next(numbers)])
-        for rule, group in by_rule.items():
-            own = [next(numbers) for _ in decided[rule].wanted]
-            for part, verdict in zip(group, decided[rule].verdicts(asked[rule][0], own), strict=True):
+        unsound = check.unsound(numbers)
+        for group, own in zip(by_rule.values(), read, strict=True):
+            for part, verdict in zip(group, own, strict=True):
                 part.verdict = verdict
         again = self._changed(parts, on_device, unsound) if on_device or unsound else ()
         for part in again:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.probs import most_likely
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Verdict
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome, Rule, Sees, verdict_at
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome, Rule, Sees, verdict_at
 
 
 class ArgmaxRule(Rule):
@@ -30,8 +29,8 @@ class ArgmaxRule(Rule):
     sees: ClassVar[Sees] = "argmax"
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return _RowTokens(most_likely(torch.cat(list(probs)))) if proposals else HostVerdicts([])
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return BatchVerdicts((most_likely(torch.cat(list(probs))),), _followed) if proposals else BatchVerdicts.made([])
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         (row,) = group
@@ -53,10 +52,10 @@ class CoupledSampling(Rule):
     greedy_form: Rule = ArgmaxRule()
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         """Fix the token of every tree row; the accepted path follows from them where they are read."""
         if not proposals:
-            return HostVerdicts([])
+            return BatchVerdicts.made([])
         places = [
             (own, depth)  # a tree row at depth d decides the d-th token of the step, d from 0
             for proposal, _, own in zip(proposals, probs, noise, strict=True)
@@ -64,7 +63,7 @@ class CoupledSampling(Rule):
         ]
         # A row that is no distribution has no token; whatever is taken there, the caller discards.
         last = transfers.upload([table.shape[-1] - 1 for table in probs for _ in range(len(table))], probs[0].device)
-        return _RowTokens(torch.minimum(coupled_choices(probs, places)[:, 0], last))
+        return BatchVerdicts((torch.minimum(coupled_choices(probs, places)[:, 0], last),), _followed)
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         """A tree row ends with a token of p, accepted where a child carries it.
@@ -77,29 +76,21 @@ class CoupledSampling(Rule):
         return [Outcome(float(mass), (token,), int(token in drawn)) for token, mass in enumerate(row.p)]
 
 
-@dataclass(frozen=True, slots=True)
-class _RowTokens:
-    """The token at every tree row `[rows]`, int64, of all requests, one behind another."""
-
-    tokens: Tensor
-
-    @property
-    def wanted(self) -> Sequence[Tensor]:
-        return (self.tokens,)
-
-    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        verdicts = []
-        root = 0
-        for proposal in proposals:
-            children, ids = proposal.tree.shape.children, proposal.tree.host_ids
-            path: list[int] = []
-            while True:
-                row = path[-1] + 1 if path else 0
-                token = int(numbers[0][root + row])
-                child = next((node for node in children[row] if ids[node] == token), None)
-                if child is None:
-                    break
-                path.append(child)
-            verdicts.append(verdict_at(proposal, path, token))
-            root += len(children)
-        return verdicts
+def _followed(proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+    """The verdicts by the token that each tree row calls for, of all requests one behind another."""
+    (tokens,) = numbers
+    verdicts = []
+    root = 0
+    for proposal in proposals:
+        children, ids = proposal.tree.shape.children, proposal.tree.host_ids
+        path: list[int] = []
+        while True:
+            row = path[-1] + 1 if path else 0
+            token = int(tokens[root + row])
+            child = next((node for node in children[row] if ids[node] == token), None)
+            if child is None:
+                break
+            path.append(child)
+        verdicts.append(verdict_at(proposal, path, token))
+        root += len(children)
+    return verdicts
