@@ -131,19 +131,10 @@ class Verifier:
         else:
             shaped = own
         sound = sound_rows(logits)
-        argmax = [item.request.rule.sees == "argmax" for item in items]
-        usable = logits if sound is None or all(argmax) else usable_rows(logits, sound)
-        probs: list[Tensor] = []
-        first = 0
-        for alike, run in itertools.groupby(zip(items, argmax, sizes, strict=True), lambda one: one[1]):
-            group, _, counts = zip(*run, strict=True)
-            rows = slice(first, first + sum(counts))
-            first = rows.stop
-            if alike:
-                probs += logits[rows].split(counts)
-            else:
-                options = [item.request.rule.options(item.request.params) for item in group]
-                probs += batch_probs(usable[rows], list(zip(options, counts, strict=True)))
+        judged = [(item.request.rule, item.request.params) for item in items]
+        options = [None if rule.sees == "argmax" else rule.options(params) for rule, params in judged]
+        usable = logits if sound is None or not any(options) else usable_rows(logits, sound)
+        probs = batch_probs(usable, list(zip(options, sizes, strict=True)))
         return list(map(_Part, items, own, shaped, probs)), sound
 
     def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Tensor | None) -> None:
