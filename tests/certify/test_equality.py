@@ -16,6 +16,7 @@ from certify.planted_faults import (
     wrong_mask,
     wrong_positions,
 )
+from support.coupled_choice import coupled_choice
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
@@ -26,7 +27,6 @@ from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
-from truedraft.verification.coupled import coupled_choice
 from truedraft.verification.specs import rule_from_spec
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]

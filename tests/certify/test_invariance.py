@@ -73,13 +73,14 @@ def test_correct_stacks_are_invariant(drafter: type[Drafter], kind: str) -> None
         assert finding.facts["tokens_compared"] == 60 and finding.facts["answers"] == 3
 
 
+def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
+    """The first request of a batch that is not greedy lends its options to all such."""
+    lent = next((own for own, _ in rows if own is not None), None)
+    return batch_probs(logits, [(own and lent, count) for own, count in rows])
+
+
 @pytest.fixture
 def borrowing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request of a batch lends its options to all."""
-
-    def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
-        return batch_probs(logits, [(rows[0][0], count) for _, count in rows])
-
     monkeypatch.setattr(verifier, "batch_probs", borrowed)
 
 

@@ -76,7 +76,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["x", "--model", "./nowhere"], "there is no folder './nowhere'", "model"),
         (["x", "--model", "folder"], "is a folder without config.json"),
         (["x", "--model", "good.txt"], "is a file"),
-        (["x", "--model", "~nobody-of-that-name/model"], "'~nobody-of-that-name/model' names the home folder of nobody"),
+        (["x", "--model", "~nobody-of-that-name/m"], "'~nobody-of-that-name/m' names the home folder of nobody"),
         (["x", "--model", "embedded:targt"], "did you mean 'target'?"),
         (["x", "--drafters-dir", "absent"], "--drafters-dir must be a folder of drafters, and 'absent' is no folder"),
         (["x", "--drafter", "portfolio(prompt-lookup;auto)"], "has 'auto' as a member; name single drafters"),

@@ -199,9 +199,8 @@ class GivenNoise:
 class BiasedNoise(KeyedNoise):
     """Keyed noise with a change of its own."""
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
-        numbers = super().gumbel(depth, vocab, device)
-        return None if numbers is None else numbers + 100.0 * (torch.arange(vocab) == 7)
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
+        return super().gumbel(depth, vocab, device) + 100.0 * (torch.arange(vocab) == 7)
 
 
 def test_noise_that_is_given_as_numbers_is_taken_as_it_is() -> None:

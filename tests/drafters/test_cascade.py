@@ -227,7 +227,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     cascade = CASCADES["three levels"]()
     request = DraftRequest(0, SamplingParams(), [3, 1, 2, 3, 1])
     cascade.begin(request)
-    noise = KeyedNoise(0, 5, 1, greedy=True)
+    noise = KeyedNoise(0, 5, 1)
     first, second = (cascade.propose([request], [Budget(8)], [noise])[0] for _ in range(2))
     assert first.tree.host_ids == second.tree.host_ids
     assert len(first.tree) == 8
@@ -235,12 +235,10 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     later = DraftRequest(0, SamplingParams(), text)
     cascade.observe([later], [StepOutcome(first, (0, 1), tuple(text[5:]))])
     assert list(cascade.held.models[0].prefixes.text(0)) == text[:7]
-    (again,) = cascade.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2, greedy=True)])
+    (again,) = cascade.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2)])
     fresh = CASCADES["three levels"]()
     fresh.begin(later)
-    assert (
-        again.tree.host_ids == fresh.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2, greedy=True)])[0].tree.host_ids
-    )
+    assert again.tree.host_ids == fresh.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2)])[0].tree.host_ids
     cascade.end(later)
     assert not cascade.holding
 
@@ -255,9 +253,7 @@ def test_the_context_ends_a_chain_and_a_budget_of_zero_does_no_work() -> None:
     cascade = CASCADES["model"]()
     near = DraftRequest(0, SamplingParams(), [1] * 126)
     cascade.begin(near)
-    nothing, few = (
-        cascade.propose([near], [budget], [KeyedNoise(0, 126, 1, greedy=True)])[0] for budget in (Budget(0), Budget(8))
-    )
+    nothing, few = (cascade.propose([near], [budget], [KeyedNoise(0, 126, 1)])[0] for budget in (Budget(0), Budget(8)))
     assert (len(nothing.tree), len(few.tree)) == (0, 3)
 
 
@@ -266,7 +262,7 @@ def written(cascade: Cascade, params: SamplingParams, number: int, *, kept: bool
     request = DraftRequest(number, params, [1, 2], kept=kept)
     cascade.begin(request)
     for step in range(chains):
-        noise = KeyedNoise(number, 2, step, greedy=params.greedy)
+        noise = KeyedNoise(number, 2, step)
         (proposal,) = cascade.propose([request], [Budget(5)], [noise])
         cascade.observe([request], [StepOutcome(proposal, (), ())])
         cascade.rewind(request)
@@ -422,12 +418,12 @@ def test_steps_that_it_was_not_told_of_are_read_when_it_is_asked_again() -> None
     cascade = CASCADES["model"]()
     request = DraftRequest(0, SamplingParams(), [3, 1, 2])
     cascade.begin(request)
-    (first,) = cascade.propose([request], [Budget(4)], [KeyedNoise(0, 3, 1, greedy=True)])
+    (first,) = cascade.propose([request], [Budget(4)], [KeyedNoise(0, 3, 1)])
     other = (first.tree.host_ids[0] + 1) % VOCAB
     later = DraftRequest(0, SamplingParams(), [3, 1, 2, other, 3])
     cascade.observe([later], [StepOutcome(Proposal.empty(), (), (3,))])
     assert list(cascade.held.models[0].prefixes.text(0)) == [3, 1, 2]
-    noise = KeyedNoise(0, 5, 3, greedy=True)
+    noise = KeyedNoise(0, 5, 3)
     (again,) = cascade.propose([later], [Budget(4)], [noise])
     fresh = CASCADES["model"]()
     fresh.begin(later)

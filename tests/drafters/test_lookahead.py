@@ -42,7 +42,7 @@ WARM = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, seed=4)
 TEXT = [1, 0, 3, 2]
 SIZES = [(4, 3, 2), (2, 5, 2), (3, 2, 2), (1, 4, 1), (0, 3, 2)]
-NOISE = KeyedNoise(0, 0, 0, greedy=True)
+NOISE = KeyedNoise(0, 0, 0)
 
 
 def logits_of(target: MarkovModel, text: Sequence[int], proposal: Proposal) -> Tensor:

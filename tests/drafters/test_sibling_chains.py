@@ -39,7 +39,7 @@ def propose(
 ) -> Proposal:
     request = DraftRequest(0, params, list(TEXT))
     drafter.begin(request)
-    noise = KeyedNoise(seed, len(TEXT), 0, greedy=params.greedy)
+    noise = KeyedNoise(seed, len(TEXT), 0)
     proposal = drafter.propose([request], [budget or drafter.limits], [noise])[0]
     drafter.end(request)
     proposal.check()

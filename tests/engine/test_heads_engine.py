@@ -239,7 +239,7 @@ class Unhearing(Medusa):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        return super().propose(batch, budgets, [KeyedNoise(0, 0, 0, greedy=True)] * len(batch))
+        return super().propose(batch, budgets, [KeyedNoise(0, 0, 0)] * len(batch))
 
 
 def test_greedy_sampled_and_seeded_requests_share_a_batch(target: MarkovWithEmbedding) -> None:

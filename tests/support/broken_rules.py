@@ -48,9 +48,9 @@ class JudgesAnotherDist(SpeculativeSampling):
         flat = dist.sqrt()
         return flat / flat.sum(dim=-1, keepdim=True)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence) -> BatchVerdicts:
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence) -> BatchVerdicts:
         wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
-        return super().decide(wrong, probs, noise)
+        return super().accept(wrong, probs, noise)
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         (row,) = group

@@ -30,7 +30,7 @@ from small_worlds import (
 
 from support.broken_rules import DrawsFromTarget, RemovesNothing
 from truedraft.core.proposal import DrawKind
-from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
 from truedraft.verification.rule import DrawnToken, JudgedRow
 
@@ -90,6 +90,11 @@ def test_trees_that_mix_kinds_by_depth(plans: tuple, bare: int) -> None:
     for p, q in [("dense", "dense"), ("varied", "varied"), ("sparse", "dense")]:
         assert_exact(SpeculativeSampling(), build("mix", 3, plans, p, q, bare), 2)
         assert_exact(SpeculativeSampling(), build("mix", 2, plans, p, q, bare), 4)
+
+
+def test_the_argmax_is_the_distribution_of_greedy_requests() -> None:
+    for plans in ([], [A1, A1], [F2], [C2, A1]):
+        assert_exact(ArgmaxRule(), build("greedy", 3, plans, "one-hot", "dense"), 3)
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 4, 5])

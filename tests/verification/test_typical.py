@@ -16,7 +16,7 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
-from truedraft.core.verdict import Origin, TokenDivergence, Verdict
+from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.lossy import LenientArgmax
@@ -177,7 +177,7 @@ def test_divergence_is_that_of_a_certain_token() -> None:
     first, last = verdict.divergence
     assert first.total_variation == pytest.approx(1 - p_x) and first.kl == pytest.approx(-math.log(p_x))
     assert first.total_variation_greedy == 0.5 and first.kl_greedy == pytest.approx(math.log(2))
-    assert last == TokenDivergence.of_choice(0.2, 0.2)
+    assert last == Divergence.of_choice(0.2, 0.2)
     assert last.total_variation == last.total_variation_greedy == 0.8
 
 

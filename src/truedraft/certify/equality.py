@@ -44,7 +44,6 @@ from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Engine
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
-from truedraft.verification.coupled import coupled_choice
 
 _MOST_FAULTS = 4
 """Faults that are traced; one is enough to fail, and a broken stack parts from plain decoding everywhere."""
@@ -438,7 +437,7 @@ def chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Ten
     assert params.seed is not None
     noise = KeyedNoise(params.seed, position, 0)
     gumbel = noise.gumbel(0, len(row), row.device)
-    return lambda logits: int(coupled_choice(probs_from_logits(logits[None], params), gumbel))
+    return lambda logits: int(most_likely(probs_from_logits(logits[None], params).double().log_().add_(gumbel)))
 
 
 def _judged(margin: float, rounding: Rounding) -> tuple[bool, str]:

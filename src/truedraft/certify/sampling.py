@@ -73,13 +73,13 @@ class Recorder:
             self._note(batch, outcomes)
             drafter.observe(batch, outcomes)
 
-        def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
             assert rule is not None
             self._given.extend(own.clone() for own in probs)
-            return rule.decide(proposals, probs, noise)
+            return rule.accept(proposals, probs, noise)
 
         self.drafter = altered(drafter, observe=observe, observes_lazily=False)
-        self.rule = None if rule is None else altered(rule, decide=decide)
+        self.rule = None if rule is None else altered(rule, accept=accept)
 
     def taken(self, request: int) -> list[Decision]:
         """What was noted of a request, for each of its emitted tokens; forgotten here from now on."""

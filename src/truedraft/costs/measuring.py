@@ -358,7 +358,7 @@ class _Rehearsal:
             request = self._start()
         limits = self._drafter.limits
         budget = Budget(depth, limits.width, limits.nodes, limits.min_probability)
-        noise = KeyedNoise(0, len(request.tokens), self._steps, greedy=self._params.greedy)
+        noise = KeyedNoise(0, len(request.tokens), self._steps)
         self._steps += 1
         self._run_target()
         self._read_on(request)

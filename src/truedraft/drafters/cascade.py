@@ -25,7 +25,7 @@ from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.held import Held
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 
 _LIKELY, _LIKELY_WEIGHT = 0.35, 8.0  # share of tokens that guesses give, until it is known, and tokens that it is worth
 _MEMORY, _OWN_MEMORY = 2000.0, 64.0  # tokens, of all requests and of one
@@ -171,7 +171,7 @@ class Cascade(Drafter):
         self.drafter = drafter
         self.middle = middle
         self._caught_up: Callable[[Sequence[DraftRequest]], list[RequestCache]] = caught_up
-        self._sampling, self._coupled = SpeculativeSampling(), CoupledSampling()
+        self._sampling, self._coupled, self._argmax = SpeculativeSampling(), CoupledSampling(), ArgmaxRule()
         self._sampling.check(drafter.kinds, drafter.name)
         self._hears = middle.model.opening_inputs is not None
         self._texts: dict[int, _Text] = {}
@@ -379,7 +379,9 @@ class Cascade(Drafter):
         return [verdicts[place] for place in range(len(chains))]
 
     def _rule_of(self, chain: _Chain) -> Rule:
-        return self._coupled if chain.params.greedy or chain.params.seeded else self._sampling
+        if chain.params.greedy:
+            return self._argmax
+        return self._coupled if chain.params.seeded else self._sampling
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep of what was written what the target accepted."""

@@ -104,7 +104,7 @@ class ReencodedDraft(Drafter):
                     drafting.append(place)
         within = [Budget(budgets[place].depth, 1, budgets[place].depth) for place in drafting]
         inside = [self._inside[batch[place].id] for place in drafting]
-        quiet = [KeyedNoise(0, len(each.tokens), 0, greedy=True) for each in inside]
+        quiet = [KeyedNoise(0, len(each.tokens), 0) for each in inside]
         proposals = [Proposal.empty() for _ in batch]
         drafted = self._inner.propose(inside, within, quiet) if inside else []
         for place, own in zip(drafting, drafted, strict=True):

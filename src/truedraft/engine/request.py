@@ -19,7 +19,7 @@ from truedraft.core.params import SamplingParams, Structured
 from truedraft.core.shaping import Form, Shaping
 from truedraft.core.stats import Counters, DraftShare, RequestStep
 from truedraft.core.token_view import TokenView
-from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
+from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.drafters.base import DraftRequest
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
@@ -101,7 +101,7 @@ class Request:
         self.error: Exception | None = None
         self.warnings: list[str] = []
         self.origins: list[Origin] = []
-        self.divergences: list[TokenDivergence] = []  # of each emitted token, under a lossy rule
+        self.divergences: list[Divergence] = []  # of each emitted token, under a lossy rule
         self.logprobs: list[TokenLogprobs] = []  # of each emitted token, where they are asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those behind it
         self.pieces: list[Piece] = []  # not yet taken by a stream
@@ -189,7 +189,7 @@ class Request:
 
     def noise(self) -> KeyedNoise:
         """The noise of the next step: its keys never occur in another step of this request."""
-        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
+        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.

@@ -46,7 +46,7 @@ def propose(
     budget: Budget | None = None,
 ) -> Proposal:
     request = DraftRequest(0, params, list(tokens))
-    noise = KeyedNoise(seed, len(tokens), 0, greedy=params.greedy)
+    noise = KeyedNoise(seed, len(tokens), 0)
     proposal = drafter.propose([request], [budget or drafter.limits], [noise])[0]
     proposal.check()
     return proposal

@@ -50,6 +50,11 @@ def seen(answer: Answer) -> tuple[object, ...]:
     return answer.token_ids, answer.finish_reason, answer.origins, answer.warnings, answer.stats
 
 
+def in_turn() -> Engine:
+    """With the same draft in this process."""
+    return Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3)
+
+
 def runs(pid: int) -> bool:
     """Whether there is such a process, dead ones that nobody waited for included."""
     try:

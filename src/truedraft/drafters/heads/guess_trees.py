@@ -316,7 +316,7 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
     Args:
         logits: `[depth, rows, vocab]`: row 0 of the first axis guesses the first token that the step decides.
         temperatures: of the rows' requests, above 0.
-        noise: of each row's request at this step; without Gumbel noise its logits stay as they are.
+        noise: of each row's request at this step.
         ranks: guesses of each head, at most `vocab`.
 
     Returns:
@@ -327,9 +327,7 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
     scores = logits.float().clone()
     for row, (temperature, own) in enumerate(zip(temperatures, noise, strict=True)):
         for head in range(depth):
-            gumbel = own.gumbel(head, vocab, logits.device)
-            if gumbel is not None:
-                scores[head, row].add_(gumbel, alpha=noise_weight(temperature))
+            scores[head, row].add_(own.gumbel(head, vocab, logits.device), alpha=noise_weight(temperature))
     return TopK.of(scores.flatten(0, 1), ranks).view(depth, rows)
 
 
@@ -338,6 +336,5 @@ def noise_weight(temperature: float) -> float:
 
     T would be right if the head's distribution were the target's. Below 1, fitting the weight to the choices of the
     embedded target gave about T squared for every head (0.5 at T = 0.7, 0.9 at T = 1), and more accepted tokens than T.
-    At T = 0 it vanishes, as the noise of greedy requests does.
     """
     return temperature * min(temperature, 1.0)

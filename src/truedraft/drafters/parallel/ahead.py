@@ -137,7 +137,7 @@ class AheadDrafter:
             drafted = self.drafter.propose(
                 [self._open[place].request for place in missed],
                 [calls[place].budget for place in missed],
-                [_noise(calls[place].noise, self._open[place]) for place in missed],
+                [KeyedNoise.of_key(calls[place].noise) for place in missed],
             )
             chains |= zip(missed, drafted, strict=True)
         for place, text in enumerate(self._open):
@@ -181,7 +181,7 @@ class AheadDrafter:
         for text, end in zip(texts, ends, strict=True):
             text.tokens += end.tree.host_ids
         texts = [text for text, end in zip(texts, ends, strict=True) if len(end.tree)]
-        noises = [_noise(text.key(len(text.chain) + 1, step=1), text) for text in texts]
+        noises = [KeyedNoise.of_key(text.key(len(text.chain) + 1, step=1)) for text in texts]
         for text, proposal in zip(texts, self._draft(texts, [text.budget for text in texts], noises), strict=True):
             text.ahead = proposal
             self._ahead_tokens += len(proposal.tree)
@@ -203,13 +203,9 @@ def ahead_drafter(
     return AheadDrafter(DraftModel(load(), num_speculative_tokens, min_probability=min_probability))
 
 
-def _noise(key: NoiseKey, text: _Text) -> KeyedNoise:
-    return KeyedNoise.of_key(key, greedy=text.request.params.greedy)
-
-
 def _verdict(text: _Text) -> KeyedNoise:
     root, position, step, _, shared = text.key(len(text.chain))
-    return _Verdicts.of_key((root, position, step, 0, shared), greedy=text.request.params.greedy)
+    return _Verdicts.of_key((root, position, step, 0, shared))
 
 
 def _shortened(chain: Proposal, given: Budget, wanted: Budget) -> Proposal | None:
