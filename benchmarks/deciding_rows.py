@@ -299,7 +299,7 @@ def beside_a_neighbour(lab: Lab, cell: Cell, most_s: float) -> Found:
     """Row f."""
     asked = lab.asked(cell)
     default, plain = lab.learning(cell.size, "auto", DEFAULT), lab.plain(cell.size)
-    bandwidth = read_bandwidth().bytes_per_s
+    bandwidth = read_bandwidth()
     streams = [Stream(each.engine, asked, lab.clock) for each in (default, plain)]
     with Neighbour(bandwidth / 2) as neighbour:
 

@@ -85,7 +85,7 @@ def median_s(work: Callable[[], object], device: torch.device, rounds: int, time
 def forward_times(size: str, dtype: str, device: torch.device, rounds: int) -> dict[str, Any]:
     """Forwards of some rows, interleaved, against B."""
     model = load_model("embedded:target", pad_to=None if size == "own" else size, dtype=dtype, device=device)
-    bandwidth = read_bandwidth(device).bytes_per_s
+    bandwidth = read_bandwidth(device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.vocab_size, (CONTEXT + max(ROWS),), generator=generator).to(device)
     cache = model.new_cache()
@@ -100,7 +100,7 @@ def forward_times(size: str, dtype: str, device: torch.device, rounds: int) -> d
     for _ in range(rounds):
         for rows in ROWS:
             times[rows].append(median_s(lambda rows=rows: forward(rows), device, 1))  # type: ignore[misc]
-    bandwidth = max(bandwidth, read_bandwidth(device).bytes_per_s)
+    bandwidth = max(bandwidth, read_bandwidth(device))
     least_s = model.weight_bytes / bandwidth
     medians = {rows: statistics.median(each) for rows, each in times.items()}
     return {

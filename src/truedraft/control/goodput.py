@@ -103,7 +103,6 @@ class Goodput(Controller):
         ids = tuple([view.id for view in views])
         if self._plain_left and self._planned is not None and self._planned[2] == ids:
             self._plain_left -= 1
-            self._kept = self._kept if self._plain_left else 0  # what they took may change all
             return [self._plain(view, "probe") for view in views]
         self._plain_left = 0
         hints = [self._hints(view) for view in views]
@@ -319,8 +318,8 @@ class Goodput(Controller):
         if self._probe is not None and self._probe[0] == step.id:
             # What the tokens were worth comes back, so only what was lost was spent.
             _, rate, stake_s = self._probe
-            self._credit_s += min((step.emitted - 1) / rate, stake_s)
-            self._kept = 0
+            self._credit_s += min(max(step.emitted - 1, 0) / rate, stake_s)
+            self._kept = 0  # what it showed may change all
         for share in step.shares:
             kind = share.drafter, own.kinds.get(share.drafter, 0)
             if kind not in own.acceptance:
