@@ -124,6 +124,22 @@ def verdict(accepted: bool) -> DraftShare:
     return DraftShare("a", 1, 1, (0,) if accepted else (), 1)
 
 
+@pytest.mark.parametrize(("alike", "after_three"), [(True, 0.53), (False, 0.71)])
+def test_how_much_a_request_counts_against_all_is_learnt(alike: bool, after_three: float) -> None:
+    """Half of all drafts are accepted: of every request half, or of every second request all."""
+    pool, draw = Acceptance([0.5], chain=True), random.Random(0)
+    for request in range(60):
+        own = pool.of_one()
+        for _ in range(12):
+            accepted = draw.random() < 0.5 if alike else request % 2 == 0
+            own.learn(verdict(accepted), 0)
+            pool.learn(verdict(accepted), 0)
+    lucky = pool.of_one()
+    for _ in range(3):
+        lucky.learn(verdict(accepted=True), 0)
+    assert lucky.gains(1)[0] == pytest.approx(after_three, abs=0.05)
+
+
 def test_doubt_falls_with_verdicts_and_grows_without() -> None:
     gains = Acceptance([0.65], chain=True)
     assert gains.hoped(1, 0, 0) == pytest.approx([min(0.65 + 1.5 * math.sqrt(0.65 * 0.35 / 4), 1.0)])
@@ -134,11 +150,14 @@ def test_doubt_falls_with_verdicts_and_grows_without() -> None:
 
 
 def test_others_verdicts_make_a_request_sure_for_as_long_as_they_are_new() -> None:
-    pool = Acceptance([0.5], chain=True)
-    own = pool.of_one()
+    pool, draw = Acceptance([0.5], chain=True), random.Random(0)
+    own, strangers = pool.of_one(), [pool.of_one() for _ in range(9)]
     for step in range(100):
-        pool.learn(verdict(step % 2 == 0), step)
-    assert own.hoped(1, 0, 100)[0] < 0.5 + 0.5 * 1.5 * math.sqrt(0.25 / 3)
+        accepted = draw.random() < 0.5
+        strangers[step // 12].learn(verdict(accepted), step)
+        pool.learn(verdict(accepted), step)
+    rate = pool.gains(1)[0]
+    assert own.hoped(1, 0, 100)[0] < rate + 0.5 * 1.5 * math.sqrt(0.25 / 3)
     assert own.hoped(1, 0, 10_000)[0] == pytest.approx(0.5 + 1.5 * math.sqrt(0.25 / 4), rel=0.05)
 
 

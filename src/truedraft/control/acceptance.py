@@ -21,7 +21,7 @@ LEAST_GAIN = 0.005
 _WEIGHT = 4.0  # verdicts that what was known before counts as
 _MEMORY, _OWN_MEMORY = 200.0, 12.0  # verdicts after which one counts 1 / e as much, of all requests and of one
 _FORGETS = 400.0  # steps without verdicts after which they count 1 / e as much
-_OTHERS = 16.0  # verdicts on others that make one request's rate sure, at most
+_WEIGHTS = (4.0, 12.0, 48.0)  # verdicts that what is known of all requests may count as for one of them
 _HOPE = 1.5  # standard errors above the estimate: discounted UCB (Garivier and Moulines, arXiv 0805.3415)
 _MOST_HOPED = 4  # tokens of a chain
 _LEARNING_RATE = 0.05
@@ -51,6 +51,8 @@ class Acceptance:
         self._accepted: list[float] = []
         self._tried: list[float] = []
         self._step = 0  # of the last verdict
+        self._errors = [0.0] * len(_WEIGHTS)  # of what each weight would have foretold of one request
+        self._weight = _WEIGHTS[0]  # that with the least
         self._known: list[float] = []  # rates of the first places, until the next verdict
 
     def of_one(self) -> Acceptance:
@@ -63,25 +65,25 @@ class Acceptance:
             if len(self._known) < count:
                 expected = self._prior[:count]
                 expected += expected[-1:] * (count - len(expected)) if self.chain else []
-                self._known = self._place_by_place(expected)
+                self._known = self._place_by_place(expected, _WEIGHT)
             return self._known[:count]
-        expected = self._pool.rates(count)
+        expected, weight = self._pool.rates(count), self._pool._weight
         if self.chain:
-            return self._place_by_place(expected)
+            return self._place_by_place(expected, weight)
         # Nodes of a tree are accepted too seldom for one request's verdicts to say anything of each.
         foreseen = sum(before * tried for before, tried in zip(expected, self._tried, strict=False))
-        factor = (_WEIGHT + sum(self._accepted)) / (_WEIGHT + foreseen)
+        factor = (weight + sum(self._accepted)) / (weight + foreseen)
         return [min(before * factor, 1.0) for before in expected]
 
-    def _place_by_place(self, expected: Sequence[float]) -> list[float]:
+    def _place_by_place(self, expected: Sequence[float], weight: float) -> list[float]:
         """Rates by each place's verdicts and, of what these leave open, by those on the places before it."""
-        seen = foreseen = _WEIGHT
+        seen = foreseen = weight
         found, known = [], len(self._tried)
         for place, before in enumerate(expected):
             rate = min(before * seen / foreseen, 1.0)
             if place < known:
                 tried, accepted = self._tried[place], self._accepted[place]
-                rate = (_WEIGHT * rate + accepted) / (_WEIGHT + tried)
+                rate = (weight * rate + accepted) / (weight + tried)
                 seen += accepted
                 foreseen += before * tried
             found.append(rate)
@@ -115,7 +117,7 @@ class Acceptance:
             expected, known = _mean(self._prior[places]), _WEIGHT
         else:
             expected, known = self._pool._outlook(places, step)
-            known = min(known, _OTHERS)
+            known = min(known, self._pool._weight)
         tried = self._fresh(step) * sum(self._tried[places])
         accepted = self._fresh(step) * sum(self._accepted[places])
         return (known * expected + accepted) / (known + tried), known + tried
@@ -134,6 +136,8 @@ class Acceptance:
                 nothing, so it counts as if it had been rejected.
         """
         judged = (share.judged if self.chain else share.nodes) + stopped
+        if self._pool is not None and judged:
+            self._pool._judge(self, 0 in share.path)
         self._tried += [0.0] * (judged - len(self._tried))
         self._accepted += [0.0] * (judged - len(self._accepted))
         # Places that were not tried are forgotten as well: few verdicts from long ago must not keep a budget short. So
@@ -146,6 +150,20 @@ class Acceptance:
             self._accepted[place] += 1.0
         self._step = step
         self._known = []
+
+    def _judge(self, one: Acceptance, accepted: bool) -> None:
+        """Take note of what each weight of these estimates would have foretold of a request's first node.
+
+        Where requests are alike what one of them adds is noise, and where they are not it is all that counts.
+
+        Worked example: of all requests half are accepted, of this one 3 of 3 were. With a weight of 4 that is 0.71,
+        with one of 48 it is 0.53; if the next one is rejected the latter is less wrong.
+        """
+        (rate,), own = self.rates(1), (sum(one._accepted[:1]), sum(one._tried[:1]))
+        for number, weight in enumerate(_WEIGHTS):
+            foretold = (weight * rate + own[0]) / (weight + own[1])
+            self._errors[number] = self._keep * self._errors[number] + (foretold - accepted) ** 2
+        self._weight = _WEIGHTS[self._errors.index(min(self._errors))]
 
 
 def falling(gains: Sequence[float]) -> list[float]:
