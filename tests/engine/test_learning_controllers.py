@@ -24,7 +24,6 @@ from truedraft.control import (
     Decision,
     RequestView,
     StepRecord,
-    Thompson,
 )
 from truedraft.core.budget import NO_DRAFT
 from truedraft.drafters import DraftModel, PromptLookup
@@ -113,7 +112,7 @@ class Mixing(Controller):
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "goodput": EvenGoodput,
-    "thompson": lambda: EvenGoodput(Thompson(), probing=0.3),
+    "probing": lambda: EvenGoodput(probing=0.3),
     "random": lambda: RandomDecisions(3),
 }
 

@@ -11,7 +11,7 @@ import torch
 from support.random_decisions import RandomDecisions
 from support.tiny_models import packed, stock
 from truedraft import Engine, SamplingParams
-from truedraft.control import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput, Thompson
+from truedraft.control import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import StepRecord
@@ -26,7 +26,7 @@ GUESSES = [[1, 2], [3], [1, 4, 5]]
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "goodput": Goodput,
-    "thompson": lambda: Goodput(Thompson(3), probing=0.3),
+    "probing": lambda: Goodput(probing=0.3),
     "heuristic": AssistedHeuristic,
     "confidence": lambda: ConfidenceStop(0.5),
     "random": lambda: RandomDecisions(4),

@@ -138,7 +138,7 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
     measured = MachineCosts()
     progress(0, "reading memory")
     try:
-        measured.bandwidth = read_bandwidth(suite.target.device).bytes_per_s
+        measured.bandwidth = read_bandwidth(suite.target.device)
     except OptionError as error:
         measured.warnings.append(f"{error}; without it there is no use of memory bandwidth")
     forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=refresh)
