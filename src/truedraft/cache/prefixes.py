@@ -136,7 +136,7 @@ class PrefixCache:
         """
         own = self._members[number]
         best, most = None, own.cache.length + FEW
-        for other in among if self.shares else ():
+        for other in among if self.shares and own.last > most else ():  # of short texts it is never worth waiting
             member = self._members.get(other)
             if member is None or member.scope != own.scope or member is own:
                 continue
