@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-limits bench-busy-auto bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-busy bench-deciding results demo test test-slow test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -158,39 +158,27 @@ results-explain: $(STAMP)
 	$(BIN)/truedraft bench --limit 4 $(EXPLAIN) --out out/explain > /dev/null
 	cp out/explain/decisions-auto.png docs/deciding.png
 
-# Speculation against plain decoding and transformers, at the cost of larger models, and single forwards against the
-# memory's limit; on an otherwise idle machine, about five minutes.
+# Speculation against plain decoding and transformers, at the cost of larger models, with what forwards of some rows and
+# contexts take and how fast memory reads; on an otherwise idle machine, about five minutes.
 BENCH := truedraft bench --json --refresh-costs --ignore-eos
-bench: bench-limits
+bench: $(STAMP)
 	$(BIN)/$(BENCH) --drafter draft --drafter prompt-lookup --drafter medusa --drafter redrafter --peer transformers --limit 8 --max-tokens 64 | tail -n 1 > $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --drafter medusa --drafter redrafter --peer transformers --limit 6 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --drafter medusa --drafter redrafter --peer transformers --limit 4 --max-tokens 64 --pad-to 500M | tail -n 1 >> $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --peer transformers --limit 8 --batch 8 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
 
-bench-limits: $(STAMP)
-	$(BIN)/python benchmarks/limits.py > /dev/null
-
-# Forwards while another process takes one core: docs/performance.md. Five minutes, on an otherwise idle machine.
+# What the default drafters bring beside other programs: docs/performance.md. MODEL is a folder, or the embedded target;
+# five minutes, on an otherwise idle machine.
 bench-busy: $(STAMP)
-	rm -f $(RESULTS)/busy_core.jsonl
-	$(BIN)/python benchmarks/busy_core.py > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --sizes own 110M --loads idle "a loop" > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --backend fused --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
-	$(BIN)/python benchmarks/busy_core.py --backend stock --sizes 110M --threads 1 2 --turn-s 3 --rounds 4 > /dev/null
-
-# MODEL is a folder, or the embedded target; what the default drafters bring beside other programs.
-bench-busy-auto: $(STAMP)
-	$(BIN)/python benchmarks/busy_core.py --auto --sizes own --rounds 15 --loads idle "a loop, pinned" "a loop on each core" \
-		$(if $(MODEL),--model $(MODEL)) --out $(RESULTS)/busy_auto.jsonl > /dev/null
+	$(BIN)/python benchmarks/busy_core.py $(if $(MODEL),--model $(MODEL)) > /dev/null
 
 # What the default decides and brings, against plain decoding and fixed drafts: docs/performance.md. Eighty minutes a
 # sitting on an otherwise idle machine, two sittings; the second goes on where the first one stopped.
 bench-deciding: $(STAMP)
 	$(BIN)/python benchmarks/deciding.py --minutes 80 $(DECIDING) > $(RESULTS)/deciding.md
 
-# The same on a CUDA device, at the cost of a 7 B model.
+# What `make bench` measures, on a CUDA device at the cost of a 7 B model.
 bench-gpu: $(STAMP)
-	$(BIN)/python benchmarks/limits.py --device cuda --sizes 7B:bfloat16 --out $(RESULTS)/limits_gpu.json > /dev/null
 	$(BIN)/$(BENCH) --device cuda --dtype bfloat16 --drafter draft --drafter medusa --drafter redrafter --limit 8 --max-tokens 128 --pad-to 7B | tail -n 1 > $(RESULTS)/bench_gpu.jsonl
 
 check: $(STAMP)

@@ -38,6 +38,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from common import Lines
 from truedraft import SamplingParams, load_model
 from truedraft.certify.checks import Context, Stack
 from truedraft.certify.equality import divergence_point
@@ -558,17 +559,17 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="examine nothing, print the tables")
     parser.add_argument("--page", action="store_true", help="write the section of docs/models.md")
     asked = parser.parse_args()
-    lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
-    done = {line["family"] for line in lines}
+    kept = Lines(asked.out)
+    done = {line["family"] for line in kept.records}
     left = [] if asked.report else [family for family in asked.families if family not in done]
     for examined in _examined(left, 60 * asked.minutes, every=asked.full):
-        lines += examined
-        with asked.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in examined)
         for line in examined:
+            kept.add(line)
             sys.stderr.write(f"{line['family']}, {line['dtype']}: {_cell(line)}\n")
     places = {name: place for place, name in enumerate(families())}
-    lines.sort(key=lambda line: (places.get(line["family"], len(places)), DTYPES.index(line["dtype"])))
+    lines = sorted(
+        kept.records, key=lambda line: (places.get(line["family"], len(places)), DTYPES.index(line["dtype"]))
+    )
     print(report(lines))
     if asked.page:
         text = PAGE.read_text()

@@ -15,40 +15,28 @@ import functools
 import hashlib
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from deciding_cells import ROWS, Cell, Kept, SkippedError, all_cells, last_key, most_s, parcels
+from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, parcels
 from deciding_report import markdown
-from truedraft.bench.turns import Clock
+from truedraft.bench.turns import Clock, Visited, take_turns
 from truedraft.errors import TruedraftError
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).with_name("results") / "deciding.jsonl"
 
 
-class Running(Protocol):
-    """A cell that is being measured.
+class Running(Visited, Protocol):
+    """A cell that is being measured."""
 
-    Attributes:
-        next_s: seconds that its next visit will take.
-    """
-
-    @property
-    def next_s(self) -> float: ...
-
-    def visit(self, most_s: float, left_s: float) -> Mapping[str, Any] | None:
-        """Measure a bit more; what came of it, where that was the end.
-
-        Args:
-            most_s: seconds of all visits together.
-            left_s: seconds of the sitting.
-        """
+    def record(self) -> Mapping[str, Any] | None:
+        """What came of it so far; None if that is nothing yet."""
 
 
 Begin = Callable[[Cell, Mapping[str, Any] | None], Running]
+"""Makes what a cell needs, of the record of the cell that it builds upon."""
 
 
 def version_key(files: Iterable[Path]) -> str:
@@ -59,94 +47,86 @@ def version_key(files: Iterable[Path]) -> str:
     return found.hexdigest()[:12]
 
 
-class Sitting:
-    """Measures cells until they are done or the time is.
+class _Timed:
+    """A cell that is being measured, the seconds that it took, and how it failed."""
 
-    Cells of one parcel are visited in turns. Where a visit would not end in time the sitting is over; what was not
-    finished is measured anew in the next one.
+    def __init__(self, cell: Cell, begin: Begin, before: Mapping[str, Any] | None, clock: Clock) -> None:
+        self.cell, self._clock = cell, clock
+        self.took_s, self.error, self.found = 0.0, "", None
+        self._running = self._tried(lambda: begin(cell, before))
+
+    def visit(self, most_s: float) -> bool:
+        over = self._running is None or self._tried(lambda: self._running.visit(most_s))
+        return over is not False
+
+    def record(self) -> Mapping[str, Any] | None:
+        return None if self.error or self._running is None else self._running.record()
+
+    def _tried(self, work: Callable[[], Any]) -> Any:
+        began = self._clock()
+        try:
+            return work()
+        except TruedraftError as error:
+            self.error = str(error)
+            return None
+        finally:
+            self.took_s += self._clock() - began
+
+
+def sit(
+    kept: Kept, cells: Sequence[Cell], begin: Begin, seconds: float, clock: Clock, say: Callable[[str], None]
+) -> int:
+    """Measure cells in order until all are done or the time is; those of one parcel take turns.
 
     Args:
         kept: where cells are written.
-        begin: makes what a cell needs, given the record of the cell that it builds upon.
+        cells: to be measured.
+        begin: makes what a cell needs.
         seconds: of the sitting.
         clock: seconds.
         say: is told a line for each cell.
+
+    Returns:
+        How many cells could not be measured.
     """
+    end, failed = clock() + seconds, 0
+    for parcel in parcels(cells):
+        share_s = sum(cell.share_s for cell in parcel)
+        if end - clock() < share_s:
+            break
+        running = []
+        for cell in parcel:
+            before = None if cell.needs is None else kept.cells.get(cell.needs.name)
+            if cell.needs is not None and before is None:
+                say(f"{cell.name}: skipped, for {cell.needs.name} is not there")
+                failed += 1
+            else:
+                running.append(_Timed(cell, begin, before, clock))
+        take_turns(running, share_s, clock)
+        for each in running:
+            if each.error:
+                say(f"{each.cell.name}: skipped, {each.error}")
+                failed += 1
+            elif (found := each.record()) is not None:
+                _keep(kept, each.cell, found, each.took_s)
+                say(f"{len(kept.cells)} done: {each.cell.name}: {shown(found)}, {each.took_s:.0f} s")
+    unmeasured = sum(cell.name not in kept.cells for cell in cells) - failed
+    if unmeasured:
+        say(f"the time is over; {unmeasured} cells are left for the next sitting")
+    return failed
 
-    def __init__(self, kept: Kept, begin: Begin, seconds: float, clock: Clock, say: Callable[[str], None]) -> None:
-        self._kept, self._begin, self._clock, self._say = kept, begin, clock, say
-        self._end = clock() + seconds
-        self._took: dict[Cell, float] = defaultdict(float)
-        self.skipped = 0
 
-    def measure(self, cells: Sequence[Cell]) -> None:
-        """Measure cells, in order."""
-        for parcel in parcels(cells):
-            if self._left() < parcel[0].share_s:
-                break
-            self._visit({cell: running for cell in parcel if (running := self._begun(cell)) is not None})
-        unmeasured = sum(cell.name not in self._kept.cells for cell in cells) - self.skipped
-        if unmeasured:
-            self._say(f"the time is over; {unmeasured} cells are left for the next sitting")
-
-    def _left(self) -> float:
-        return self._end - self._clock()
-
-    def _begun(self, cell: Cell) -> Running | None:
-        before = None if cell.needs is None else self._kept.cells.get(cell.needs.name)
-        if cell.needs is not None and before is None:
-            self._skip(cell, f"for {cell.needs.name} is not there")
-            return None
-        began = self._clock()
-        try:
-            return self._begin(cell, before)
-        except (SkippedError, TruedraftError) as error:
-            self._skip(cell, str(error))
-            return None
-        finally:
-            self._took[cell] += self._clock() - began
-
-    def _skip(self, cell: Cell, why: str) -> None:
-        self._say(f"{cell.name}: skipped, {why}")
-        self.skipped += 1
-
-    def _visit(self, running: dict[Cell, Running]) -> None:
-        """Visit the cells of a parcel in turns until all are done, or the time is."""
-        while running:
-            for cell, own in list(running.items()):
-                if self._left() < own.next_s:
-                    return
-                began = self._clock()
-                try:
-                    found = own.visit(most_s(cell, self._kept.cells.values()), self._left())
-                except (SkippedError, TruedraftError) as error:
-                    self._skip(cell, str(error))
-                    del running[cell]
-                    continue
-                finally:
-                    self._took[cell] += self._clock() - began
-                if found is not None:
-                    del running[cell]
-                    self._keep(cell, found)
-
-    def _keep(self, cell: Cell, found: Mapping[str, Any]) -> None:
-        place = {"cell": cell.name, "row": cell.row, "size": cell.size, "set": cell.set, "batch": cell.batch}
-        took_s, sitting = round(self._took[cell], 2), len(self._kept.sittings)
-        times = {"share_s": cell.share_s, "took_s": took_s, "sitting": sitting}
-        self._kept.add(place | {"temperature": cell.temperature} | dict(found) | times)
-        self._say(f"{len(self._kept.cells)} done: {cell.name}: {shown(found)}, {took_s:.0f} s")
+def _keep(kept: Kept, cell: Cell, found: Mapping[str, Any], took_s: float) -> None:
+    place = {"cell": cell.name, "row": cell.row, "size": cell.size, "set": cell.set, "batch": cell.batch}
+    kept.add(place | dict(found) | {"share_s": cell.share_s, "took_s": round(took_s, 2), "sitting": len(kept.sittings)})
 
 
 def shown(found: Mapping[str, Any]) -> str:
     """What came of a cell, in a few words."""
-    if "ratio" in found:
-        half = "" if found["half_width"] is None else f" +- {found['half_width']:.3f}"
-        return f"{found['ratio']:.3f}{half} ({found['status']})"
-    if "share" in found:
-        return f"{100 * found['share']:.2f} % of the time, {1e6 * found['per_step_s']:.0f} us a step"
     if "speedups" in found:
         return f"best {found['best']} of {len(found['speedups'])}, {max(found['speedups'].values()):.3f}"
-    return ", ".join(f"{name} {phase['median']:.3f}" for name, phase in found["phases"].items())
+    half = "" if found["half_width"] is None else f" +- {found['half_width']:.3f}"
+    return f"{found['ratio']:.3f}{half} ({found['status']})"
 
 
 def main() -> int:
@@ -165,12 +145,12 @@ def main() -> int:
         return 0
     key = asked.key or (asked.report and last_key(asked.out)) or version_key((ROOT / "src").rglob("*.py"))
     kept = Kept(asked.out, key)
-    skipped = 0 if asked.report else _sitting(kept, asked)
+    failed = 0 if asked.report else _measured(kept, asked)
     print(markdown(kept))
-    return 1 if skipped else 0
+    return 1 if failed else 0
 
 
-def _sitting(kept: Kept, asked: argparse.Namespace) -> int:
+def _measured(kept: Kept, asked: argparse.Namespace) -> int:
     import torch
 
     from deciding_rows import Lab, begin
@@ -182,15 +162,14 @@ def _sitting(kept: Kept, asked: argparse.Namespace) -> int:
         return 0
     torch.set_num_threads(asked.threads)
     kept.add({"what": "sitting", "machine": machine_facts(), "threads": asked.threads, "dtype": "bfloat16"})
-    sitting = Sitting(
+    return sit(
         kept,
+        cells,
         functools.partial(begin, Lab()),
         asked.minutes * 60.0,
         time.monotonic,
         lambda line: print(line, file=sys.stderr, flush=True),
     )
-    sitting.measure(cells)
-    return sitting.skipped
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Lines
-from deciding_sets import MIX, SETS
+from deciding_sets import SETS
 
 SIZES = ("own", "110M", "500M")
 BATCHES = (1, 4, 16)
@@ -18,34 +18,16 @@ ROWS = {
     "a": "the default against plain decoding",
     "b": "the default against the best fixed configuration of the sweep, measured again",
     "c": "the default controller against the heuristic that adds 2 and takes 1, both with the draft",
-    "d": "a portfolio of draft and prompt lookup against the better of the two, all under the default controller",
-    "e": "measured over predicted speed-up of what `truedraft plan` chose",
-    "f": "the default against plain decoding while a neighbour takes half of the memory's bandwidth, and leaves again",
-    "g": "time spent on deciding",
-    "s": "the default against plain decoding, four times as many requests as run together, one after the other",
-    "h": "the draft under the default controller against plain decoding, batches of 8 and 16",
 }
 """What each row measures."""
 
-# Seconds of a cell by row, at own size, 110M and 500M. With `most_s` unused ones go to cells that need more.
+# Seconds of a cell by row, at own size, 110M and 500M; what a cell leaves goes to others of its parcel.
 _SHARES: Mapping[str, tuple[float, float, float]] = {
     "sweep": (8.0, 22.0, 65.0),
     "a": (15.0, 40.0, 90.0),
     "b": (15.0, 40.0, 100.0),
     "c": (15.0, 40.0, 90.0),
-    "d": (20.0, 50.0, 110.0),
-    "e": (60.0, 60.0, 60.0),
-    "f": (210.0, 210.0, 210.0),
-    "g": (4.0, 6.0, 25.0),
-    "s": (20.0, 60.0, 120.0),
-    "h": (120.0, 120.0, 120.0),
 }
-_LONGEST = 3.0  # times its share
-_OF_SAVED = 0.25  # of what others left, for one cell
-
-
-class SkippedError(Exception):
-    """A cell cannot be measured with this version; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +39,17 @@ class Cell:
         size: "own", or what the target is padded to.
         set: of prompts.
         batch: requests at once.
-        temperature: of greedy sets, where a row asks for another one.
     """
 
     row: str
     size: str
     set: str
     batch: int
-    temperature: float | None = None
 
     @property
     def name(self) -> str:
         """Unique in the table."""
-        words = [self.row, self.size, self.set, f"batch {self.batch}"]
-        return " | ".join(words + ([] if self.temperature is None else [f"temperature {self.temperature:g}"]))
+        return " | ".join([self.row, self.size, self.set, f"batch {self.batch}"])
 
     @property
     def needs(self) -> Cell | None:
@@ -90,32 +69,12 @@ def all_cells() -> list[Cell]:
 
 def _of_size(size: str) -> list[Cell]:
     cells = [Cell(row, size, name, batch) for batch in BATCHES for row in ("sweep", "a") for name in SETS]
-    cells += [Cell(row, size, name, 1) for row in ("b", "c", "d") for name in SETS]
-    if size == "110M":
-        cells += [Cell("e", size, name, 1) for name in SETS]
-    if size != "own":
-        cells += [Cell("f", size, name, 1) for name in ("code", "prose")]
-    cells += [Cell("g", size, name, batch) for batch in BATCHES for name in ("code", MIX)]
-    if size != "500M":
-        cells += [Cell("s", size, name, batch) for batch in (4, 16) for name in ("code", "prose", MIX)]
-    else:
-        cells += [Cell("h", size, "code", batch, temperature) for batch in (8, 16) for temperature in (0.0, 0.8)]
+    cells += [Cell(row, size, name, 1) for row in ("b", "c") for name in SETS]
     return cells
 
 
-def most_s(cell: Cell, done: Iterable[Mapping[str, Any]]) -> float:
-    """Seconds that a cell may take: its share and a quarter of what done ones left of theirs; three shares at most.
-
-    Args:
-        cell: the next one.
-        done: records of the same version, each with `share_s` and `took_s`.
-    """
-    saved = sum(float(record["share_s"]) - float(record["took_s"]) for record in done)
-    return min(_LONGEST * cell.share_s, cell.share_s + max(0.0, saved) * _OF_SAVED)
-
-
 def parcels(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Neighbours of one row, size and batch: they are open together and visited in turns, a round each."""
+    """Neighbours of one row, size and batch: they are open together and take turns, a round each."""
     return [list(own) for _, own in groupby(cells, key=lambda cell: (cell.row, cell.size, cell.batch))]
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deciding_cells import BATCHES, ROWS, SIZES, Cell, Kept, all_cells
-from deciding_load import PHASES, SETTLING, places
 from deciding_sets import MIX, SETS
 from truedraft.bench.turns import median_interval
 
@@ -16,12 +15,7 @@ Record = Mapping[str, Any]
 Records = Sequence[Record]
 _LEAST_EVER, _LEAST_SURE, _LEAST_POOLED = 0.97, 0.98, 0.99  # of row a
 _LEAST_OF_BEST = 0.95  # of row b
-_MIX_GAIN, _HEURISTIC_LOSS, _PORTFOLIO_LOSS = 1.05, 0.98, 0.97  # of rows c and d
-_PLAN_ERROR = 0.10
-_LEAST_LOADED = 0.95  # of row f, also of what it was before, once the neighbour is gone
-_SHARE, _SHARE_OWN = 0.01, 0.03  # of row g
-_STEP_S, _FURTHER_S = 60e-6, 10e-6  # of row g at own size: a step, and each further request
-_LARGE = {8: 1.4, 16: 1.15}  # of row h, by batch
+_MIX_GAIN, _HEURISTIC_LOSS = 1.05, 0.98  # of row c
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +42,7 @@ def bars(kept: Kept) -> list[Bar]:
     """All bars, in the order of the rows."""
     rows = {row: [record for record in kept.cells.values() if record["row"] == row] for row in ROWS}
     found = [*_bars_of_default(rows["a"], rows["sweep"]), _bar_of_best(rows["b"])]
-    found += _bars_of_two("c", rows["c"], "the heuristic", _HEURISTIC_LOSS)
-    found += _bars_of_two("d", rows["d"], "the better member", _PORTFOLIO_LOSS)
-    found += [_bar_of_plan(rows["e"]), *_bars_of_neighbour(rows["f"]), _bar_of_deciding(rows["g"])]
-    return [*found, *_bars_of_large(rows["h"]), _bar_of_tokens(kept)]
+    return [*found, *_bars_of_heuristic(rows["c"]), _bar_of_tokens(kept)]
 
 
 def _verdict(row: str, records: Records, fails: Callable[[Record], bool], cells: Sequence[Cell] = ()) -> bool | None:
@@ -115,96 +106,15 @@ def _bar_of_best(records: Records) -> Bar:
     return Bar(words, _verdict("b", records, lambda record: record["ratio"] < _LEAST_OF_BEST), _least(records))
 
 
-def _bars_of_two(row: str, records: Records, other: str, least: float) -> list[Bar]:
+def _bars_of_heuristic(records: Records) -> list[Bar]:
     on_mix = [record for record in records if record["set"] == MIX]
-    cells = [cell for cell in all_cells() if cell.row == row and cell.set == MIX]
-    gain = _verdict(row, on_mix, lambda record: record["ratio"] < _MIX_GAIN, cells)
+    cells = [cell for cell in all_cells() if cell.row == "c" and cell.set == MIX]
+    gain = _verdict("c", on_mix, lambda record: record["ratio"] < _MIX_GAIN, cells)
+    never = _verdict("c", records, lambda record: record["ratio"] < _HEURISTIC_LOSS)
     return [
-        Bar(f"{row}: at least {_MIX_GAIN} of {other} on {MIX}", gain, _least(on_mix)),
-        Bar(
-            f"{row}: never below {least} of {other}",
-            _verdict(row, records, lambda record: record["ratio"] < least),
-            _least(records),
-        ),
+        Bar(f"c: at least {_MIX_GAIN} of the heuristic on {MIX}", gain, _least(on_mix)),
+        Bar(f"c: never below {_HEURISTIC_LOSS} of the heuristic", never, _least(records)),
     ]
-
-
-def _bar_of_plan(records: Records) -> Bar:
-    def fails(record: Record) -> bool:
-        return abs(record["ratio"] - 1.0) > _PLAN_ERROR
-
-    told = "; ".join(f"{each['set']} {each['predicted']:.2f}, measured {each['measured']:.2f}" for each in records)
-    return Bar(
-        f"e: within {_PLAN_ERROR:.0%} of what was predicted", _verdict("e", records, fails), told or "not measured"
-    )
-
-
-def _bars_of_neighbour(records: Records) -> list[Bar]:
-    lows = {_place(record): min(counted(record)) for record in records}
-    found = [
-        Bar(
-            f"f: no window below {_LEAST_LOADED} of plain decoding",
-            _verdict("f", records, lambda record: min(counted(record)) < _LEAST_LOADED),
-            "; ".join(f"{place}: least median {low:.3f}" for place, low in lows.items()) or "not measured",
-        )
-    ]
-    backs = {_place(record): back_after(record) for record in records}
-    told = "; ".join(f"{place}: {'never' if back is None else f'{back} s'}" for place, back in backs.items())
-    late = _verdict("f", records, lambda record: (back := back_after(record)) is None or back > SETTLING)
-    return [*found, Bar(f"f: back within {SETTLING} seconds", late, told or "not measured")]
-
-
-def counted(record: Record) -> list[float]:
-    """Medians of the windows that count."""
-    return [record["medians"][place] for _, own in places() for place in own if record["medians"][place] is not None]
-
-
-def back_after(record: Record) -> int | None:
-    """Seconds from when the neighbour left until all medians are 0.95 of those before it came; None if never."""
-    medians, quiet = record["medians"], record["phases"][PHASES[0][0]]["median"]
-    after = medians[-PHASES[-1][1] :]
-    low = [number for number, value in enumerate(after) if value is not None and value < _LEAST_LOADED * quiet]
-    if not low:
-        return 0
-    return None if low[-1] == len(after) - 1 else low[-1] + 1
-
-
-def _bar_of_deciding(records: Records) -> Bar:
-    def fails(record: Record) -> bool:
-        return not deciding_is_cheap(record)
-
-    worst = max(records, key=lambda record: record["share"], default=None)
-    told = "not measured"
-    if worst is not None:
-        told = f"most {worst['share']:.2%}, {1e6 * worst['per_step_s']:.0f} us a step, {_place(worst)}"
-    return Bar(
-        f"g: at most {_SHARE:.0%} of the time; at own size {_SHARE_OWN:.0%}, or 60 us and 10 for each further request",
-        _verdict("g", records, fails),
-        told,
-    )
-
-
-def deciding_is_cheap(record: Record) -> bool:
-    """Whether a cell of row g is within its bar."""
-    if record["size"] != "own":
-        return bool(record["share"] <= _SHARE)
-    most_s = _STEP_S + _FURTHER_S * (record["requests"] - 1)
-    return bool(record["share"] <= _SHARE_OWN or record["per_step_s"] <= most_s)
-
-
-def _bars_of_large(records: Records) -> list[Bar]:
-    found = []
-    for batch, least in _LARGE.items():
-        own = [record for record in records if record["batch"] == batch]
-        cells = [cell for cell in all_cells() if cell.row == "h" and cell.batch == batch]
-
-        def fails(record: Record, least: float = least) -> bool:
-            return bool(record["ratio"] < least)
-
-        behind = min((record["decoding"]["ratio"] for record in own), default=None)
-        told = _least(own) + ("" if behind is None else f"; behind the prompts at least {behind:.3f}")
-        found.append(Bar(f"h: at least {least} at batch {batch}", _verdict("h", own, fails, cells), told))
-    return found
 
 
 def _bar_of_tokens(kept: Kept) -> Bar:
@@ -244,13 +154,7 @@ def _row_table(row: str, records: Mapping[str, Record]) -> str:
     if row == "sweep":
         lines = [[_place(each), each["best"], _speedups(each)] for each in records.values()]
         return f"{_table(['cell', 'best', 'speed-ups'], lines)}\n\n{_families(list(records.values()))}"
-    if row == "f":
-        return _neighbour_table(records.values())
-    if row == "g":
-        return _deciding_table(records.values())
     whole = _ratio_table(row, records, lambda record: record)
-    if row == "e":
-        return whole
     behind = _ratio_table(row, records, lambda record: record["decoding"])
     return f"{whole}\n\nThe same answers behind their prompts, which are read alike by both:\n\n{behind}"
 
@@ -266,8 +170,7 @@ def _ratio_table(row: str, records: Mapping[str, Record], part: Callable[[Record
 
 
 def _column(cell: Cell) -> str:
-    temperature = "" if cell.temperature is None else f", temperature {cell.temperature:g}"
-    return f"{cell.size}, batch {cell.batch}{temperature}"
+    return f"{cell.size}, batch {cell.batch}"
 
 
 def _ratio_words(record: Record | None, part: Callable[[Record], Record]) -> str:
@@ -275,7 +178,7 @@ def _ratio_words(record: Record | None, part: Callable[[Record], Record]) -> str
         return "-"
     mark = {"missed": "~", "far above": "^"}.get(record["status"], "")
     words = f"{part(record)['ratio']:.3f}{mark}{_interval(part(record))}"
-    return words + (f" over {record['over']}" if record["row"] in ("b", "d") else "")
+    return words + (f" over {record['over']}" if record["row"] == "b" else "")
 
 
 def _interval(record: Record) -> str:
@@ -311,35 +214,6 @@ def _family(sets: Sequence[Mapping[str, float]]) -> str:
     lengths = sorted({words.rpartition("=")[2] for words, _ in best}, key=lambda each: (len(each), each))
     shown = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
     return f"{min(values):.2f} to {max(values):.2f} with {shown}"
-
-
-def _neighbour_table(records: Sequence[Record] | Any) -> str:
-    names = [name for name, _ in PHASES]
-    lines = []
-    for each in records:
-        phases = [each["phases"].get(name) for name in names]
-        words = ["-" if own is None else f"{own['median']:.3f} {_range(own['interval'])}" for own in phases]
-        taken = each["neighbour_bytes_per_s"] / each["bandwidth_bytes_per_s"]
-        lines.append([_place(each), *words, f"{min(counted(each)):.3f}", f"{taken:.0%}", str(each["repeats"])])
-    return _table(["cell", *names, "least window", "bandwidth taken", "repeats"], lines)
-
-
-def _range(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else f"({interval[0]:.3f} to {interval[1]:.3f})"
-
-
-def _deciding_table(records: Sequence[Record] | Any) -> str:
-    lines = [
-        [
-            _place(each),
-            f"{each['share']:.2%} ({each['low']:.2%} to {each['high']:.2%})",
-            f"{1e6 * each['per_step_s']:.0f}",
-            f"{1e3 * each['step_s']:.2f}",
-            "yes" if deciding_is_cheap(each) else "**no**",
-        ]
-        for each in records
-    ]
-    return _table(["cell", "share of time", "us a step", "ms of the step", "within its bar"], lines)
 
 
 def _place(record: Record) -> str:

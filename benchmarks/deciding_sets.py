@@ -33,7 +33,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SetRequest:
     """One request of a set.
 
     Attributes:
@@ -47,7 +47,7 @@ class Asked:
     params: SamplingParams
 
 
-def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: int) -> dict[str, list[Asked]]:
+def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: int) -> dict[str, list[SetRequest]]:
     """The six sets by name, of `REQUESTS` requests each.
 
     Args:
@@ -65,7 +65,7 @@ def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: 
         "random": [_random_ids(number, vocab_size) for number in range(REQUESTS)],
         "hot": code,
     }
-    sets = {domain: [Asked(domain, prompt, params_of(domain)) for prompt in prompts[domain]] for domain in DOMAINS}
+    sets = {domain: [SetRequest(domain, prompt, params_of(domain)) for prompt in prompts[domain]] for domain in DOMAINS}
     return sets | {MIX: mixed(sets)}
 
 
@@ -95,12 +95,12 @@ def windows(ids: Sequence[int], count: int) -> list[tuple[int, ...]]:
     return [tuple(ids[start : start + _PROMPT_TOKENS]) for start in starts]
 
 
-def mixed(sets: dict[str, list[Asked]]) -> list[Asked]:
+def mixed(sets: dict[str, list[SetRequest]]) -> list[SetRequest]:
     """Requests of the five domains in turn."""
     return [sets[DOMAINS[number % len(DOMAINS)]][number // len(DOMAINS)] for number in range(REQUESTS)]
 
 
-def groups_of(name: str, asked: Sequence[Asked], batch: int, *, few: bool = False) -> list[list[Asked]]:
+def groups_of(name: str, asked: Sequence[SetRequest], batch: int, *, few: bool = False) -> list[list[SetRequest]]:
     """What is answered together in one round: groups of `batch` requests, in the order of the set.
 
     At batch 1 eight of them (of `mix` ten, two of each domain), at 4 four (five), at more two.

@@ -10,13 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 from common import exported
 from launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
@@ -33,7 +32,6 @@ ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "peers"
 VLLM = ROOT / ".venv-vllm"
 LLAMA_CPP = ROOT / ".venv-llamacpp"
-REPAIRED = Path(__file__).parent / "vllm_repaired"
 PATIENCE_S = 1200.0
 """vLLM compiles before it answers, which takes minutes where others use the cores."""
 DRAFT_TOKENS = 3
@@ -82,7 +80,6 @@ def engine_ways() -> list[EngineWay]:
         EngineWay("vllm", "plain", partial(served, partial(vllm, "plain", None))),
         EngineWay("vllm", drafted, partial(served, partial(vllm, "draft", lambda: model_folder("draft")))),
         EngineWay("vllm", copied, partial(served, partial(vllm, "ngram", lambda: None))),
-        EngineWay("vllm", f"{drafted}, repaired", partial(served, partial(repaired, lambda: model_folder("draft")))),
         EngineWay("llama.cpp", "plain", partial(served, partial(llamacpp, "plain", None))),
         EngineWay("llama.cpp", drafted, partial(served, partial(llamacpp, "draft", lambda: gguf("draft")))),
         EngineWay("llama.cpp", copied, partial(served, partial(llamacpp, "ngram", lambda: None))),
@@ -90,7 +87,6 @@ def engine_ways() -> list[EngineWay]:
         EngineWay("transformers", "prompt lookup", partial(in_process, lookup_way), (1,)),
         EngineWay("transformers", "assisted", partial(in_process, assisted), (1,)),
         EngineWay("transformers", "assisted, other tokenizer", partial(in_process, universal), (1,)),
-        EngineWay("transformers", "assisted, other tokenizer, repaired", translating_rightly, (1,)),
     ]
 
 
@@ -127,39 +123,10 @@ def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Runnin
     yield Running(peer, lambda: None)
 
 
-@contextlib.contextmanager
-def translating_rightly(target: LanguageModel) -> Iterator[Running]:
-    """transformers with an assistant of another tokenizer, whose logits reach the ids that they are of.
-
-    transformers cuts the assistant's LM head to the shared tokens in the order of `get_vocab()`, which is none, and
-    then takes its rows for those of rising ids: drafts are judged by other tokens' probabilities.
-    """
-
-    def logits(self: AssistantToTargetTranslator, assistant_logits: torch.Tensor) -> torch.Tensor:
-        shape = (*assistant_logits.shape[:-1], self.target_vocab_size)
-        found = torch.full(shape, self.FILTER_VALUE, device=assistant_logits.device)
-        found[..., self._assistant_to_target_input_ids[self.assistant_overlap_token_ids]] = assistant_logits.float()
-        return found
-
-    theirs = AssistantToTargetTranslator.get_target_logits
-    AssistantToTargetTranslator.get_target_logits = logits
-    try:
-        with in_process(universal, target) as running:
-            yield running
-    finally:
-        AssistantToTargetTranslator.get_target_logits = theirs
-
-
 def vllm(name: str, draft: Callable[[], Path | None] | None) -> Launch:
     """vLLM's server; the prompt cache is switched off, as a cached prompt is computed in other shapes."""
     drafting = None if draft is None else Drafting(DRAFT_TOKENS, draft(), NGRAM)
     return vllm_launch(f"vllm {name}", VLLM, model_folder("target"), drafting, ["--no-enable-prefix-caching"])
-
-
-def repaired(draft: Callable[[], Path | None]) -> Launch:
-    """vLLM's server with a draft model and a plugin that repairs what its CPU build does to drafted tokens."""
-    launch = vllm("repaired", draft)
-    return replace(launch, environment={**launch.environment, "PYTHONPATH": str(REPAIRED)})
 
 
 def llamacpp(name: str, draft: Callable[[], Path | None] | None) -> Launch:

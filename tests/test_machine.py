@@ -47,7 +47,7 @@ def test_a_user_without_a_home_has_a_folder_among_the_temporary_files(
 def test_a_folder_that_cannot_be_expanded_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.delenv("TRUEDRAFT_CACHE", raising=False)
     monkeypatch.setenv(variable, "~nobody-of-that-name/cache")
-    with pytest.raises(OptionError, match=f"{variable} is '~nobody-of-that-name/cache', the home folder of nobody"):
+    with pytest.raises(OptionError, match=f"{variable}: '~nobody-of-that-name/cache' names the home folder of nobody"):
         cache_folder()
 
 

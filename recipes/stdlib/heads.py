@@ -9,7 +9,6 @@ from recipes.stdlib.head_recipe import TEXT, HeadRecipe
 from recipes.stdlib.publish_heads import Published
 from truedraft.heads import MedusaHeads
 from truedraft.training.medusa import MedusaTrainingConfig
-from truedraft.training.optimizer import OptimizerConfig
 
 
 def settings(device: str = "cpu") -> MedusaTrainingConfig:
@@ -18,7 +17,6 @@ def settings(device: str = "cpu") -> MedusaTrainingConfig:
         **TEXT,
         heads=4,
         layers=3,
-        optimizer=OptimizerConfig(0.01, 0.01),
         epochs=2.5,
         decay_share=0.9,
         window=4,

@@ -12,7 +12,6 @@ from recipes.common import ROOT
 from recipes.stdlib.head_recipe import TEXT, HeadRecipe
 from recipes.stdlib.publish_heads import Published
 from truedraft.heads import RedrafterHead
-from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.redrafter import RedrafterTrainingConfig
 
 
@@ -24,7 +23,6 @@ def settings(device: str = "cpu") -> RedrafterTrainingConfig:
         state=512,
         layers=4,
         loss="kl",
-        optimizer=OptimizerConfig(0.01, 0.01),
         steps=1000,
         decay_share=0.9,
         window=4,

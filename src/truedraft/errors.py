@@ -74,6 +74,7 @@ _GONE = {
     "drafter early-exit": "self:int4, which drafts with the target itself, too",
     "option of drafter 'draft' outcomes": "async=1 alone, which drafts behind the likeliest outcome",
     "option of drafter 'ngram' sampled": "nodes: trees are of the likeliest tokens",
+    "option of controller 'goodput' explore": "probing alone: hopes are upper bounds",
     "option of drafter 'ngram' branching": "nodes: trees are of the likeliest tokens",
 }
 """What replaces words that there are no more, by what they named."""

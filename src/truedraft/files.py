@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
 import tempfile
 import zlib
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from truedraft.errors import DataError
+from truedraft.errors import DataError, TruedraftError
 
 
 @contextlib.contextmanager
@@ -69,6 +70,23 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
+def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: str = "") -> Path:
+    """A path as a user types it, its ~ replaced.
+
+    Args:
+        path: as typed.
+        kind: of the error.
+        said: before the path in its message.
+
+    Raises:
+        TruedraftError: it names the home folder of nobody.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise kind(f"{said}{str(path)!r} names the home folder of nobody here; give the whole path") from error
+
+
 def text_of(path: Path, what: str) -> str:
     """The UTF-8 text of a file, its lines ended by \n alone; it is unpacked where its name ends in .gz.
 
@@ -113,3 +131,10 @@ def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{place}: a {type(record).__name__}, not an object with {holding} in it")
     return record
+
+
+def parameters_in(path: Path) -> int:
+    """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

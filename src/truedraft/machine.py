@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from truedraft import __version__
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.files import user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Formats of weights, by their names as they are typed and written."""
@@ -98,35 +98,16 @@ def cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What costs were measured on.
-
-    Attributes:
-        cpu: the processor's name.
-        cores: logical cores.
-        capability: the widest vector instructions that torch uses, in its words.
-        threads: that torch computes with.
-        device: "cpu", or the GPU's name.
-    """
-
-    cpu: str
-    cores: int
-    capability: str
-    threads: int
-    device: str
-
-
-def this_machine(device: str | torch.device = "cpu") -> Machine:
-    """This machine, with the device that a model lives on."""
+def this_machine(device: str | torch.device = "cpu") -> dict[str, Any]:
+    """What costs are measured on: this machine, with the device that a model lives on; GPUs by their names."""
     place = torch.device(device)
-    return Machine(
-        cpu=cpu_name(),
-        cores=os.cpu_count() or 1,
-        capability=torch.backends.cpu.get_cpu_capability(),
-        threads=torch.get_num_threads(),
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
-    )
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count() or 1,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
+    }
 
 
 def wait_for(device: torch.device) -> None:
@@ -212,10 +193,10 @@ def cache_folder() -> Path:
     """
     given = os.environ.get("TRUEDRAFT_CACHE")
     if given:
-        return _expanded("TRUEDRAFT_CACHE", given)
+        return user_path(given, OptionError, "TRUEDRAFT_CACHE: ")
     shared = os.environ.get("XDG_CACHE_HOME")
     if shared:
-        return _expanded("XDG_CACHE_HOME", shared) / "truedraft"
+        return user_path(shared, OptionError, "XDG_CACHE_HOME: ") / "truedraft"
     local = os.environ.get("LOCALAPPDATA")
     if sys.platform == "win32" and local:
         return Path(local) / "truedraft" / "Cache"
@@ -233,10 +214,3 @@ def could_not_be_kept(folder: Path, reason: str) -> str:
         f"what is compiled and measured could not be kept in {root} ({reason}) and will be made again next time; "
         "free some space, or set TRUEDRAFT_CACHE to a folder that can be written"
     )
-
-
-def _expanded(variable: str, folder: str) -> Path:
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError as error:
-        raise OptionError(f"{variable} is {folder!r}, the home folder of nobody here; set it to a folder") from error

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import math
 import re
+import reprlib
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -311,6 +312,34 @@ def read_bytes(name: str, typed: str) -> int:
     if found is None:
         raise OptionError(f"must be a size as 1000000, 300M or 1.5G, got {typed!r}", field=name)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
+def read_record(kind: Any, data: object) -> Any:
+    """A value of a kind from what JSON makes of it: of dataclasses, as `dataclasses.asdict` gives them, and of tuples.
+
+    Args:
+        kind: a dataclass, a named tuple (a list in JSON), a tuple, a mapping or a plain type.
+        data: as JSON gave it.
+
+    Raises:
+        OptionError: it is another kind of value, or an object with other fields.
+    """
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints, names = typing.get_type_hints(kind), {each.name for each in dataclasses.fields(kind)}
+        if set(data) == names:
+            return kind(**{name: read_record(hints[name], value) for name, value in data.items()})  # type: ignore[operator]
+    elif origin is tuple and isinstance(data, list):
+        kinds = inner[:1] * len(data) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(data):
+            return tuple(map(read_record, kinds, data))
+    elif hasattr(kind, "_fields") and isinstance(data, list) and len(data) == len(kind._fields):
+        return kind(*map(read_record, typing.get_type_hints(kind).values(), data))
+    elif kind is float and isinstance(data, int | float) and not isinstance(data, bool):
+        return float(data)
+    elif isinstance(data, origin or kind) and (kind is bool or not isinstance(data, bool)):
+        return data
+    raise OptionError(f"a record of {getattr(kind, '__name__', kind)} is needed, got {reprlib.repr(data)}")
 
 
 def check_whole(name: str, value: object, least: int) -> int:

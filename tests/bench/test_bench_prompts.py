@@ -49,17 +49,17 @@ def test_formats(
     path = write(tmp_path / file, records)
     assert is_question_file(path)
     for source in (path, tmp_path):
-        found = read_questions(source)
-        assert found.name == name and len(found.questions) == len(records)
-        assert (found.questions[0].name, found.questions[0].text) == first
-        assert found.questions[1].name == second
+        found, questions = read_questions(source)
+        assert found == name and len(questions) == len(records)
+        assert (questions[0].name, questions[0].text) == first
+        assert questions[1].name == second
 
 
 def test_a_folder_offers_its_test_part(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"question": "train?", "answer": "1"}])
     write(tmp_path / "test.jsonl", GSM8K)
     write(tmp_path / "reference_answer.jsonl", [{"question_id": 81, "choices": []}])
-    assert read_questions(tmp_path).questions[0].text == "How many are 0?"
+    assert read_questions(tmp_path)[1][0].text == "How many are 0?"
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_other_files_are_no_question_files(tmp_path: Path, text: str) -> None:
 def test_a_byte_order_mark_is_no_part_of_a_question(tmp_path: Path) -> None:
     path = write(tmp_path / "marked.jsonl", GSM8K)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert is_question_file(path) and read_questions(path).questions[0].text == "How many are 0?"
+    assert is_question_file(path) and read_questions(path)[1][0].text == "How many are 0?"
 
 
 def test_spread_is_even_and_in_order() -> None:

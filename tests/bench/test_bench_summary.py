@@ -9,7 +9,7 @@ import pytest
 
 from support.tiny_models import packed
 from truedraft.bench.breakdown import Breakdown, Shares
-from truedraft.bench.costs import Memory, ReadSize, read_size
+from truedraft.bench.costs import Memory, reads_alike
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import decides, markdown
 from truedraft.bench.runs import Failure, Results, Row, SystemOutput, time_without_core
@@ -17,6 +17,7 @@ from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, s
 from truedraft.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
+from truedraft.planning import Footprint, footprint_of
 from truedraft.planning.decisions import Decisions
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")
@@ -64,7 +65,7 @@ def rows() -> list[Row]:
 
 
 def summaries() -> list[Summary]:
-    memory = Memory(1000.0, ReadSize(100, 1), ReadSize(10, 0))
+    memory = Memory(1000.0, Footprint(100, 1), Footprint(10, 0))
     return summarise(rows(), NAMES, ("plain", "draft"), {"draft": memory})
 
 
@@ -284,11 +285,10 @@ def test_report() -> None:
 
 
 def test_read_size_of_a_model() -> None:
-    size = read_size(packed("llama"))
-    assert size is not None
+    assert reads_alike(packed("llama")) and not reads_alike(packed("mixtral"))
+    size = footprint_of(packed("llama"))
     module = packed("llama").module
     config = module.config
     assert size.weights == packed("llama").weight_bytes > 0
     width = config.hidden_size // config.num_attention_heads
     assert size.cached_token == 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * width
-    assert read_size(packed("mixtral")) is None

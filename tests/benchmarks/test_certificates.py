@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelNotFoundError
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "certify_embedded.py"
 RESULTS = ROOT / "benchmarks" / "results" / "certificates.jsonl"
@@ -103,15 +100,6 @@ def test_the_kept_certificates_are_issued_or_measured(script: dict[str, Any]) ->
             assert record["tokens"]["smallest_detectable_tv"] < 0.1
 
 
-def has_embedded_models() -> bool:
-    try:
-        embedded_folder("target")
-    except ModelNotFoundError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_embedded_models(), reason="the embedded models are not in this checkout")
 def test_one_cell_is_made_and_a_second_run_goes_on_behind_it(
     script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

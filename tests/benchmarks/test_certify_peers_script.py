@@ -13,16 +13,10 @@ from typing import Any
 
 import pytest
 
-from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelNotFoundError, PeerError
+from truedraft.errors import PeerError
 from truedraft.peers import Peer, PeerFacts, Question, Reply
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-try:
-    embedded_folder("target")
-except ModelNotFoundError:
-    pytest.skip("the embedded models are not in this checkout", allow_module_level=True)
 
 
 @pytest.fixture

@@ -32,13 +32,25 @@ MECHANISMS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "PROMPTS", conformance.PROMPTS[:4])
+    monkeypatch.setattr(conformance, "COUNT", 10)
+
+
 @pytest.fixture(scope="module")
 def shapes() -> dict[str, object]:
     found: dict[str, object] = json.loads(conformance.SHAPES.read_text())
     return found
 
 
-@pytest.mark.parametrize("family", MECHANISMS)
+TESTED = {"llama", "qwen3_next", "whisper", "gptj", "zaya"}
+"""For whose mechanisms there are tests in tests/models and tests/families."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in TESTED else []) for name in MECHANISMS]
+)
 def test_a_family_of_each_mechanism_is_exact(family: str, shapes: dict[str, object]) -> None:
     for line in conformance.examine(family, CELLS, shapes):
         assert line["outcome"] == "exact", line

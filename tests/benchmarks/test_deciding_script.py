@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,11 @@ import pytest
 
 import deciding
 import deciding_cells as cells
-import deciding_load as load
 import deciding_report as report
 import deciding_rows as rows
 import deciding_sets as sets
-import deciding_sweep as sweeps
 from truedraft.bench import turns
+from truedraft.errors import OptionError
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"def function_{number}(argument):\n    return argument\n" * 3 for number in range(5)]
@@ -207,18 +204,18 @@ def test_greedy_answers_that_differ_are_counted(prompts: dict[str, list[Any]]) -
 
 
 def test_a_sweep_looks_closer_around_the_best() -> None:
-    draft, lookup = list(sweeps.GRID)[:2]
-    first = sweeps.coarse(heads=False)
+    draft, lookup = list(rows.GRID)[:2]
+    first = rows.coarse(heads=False)
     assert first == [f"{draft}2", f"{draft}6", f"{lookup}4"]
-    assert sweeps.finer(dict(zip(first, (1.3, 1.2, 1.0), strict=True)), 1) == [f"{draft}{n}" for n in (1, 3, 4)]
-    assert sweeps.finer(dict(zip(first, (1.1, 1.2, 1.9), strict=True)), 2) == [
+    assert rows.finer(dict(zip(first, (1.3, 1.2, 1.0), strict=True)), 1) == [f"{draft}{n}" for n in (1, 3, 4)]
+    assert rows.finer(dict(zip(first, (1.1, 1.2, 1.9), strict=True)), 2) == [
         f"{lookup}2",
         f"{lookup}8",
         *(f"{draft}{n}" for n in (3, 4, 8)),
     ]
-    assert len(sweeps.coarse(heads=True)) == 5
-    assert sweeps.best({f"{draft}2": 0.99, f"{lookup}4": 0.8}) == "none"
-    assert sweeps.best({f"{draft}2": 1.01, f"{lookup}4": 0.8}) == f"{draft}2"
+    assert len(rows.coarse(heads=True)) == 5
+    assert rows.best({f"{draft}2": 0.99, f"{lookup}4": 0.8}) == "none"
+    assert rows.best({f"{draft}2": 1.01, f"{lookup}4": 0.8}) == f"{draft}2"
 
 
 def test_the_table_has_its_cells_and_fits_into_two_sittings() -> None:
@@ -233,47 +230,41 @@ def test_the_table_has_its_cells_and_fits_into_two_sittings() -> None:
     assert sum(cell.share_s for cell in found) < 2 * 80 * 60
 
 
-def test_saved_time_goes_to_cells_that_need_it() -> None:
-    cell = cells.Cell("a", "own", "code", 1)
-    assert cells.most_s(cell, []) == cell.share_s
-    assert cells.most_s(cell, [{"share_s": 10.0, "took_s": 50.0}]) == cell.share_s, "debts are not paid back"
-    assert cells.most_s(cell, [{"share_s": 10.0, "took_s": 2.0}]) == cell.share_s + 2.0
-    assert cells.most_s(cell, [{"share_s": 9_000.0, "took_s": 2.0}]) == 3 * cell.share_s
-
-
 class FakeCell:
     """A cell that is being measured: three visits, of a sixth of its share each."""
 
     def __init__(self, cell: Any, clock: Clock, visits: list[str]) -> None:
         self._cell, self._clock, self._visits, self._left = cell, clock, visits, 3
-        self.next_s = cell.share_s / 6
 
-    def visit(self, most_s: float, left_s: float) -> dict[str, Any] | None:
-        assert most_s >= self._cell.share_s and self.next_s <= left_s
-        self._clock.now += self.next_s
+    def visit(self, most_s: float) -> bool:
+        assert most_s >= self._cell.share_s
+        self._clock.now += self._cell.share_s / 6
         self._visits.append(self._cell.name)
         self._left -= 1
-        if self._left:
-            return None
+        return not self._left
+
+    def record(self) -> dict[str, Any]:
+        assert not self._left
         return {"ratio": 1.0, "half_width": 0.02, "low": 0.98, "high": 1.02, "status": "reached", "best": "none"}
 
 
 def sit(
     kept: Any, minutes: float, only: Sequence[str] = (), broken: str = "nothing"
 ) -> tuple[list[str], list[str], int]:
-    """Names of the cells by visit, what was said, and how many were skipped."""
-    clock, visits, said = Clock(), [], []
+    """Names of the cells by visit, what was said, and how many failed."""
+    clock = Clock()
+    visits: list[str] = []
+    said: list[str] = []
 
     def begin(cell: Any, before: Any) -> FakeCell:
         assert (before is None) == (cell.needs is None)
         if broken in cell.name:
-            raise deciding.SkippedError("it is broken")
+            raise OptionError("it is broken")
         return FakeCell(cell, clock, visits)
 
-    sitting = deciding.Sitting(kept, begin, minutes * 60.0, clock, said.append)
-    sitting.measure(kept.left(cells.all_cells(), only))
+    failed = deciding.sit(kept, kept.left(cells.all_cells(), only), begin, minutes * 60.0, clock, said.append)
     assert clock() <= minutes * 60.0
-    return visits, said, sitting.skipped
+    return visits, said, failed
 
 
 def test_cells_of_a_parcel_are_visited_in_turns(tmp_path: Path) -> None:
@@ -345,13 +336,10 @@ def bars_of(tmp_path: Path, **values: float) -> dict[str, Any]:
 
 
 def test_bars_hold_fail_or_stay_open(tmp_path: Path) -> None:
-    found = bars_of(tmp_path, a=1.0, sweep=1.0, b=0.96, c=1.06, d=1.0, h=1.2)
+    found = bars_of(tmp_path, a=1.0, sweep=1.0, b=0.96, c=1.06)
     assert [found[words] for words in found if words.startswith("a:")] == [True, True, True]
     assert [found[words] for words in found if words.startswith("b:")] == [True]
     assert [found[words] for words in found if words.startswith("c:")] == [True, True]
-    assert [found[words] for words in found if words.startswith("d:")] == [False, True]
-    assert [found[words] for words in found if words.startswith("h:")] == [False, True]
-    assert {found[words] for words in found if words[0] in "efg"} == {None}
 
 
 @pytest.mark.parametrize(("value", "half", "verdicts"), [(0.965, 0.02, (False, None)), (0.975, 0.004, (None, False))])
@@ -372,83 +360,11 @@ def test_pooled_are_cells_in_which_nothing_swept_gains() -> None:
     assert report.cells_without_gain([ratio(one, 1.0), ratio(two, 0.99)], swept) == [ratio(two, 0.99)]
 
 
-def test_deciding_may_take_a_share_or_microseconds_at_own_size() -> None:
-    def cheap(size: str, share: float, per_step_s: float, requests: float) -> bool:
-        return report.deciding_is_cheap({"size": size, "share": share, "per_step_s": per_step_s, "requests": requests})
-
-    assert cheap("110M", 0.009, 1.0, 1) and not cheap("110M", 0.011, 1e-6, 1)
-    assert cheap("own", 0.029, 1.0, 1) and cheap("own", 0.5, 59e-6, 1) and not cheap("own", 0.04, 61e-6, 1)
-    assert cheap("own", 0.5, 209e-6, 16) and not cheap("own", 0.5, 211e-6, 16)
-
-
-def windows_of(quiet: float, loaded: float, after: Sequence[float]) -> dict[str, Any]:
-    found = load.Windows()
-    for place, value in enumerate([quiet] * 8 + [loaded] * 8 + list(after)):
-        found.ratios[place] += [value - 0.01, value, value + 0.01] * 2
-    return found.as_dict()
-
-
-def test_windows_behind_a_change_do_not_count_and_being_back_takes_seconds() -> None:
-    assert [list(own) for _, own in load.places()] == [list(range(8)), list(range(10, 16)), list(range(18, 24))]
-    good = windows_of(1.3, 1.0, [0.5, 0.6] + [1.3] * 6)
-    assert min(report.counted(good)) == pytest.approx(1.0) and report.back_after(good) == 2
-    late = windows_of(1.3, 1.0, [0.5, 0.6, 1.0] + [1.3] * 5)
-    assert report.back_after(late) == 3
-    assert report.back_after(windows_of(1.3, 1.0, [1.3] * 7 + [1.0])) is None
-    assert report.back_after(windows_of(1.3, 1.0, [1.3] * 8)) == 0
-    assert good["phases"]["loaded"]["interval"][0] < 1.0 < good["phases"]["loaded"]["interval"][1]
-
-
-def test_slices_alternate_within_the_phases_and_the_first_repeat_warms_up() -> None:
-    clock, told, ran = Clock(), [], []
-
-    def runner(side: int, speed: int) -> Any:
-        def run(seconds: float) -> tuple[int, float]:
-            clock.now += seconds
-            ran.append(side)
-            return round(speed * seconds), seconds
-
-        return run
-
-    found = load.watch([runner(0, 120), runner(1, 80)], told.append, 3 * 24.0, clock)
-    assert clock() == 3 * 24.0 and told == (["quiet"] * 8 + ["loaded"] * 8 + ["quiet again"] * 8) * 3
-    assert ran[:8] == [0, 1, 1, 0, 1, 0, 0, 1]
-    assert found.as_dict()["repeats"] == 2
-    assert found.as_dict()["medians"] == [1.5] * 24
-
-
-def test_the_cost_of_deciding_is_a_share_of_the_steps() -> None:
-    costs = [(0.001, 0.1, 2), (0.003, 0.1, 2)] * 40
-    found = rows.cost_summary(costs, 2)
-    assert found["share"] == pytest.approx(0.02) and found["per_step_s"] == pytest.approx(0.002)
-    assert found["low"] <= 0.02 <= found["high"] and found["steps"] == 80 and found["requests"] == 2.0
-    assert found["per_step_median_s"] == pytest.approx(statistics.median(each[0] for each in costs))
-
-
-def test_what_the_plan_predicted_is_held_against_what_it_measured() -> None:
-    check = {
-        "predicted_speedup": {"value": 2.0, "low": 1.8, "high": 2.2},
-        "speedup": {"value": 1.9, "low": 1.7, "high": 2.1},
-    }
-    found = rows.plan_record({"check": check, "recommended": "draft"})
-    assert (found["ratio"], found["low"], found["high"]) == (0.95, 0.85, 1.05)
-    for told in ({}, {"check": check | {"speedup": None}}):
-        with pytest.raises(rows.SkippedError, match="no predicted_speedup and speedup"):
-            rows.plan_record(told)
-
-
 def test_the_report_shows_every_row_and_marks_what_was_missed(tmp_path: Path) -> None:
     kept = cells.Kept(tmp_path / "report.jsonl", "v")
     kept.add({"what": "sitting", "machine": {"cpu": "a processor"}, "threads": 2, "dtype": "bfloat16"})
     for cell in cells.all_cells():
         record = ratio(cell, 1.234, status="missed" if cell.name == "a | own | code | batch 1" else "reached")
-        if cell.row == "f":
-            record |= windows_of(1.3, 1.0, [1.3] * 8) | {
-                "bandwidth_bytes_per_s": 4e10,
-                "neighbour_bytes_per_s": 2e10,
-            }
-        if cell.row == "g":
-            record |= {"share": 0.005, "low": 0.004, "high": 0.006, "per_step_s": 5e-5, "requests": 1, "step_s": 0.01}
         kept.add(record)
     told = report.markdown(kept)
     assert all(f"**{row}: " in told for row in cells.ROWS)
@@ -471,11 +387,3 @@ def test_make_has_the_command() -> None:
     rules = (ROOT / "Makefile").read_text()
     assert re.search(r"^bench-deciding:.*\n(?:\t.*\n)*\t.*benchmarks/deciding\.py", rules, re.MULTILINE)
     assert "bench-deciding" in next(line for line in rules.splitlines() if line.startswith(".PHONY"))
-
-
-def test_the_neighbour_reads_only_while_it_is_let() -> None:
-    with load.Neighbour(4e9) as neighbour:
-        neighbour.come()
-        time.sleep(0.3)
-        neighbour.leave()
-        assert neighbour.bytes_per_s() > 0.0

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truedraft.cache import FEW, Prefixes, RequestCache
+from truedraft.cache import FEW, PrefixCache, RequestCache
 from truedraft.cache.prefixes import BLOCK
 
 CALLS, HEADS, WIDTH = 2, 3, 4
@@ -39,14 +39,14 @@ def same(cache: RequestCache, tokens: list[int]) -> bool:
     return all(torch.equal(k, other_k) and torch.equal(v, other_v) for (k, v), (other_k, other_v) in pairs)
 
 
-def joined(prefixes: Prefixes, number: int, tokens: list[int], scope: str | None = None) -> RequestCache:
+def joined(prefixes: PrefixCache, number: int, tokens: list[int], scope: str | None = None) -> RequestCache:
     cache = RequestCache(4096)
     prefixes.join(number, cache, tokens, scope)
     return cache
 
 
 def test_what_another_has_read_is_copied_and_the_last_token_is_left() -> None:
-    prefixes, text = Prefixes(), list(range(100))
+    prefixes, text = PrefixCache(), list(range(100))
     first = joined(prefixes, 1, text)
     read(first, text)
     second = joined(prefixes, 2, list(text))
@@ -59,7 +59,7 @@ def test_what_another_has_read_is_copied_and_the_last_token_is_left() -> None:
 
 
 def test_nobody_shares_with_another_scope() -> None:
-    prefixes, text = Prefixes(1 << 20), list(range(200))
+    prefixes, text = PrefixCache(1 << 20), list(range(200))
     read(joined(prefixes, 1, text, "a"), text)
     assert prefixes.keep(1) is None and prefixes.n_bytes == 3 * BYTES
     joined(prefixes, 2, text, "b")
@@ -72,7 +72,7 @@ def test_nobody_shares_with_another_scope() -> None:
 
 
 def test_nothing_is_shared_where_that_is_switched_off() -> None:
-    prefixes, text = Prefixes(), list(range(200))
+    prefixes, text = PrefixCache(), list(range(200))
     prefixes.shares = False
     read(joined(prefixes, 1, text), text)
     joined(prefixes, 2, text)
@@ -82,7 +82,7 @@ def test_nothing_is_shared_where_that_is_switched_off() -> None:
 
 
 def test_whole_blocks_outlive_their_request() -> None:
-    prefixes, text = Prefixes(1 << 20), list(range(300))
+    prefixes, text = PrefixCache(1 << 20), list(range(300))
     read(joined(prefixes, 1, text), text[:290])
     prefixes.keep(1)
     prefixes.leave(1)
@@ -99,7 +99,7 @@ def test_whole_blocks_outlive_their_request() -> None:
 
 
 def test_a_follower_waits_for_who_reads_the_same_and_copies_it() -> None:
-    prefixes, text = Prefixes(), list(range(500))
+    prefixes, text = PrefixCache(), list(range(500))
     first = joined(prefixes, 1, [*text, 1])
     second = joined(prefixes, 2, [*text, 2])
     assert prefixes.leader(2, [1]) == (1, 500) and prefixes.leader(1, []) is None
@@ -111,7 +111,7 @@ def test_a_follower_waits_for_who_reads_the_same_and_copies_it() -> None:
 
 
 def test_what_was_not_used_for_longest_goes_first_and_never_what_others_stand_on() -> None:
-    prefixes = Prefixes(4 * BYTES)
+    prefixes = PrefixCache(4 * BYTES)
     texts = {number: [number, *range(10, 10 + 3 * BLOCK)] for number in range(3)}
     for number in (0, 1):
         read(joined(prefixes, number, texts[number]), texts[number][: 2 * BLOCK])
@@ -140,7 +140,7 @@ def test_what_was_not_used_for_longest_goes_first_and_never_what_others_stand_on
 )
 def test_any_order_of_texts_is_answered_rightly_within_the_bytes(texts: list[list[int]], most: int) -> None:
     """Texts of up to four blocks that branch at block borders; a block behind a forgotten one is never found."""
-    prefixes = Prefixes(most * BYTES)
+    prefixes = PrefixCache(most * BYTES)
     for number, branches in enumerate(texts):
         text = [branch * 1000 + place for branch in branches for place in range(BLOCK)]
         cache = joined(prefixes, number, text)

@@ -6,153 +6,133 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from storages import (
+    CALLS,
+    HEADS,
+    KEY_WIDTH,
+    LIMIT,
+    POOLS,
+    VALUE_WIDTH,
+    Pool,
+    assert_holds,
+    filled,
+    forward,
+    value_width,
+)
 from torch import Tensor
 
 from truedraft.cache import CachePool, RequestCache, key_span
 from truedraft.errors import CacheError
 
-HEADS, KEY_WIDTH, VALUE_WIDTH, CALLS = 2, 3, 5, 2
-LIMIT = 1024
+
+@pytest.fixture(params=POOLS)
+def pool(request: pytest.FixtureRequest) -> Pool:
+    """Of either storage: what a cache promises holds of both."""
+    return POOLS[request.param]()
 
 
-def entry(token: int, call: int) -> float:
-    """What the tests write for a token: every call's keys and values differ."""
-    return token + 1000.0 * call
-
-
-def forward(cache: RequestCache, tokens: Sequence[int], written: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """As a model would: reserve, then write the new tokens in every attention call; what lies behind them is finite."""
-    cache.reserve(written + len(tokens), written)
-    views = []
-    end = cache.length + written + len(tokens)
-    for call in range(CALLS):
-        column = torch.tensor([entry(token, call) for token in tokens])[None, :, None]
-        keys = column.expand(HEADS, -1, KEY_WIDTH)
-        all_keys, all_values = cache.write(call, keys, -column.expand(HEADS, -1, VALUE_WIDTH))
-        assert all_keys.shape == (HEADS, KEY_WIDTH, key_span(end))
-        assert all_values.shape == (HEADS, key_span(end), VALUE_WIDTH)
-        views.append((all_keys[:, :, :end].transpose(1, 2), all_values[:, :end]))
-    return views
-
-
-def filled(tokens: Sequence[int]) -> RequestCache:
-    cache = RequestCache(LIMIT)
-    forward(cache, tokens)
-    cache.commit(range(len(tokens)))
-    return cache
-
-
-def assert_pairs(pairs: Sequence[tuple[Tensor, Tensor]], tokens: Sequence[int]) -> None:
-    assert len(pairs) == CALLS
-    for call, (keys, values) in enumerate(pairs):
-        expected = torch.tensor([entry(token, call) for token in tokens])[None, :, None]
-        assert keys.shape == (HEADS, len(tokens), KEY_WIDTH)
-        assert values.shape == (HEADS, len(tokens), VALUE_WIDTH)
-        assert keys.equal(expected.expand_as(keys))
-        assert values.equal(-expected.expand_as(values))
-
-
-def test_a_new_cache_is_empty() -> None:
-    cache = RequestCache(LIMIT)
+def test_a_new_cache_is_empty(pool: Pool) -> None:
+    cache = pool.acquire()
     assert (cache.length, cache.capacity, cache.uncommitted, cache.n_bytes) == (0, 0, 0, 0)
     assert cache.entries() == []
 
 
-def test_write_shows_all_keys_up_to_the_new_ones() -> None:
-    cache = filled([1, 2, 3])
+def test_write_shows_all_keys_up_to_the_new_ones(pool: Pool) -> None:
+    cache = filled(pool, [1, 2, 3])
     views = forward(cache, [4, 5])
-    assert_pairs(views, [1, 2, 3, 4, 5])
+    assert_holds(views, [1, 2, 3, 4, 5])
     assert (cache.length, cache.uncommitted) == (3, 2)
 
 
-def test_tokens_count_only_once_committed() -> None:
-    cache = filled([1, 2, 3])
+def test_tokens_count_only_once_committed(pool: Pool) -> None:
+    cache = filled(pool, [1, 2, 3])
     forward(cache, [4, 5])
-    assert_pairs(cache.entries(), [1, 2, 3])
+    assert_holds(cache.entries(), [1, 2, 3])
     cache.commit([0, 1])
-    assert_pairs(cache.entries(), [1, 2, 3, 4, 5])
+    assert_holds(cache.entries(), [1, 2, 3, 4, 5])
     assert cache.uncommitted == 0
 
 
-def test_the_next_forward_overwrites_what_was_not_kept() -> None:
-    cache = filled([1, 2, 3])
+def test_the_next_forward_overwrites_what_was_not_kept(pool: Pool) -> None:
+    cache = filled(pool, [1, 2, 3])
     forward(cache, [7, 8, 9])
     cache.commit([0])
-    assert_pairs(forward(cache, [4]), [1, 2, 3, 7, 4])
+    assert_holds(forward(cache, [4]), [1, 2, 3, 7, 4])
 
 
-def test_commit_of_a_branch_moves_the_entries() -> None:
+def test_commit_of_a_branch_moves_the_entries(pool: Pool) -> None:
     """The worked example of `commit`: from length 10, positions 12 and 14 go to 11 and 12, and the length is 13."""
-    cache = filled(range(10))
+    cache = filled(pool, range(10))
     forward(cache, [10, 11, 12, 13, 14])
     cache.commit([0, 2, 4])
     assert cache.length == 13
-    assert_pairs(cache.entries(), [*range(10), 10, 12, 14])
+    assert_holds(cache.entries(), [*range(10), 10, 12, 14])
 
 
 @pytest.mark.parametrize(
     "path", [(), (0,), (5,), (0, 1), (1, 2, 3, 4, 5), (0, 2, 3, 4, 5), (3, 4, 5), (0, 1, 2, 3, 4, 5), (1, 3, 5)]
 )
-def test_commit_keeps_any_path(path: tuple[int, ...]) -> None:
-    """Also where source and target positions overlap, as in 1, 2, 3, 4, 5 to 0, 1, 2, 3, 4."""
-    cache = filled([50, 51])
+def test_commit_keeps_any_path(path: tuple[int, ...], pool: Pool) -> None:
+    """Also where source and target positions overlap, as in 1, 2, 3, 4, 5 to 0, 1, 2, 3, 4; no neighbour is touched."""
+    neighbour, cache = filled(pool, range(20)), filled(pool, [50, 51])
     forward(cache, range(6))
     cache.commit(path)
-    assert_pairs(cache.entries(), [50, 51, *path])
+    assert_holds(cache.entries(), [50, 51, *path])
     assert cache.uncommitted == 0
+    assert_holds(neighbour.entries(), range(20))
 
 
-def test_commit_moves_nothing_for_a_straight_path() -> None:
-    cache = filled([1])
+def test_commit_moves_nothing_for_a_straight_path(pool: Pool) -> None:
+    cache = filled(pool, [1])
     views = forward(cache, [2, 3])
     before = [keys.data_ptr() for keys, _ in views]
     cache.commit([0, 1])
     assert [keys.data_ptr() for keys, _ in cache.entries()] == before
 
 
-def test_a_branch_commits_outside_inference_mode() -> None:
+def test_a_branch_commits_outside_inference_mode(pool: Pool) -> None:
     """Forwards run in inference mode, and buffers born there can be written nowhere else; a caller need not know."""
     with torch.inference_mode():
-        cache = filled([1, 2])
+        cache = filled(pool, [1, 2])
         forward(cache, [3, 4, 5])
     cache.commit([0, 2])
-    assert_pairs(cache.entries(), [1, 2, 3, 5])
+    assert_holds(cache.entries(), [1, 2, 3, 5])
 
 
-def test_a_tree_is_written_level_by_level() -> None:
-    cache = filled([1, 2])
+def test_a_tree_is_written_level_by_level(pool: Pool) -> None:
+    cache = filled(pool, [1, 2])
     forward(cache, [3, 4])
     views = forward(cache, [5, 6, 7], written=2)
-    assert_pairs(views, [1, 2, 3, 4, 5, 6, 7])
+    assert_holds(views, [1, 2, 3, 4, 5, 6, 7])
     assert cache.uncommitted == 5
     cache.commit([1, 3])
-    assert_pairs(cache.entries(), [1, 2, 4, 6])
+    assert_holds(cache.entries(), [1, 2, 4, 6])
 
 
-def test_a_forward_may_build_on_a_part_of_what_was_written() -> None:
-    cache = filled([1])
+def test_a_forward_may_build_on_a_part_of_what_was_written(pool: Pool) -> None:
+    cache = filled(pool, [1])
     forward(cache, [2, 3, 4])
-    assert_pairs(forward(cache, [9], written=2), [1, 2, 3, 9])
+    assert_holds(forward(cache, [9], written=2), [1, 2, 3, 9])
     assert cache.uncommitted == 3
 
 
 def test_buffers_double_and_keep_their_content() -> None:
-    cache = filled(range(200))
+    cache = filled(CachePool(LIMIT), range(200))
     assert cache.capacity == 256
     forward(cache, range(200, 257))
     assert cache.capacity == 512
     cache.commit(range(57))
-    assert_pairs(cache.entries(), range(257))
+    assert_holds(cache.entries(), range(257))
 
 
 def test_growth_keeps_uncommitted_nodes_of_earlier_forwards() -> None:
-    cache = filled(range(250))
+    cache = filled(CachePool(LIMIT), range(250))
     forward(cache, [250, 251, 252])
     assert cache.capacity == 256
-    assert_pairs(forward(cache, range(253, 260), written=3), range(260))
+    assert_holds(forward(cache, range(253, 260), written=3), range(260))
     assert cache.capacity == 512
     cache.commit([0, 2, 5])
-    assert_pairs(cache.entries(), [*range(250), 250, 252, 255])
+    assert_holds(cache.entries(), [*range(250), 250, 252, 255])
 
 
 def test_growth_stops_at_the_limit_unless_a_tree_needs_more() -> None:
@@ -166,7 +146,7 @@ def test_growth_stops_at_the_limit_unless_a_tree_needs_more() -> None:
     forward(cache, range(31))
     assert cache.capacity == key_span(321) == 384
     cache.commit([0, 29])
-    assert_pairs(cache.entries(), [*range(290), 0, 29])
+    assert_holds(cache.entries(), [*range(290), 0, 29])
 
 
 def test_a_large_prompt_is_reserved_at_once() -> None:
@@ -179,27 +159,24 @@ def test_a_large_prompt_is_reserved_at_once() -> None:
 def spoil(cache: RequestCache, tokens: int) -> None:
     """A forward that leaves numbers behind which are not finite."""
     cache.reserve(tokens)
+    keys, values = (torch.full((HEADS, tokens, width), torch.nan) for width in (KEY_WIDTH, value_width(cache)))
     for call in range(CALLS):
-        cache.write(
-            call, torch.full((HEADS, tokens, KEY_WIDTH), torch.nan), torch.full((HEADS, tokens, VALUE_WIDTH), torch.nan)
-        )
+        cache.write(call, keys, values)
 
 
 def values_behind(cache: RequestCache, tokens: Sequence[int], written: int = 0) -> list[Tensor]:
     """What a forward over these tokens sees behind them."""
     cache.reserve(written + len(tokens), written)
     end = cache.length + written + len(tokens)
-    one = torch.ones(HEADS, len(tokens), 1)
-    writes = [
-        cache.write(call, one.expand(-1, -1, KEY_WIDTH), one.expand(-1, -1, VALUE_WIDTH)) for call in range(CALLS)
-    ]
+    keys, values = (torch.ones(HEADS, len(tokens), width) for width in (KEY_WIDTH, value_width(cache)))
+    writes = [cache.write(call, keys, values) for call in range(CALLS)]
     return [values[:, end:] for _, values in writes]
 
 
 @pytest.mark.parametrize("forget", [lambda cache: cache.commit([]), lambda cache: cache.rollback(3)])
-def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache], None]) -> None:
+def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache], None], pool: Pool) -> None:
     """A weight of 0 times NaN would be NaN."""
-    cache = filled([1, 2, 3])
+    cache = filled(pool, [1, 2, 3])
     spoil(cache, 70)
     forget(cache)
     for step in range(3):
@@ -209,8 +186,8 @@ def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache]
     assert not any(values.any() for values in values_behind(cache, [9], written=2)), "one more level of a tree"
 
 
-def test_a_shorter_forward_after_a_longer_one_sees_nothing_of_it() -> None:
-    cache = filled([1, 2, 3])
+def test_a_shorter_forward_after_a_longer_one_sees_nothing_of_it(pool: Pool) -> None:
+    cache = filled(pool, [1, 2, 3])
     spoil(cache, 5)
     assert not any(values.any() for values in values_behind(cache, [9], written=1))
 
@@ -228,17 +205,17 @@ def test_a_pooled_cache_shows_nothing_of_its_last_request() -> None:
         again.commit(range(len(tokens)))
 
 
-def test_rollback_sets_a_length() -> None:
-    cache = filled(range(8))
+def test_rollback_sets_a_length(pool: Pool) -> None:
+    cache = filled(pool, range(8))
     forward(cache, [8, 9])
     cache.rollback(5)
     assert (cache.length, cache.uncommitted) == (5, 0)
-    assert_pairs(cache.entries(), range(5))
-    assert_pairs(forward(cache, [70]), [0, 1, 2, 3, 4, 70])
+    assert_holds(cache.entries(), range(5))
+    assert_holds(forward(cache, [70]), [0, 1, 2, 3, 4, 70])
 
 
-def test_an_entry_that_was_not_written_cannot_be_kept() -> None:
-    cache = filled([1, 2])
+def test_an_entry_that_was_not_written_cannot_be_kept(pool: Pool) -> None:
+    cache = filled(pool, [1, 2])
     forward(cache, [3, 4])
     with pytest.raises(CacheError, match="cannot keep new token 2: the last forward wrote 2"):
         cache.commit([0, 2])
@@ -248,16 +225,16 @@ def test_an_entry_that_was_not_written_cannot_be_kept() -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 4, 5])
-def test_rollback_beyond_what_is_committed_is_refused(length: int) -> None:
-    cache = filled([1, 2, 3])
+def test_rollback_beyond_what_is_committed_is_refused(length: int, pool: Pool) -> None:
+    cache = filled(pool, [1, 2, 3])
     forward(cache, [4, 5])
     with pytest.raises(CacheError, match=f"cannot roll back to {length} tokens: the cache holds 3"):
         cache.rollback(length)
     assert cache.length == 3
 
 
-def test_building_on_tokens_that_were_not_written_is_refused() -> None:
-    cache = filled([1, 2])
+def test_building_on_tokens_that_were_not_written_is_refused(pool: Pool) -> None:
+    cache = filled(pool, [1, 2])
     with pytest.raises(CacheError, match="cannot build on 1 uncommitted tokens: 0 were written"):
         cache.reserve(3, written=1)
     forward(cache, [3, 4])
@@ -279,7 +256,7 @@ def test_the_pool_hands_buffers_on() -> None:
     assert again is first
     assert (again.length, again.uncommitted, again.capacity) == (0, 0, capacity)
     views = forward(again, [5, 6])
-    assert_pairs(views, [5, 6])
+    assert_holds(views, [5, 6])
     assert again.capacity == capacity, "a reused cache does not allocate"
 
 

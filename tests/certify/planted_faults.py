@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from support.coupled_choice import coupled_choice
 from truedraft.cache import RequestCache
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
@@ -19,8 +20,7 @@ from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
 from truedraft.verification import Rule
-from truedraft.verification.coupled import coupled_choice
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 
 
 class SlippedCache(RequestCache):
@@ -76,8 +76,8 @@ class AcceptAlways(Rule):
     lossless = True
     judges = frozenset(DrawKind)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return HostVerdicts([self._verify(*each) for each in zip(proposals, probs, noise, strict=True)])
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return BatchVerdicts.made([self._verify(*each) for each in zip(proposals, probs, noise, strict=True)])
 
     def _verify(self, proposal: Proposal, dist: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []

@@ -93,23 +93,20 @@ def test_a_lossy_rule_is_measured_instead() -> None:
     assert any(finding.part is Part.DIVERGENCE for finding in certificate.findings)
 
 
-@pytest.mark.parametrize(
-    ("texts", "options", "words"),
-    [
+def test_bad_input_is_one_sentence() -> None:
+    for texts, options, words in (
         ([], {}, "at least one prompt"),
         ([[]], {}, "prompt 0 has 0 tokens"),
         ([[1] * 64], {}, "prompt 0 has 64 tokens"),
         (TEXTS, {"batch": 0}, "batch must be 1 or more, got 0"),
         (TEXTS, {"seconds": 0.0}, "above 0, got 0.0"),
-    ],
-)
-def test_bad_input_is_one_sentence(texts: list, options: dict, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        certify(healthy(), texts, WARM, **options)
-    with pytest.raises(OptionError, match="lossy"):
-        certify(healthy().but(rule=rule_from_spec("typical")), TEXTS, replace(WARM, seed=1))
-    with pytest.raises(OptionError, match="leave out penalties"):
-        certify(healthy(), TEXTS, replace(WARM, presence_penalty=0.5))
+    ):
+        with pytest.raises(OptionError, match=words):
+            certify(healthy(), texts, WARM, **options)
+        with pytest.raises(OptionError, match="lossy"):
+            certify(healthy().but(rule=rule_from_spec("typical")), TEXTS, replace(WARM, seed=1))
+        with pytest.raises(OptionError, match="leave out penalties"):
+            certify(healthy(), TEXTS, replace(WARM, presence_penalty=0.5))
 
 
 class GivesUp(PromptLookup):

@@ -28,15 +28,21 @@ def target() -> HuggingFaceModel:
     return HuggingFaceModel(build(config, seed=3, spread=0.15), None, "tiny", native_backend)
 
 
-@pytest.mark.parametrize("word", ["self:int8", "self:int4"])
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8)
+SEEDED = SamplingParams(max_tokens=24, temperature=0.8, seed=1)
+
+
 @pytest.mark.parametrize(
-    "params",
+    ("word", "params"),
     [
-        SamplingParams(max_tokens=24),
-        SamplingParams(max_tokens=24, temperature=0.8),
-        SamplingParams(max_tokens=24, temperature=0.8, seed=1),
+        pytest.param("self:int8", GREEDY, id="int8, greedy"),
+        pytest.param("self:int4", SAMPLED, id="int4, sampled"),
+        pytest.param("self:int8", SEEDED, id="int8, seeded"),
+        pytest.param("self:int4", GREEDY, id="int4, greedy", marks=pytest.mark.slow),
+        pytest.param("self:int8", SAMPLED, id="int8, sampled", marks=pytest.mark.slow),
+        pytest.param("self:int4", SEEDED, id="int4, seeded", marks=pytest.mark.slow),
     ],
-    ids=["greedy", "sampled", "seeded"],
 )
 def test_a_certificate_finds_no_fault(
     target: HuggingFaceModel, word: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from truedraft.verification import (
     Rule,
     SpeculativeSampling,
 )
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 from truedraft.verification.walk import Number
 
 
@@ -134,10 +134,10 @@ def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
 
 def test_a_number_that_decides_twice_fails() -> None:
     class OneNumber(SpeculativeSampling):
-        def decide(
+        def accept(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> BatchVerdicts:
-            return super().decide(proposals, probs, [FirstNumber(own) for own in noise])
+            return super().accept(proposals, probs, [FirstNumber(own) for own in noise])
 
     found = findings(OneNumber(), REMOVED)
     assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
@@ -148,7 +148,7 @@ def test_decisions_that_hang_together_are_noticed() -> None:
     """In the middle of every cell all is right; beside it the last token looks at the number that accepted."""
 
     class Hangs(SpeculativeSampling):
-        def decide(
+        def accept(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> BatchVerdicts:
             verdicts = SpeculativeSampling().verify(proposals, probs, noise)
@@ -158,7 +158,7 @@ def test_decisions_that_hang_together_are_noticed() -> None:
                 else verdict
                 for verdict, own in zip(verdicts, noise, strict=True)
             ]
-            return HostVerdicts(changed)
+            return BatchVerdicts.made(changed)
 
     cases = build(3, [(Choice(0, DRAWN),)], "dense", "dense").every_proposal()
     for rule, least, most in ((SpeculativeSampling(), 0.0, 0.0), (Hangs(), CAUGHT, 1.0)):

@@ -20,16 +20,18 @@ from truedraft.certify.checks import Status
 from truedraft.certify.coupled_cells import answer_probs, expected_verdict, judged_cases, wide_cases
 from truedraft.certify.exact import TOLERANCE
 from truedraft.certify.worlds import Choice, World, build, worlds_for
-from truedraft.core.noise import KeyedNoise, Noise
+from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Origin, Verdict
+from truedraft.testing import altered
 from truedraft.verification import (
+    ArgmaxRule,
     CoupledSampling,
     Rule,
     SpeculativeSampling,
 )
 from truedraft.verification.exact import distance
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 
 
 def test_seeded_and_greedy_requests_hold() -> None:
@@ -43,46 +45,43 @@ def test_seeded_and_greedy_requests_hold() -> None:
 # ------------------------------------------------------------------------------- coupled rules broken on purpose
 
 
-class FollowsDraft(CoupledSampling):
+def follows_draft(rule: Rule) -> Rule:
     """Follows the first drafted child, wherever there is one."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         verdicts = []
-        for proposal, verdict in zip(proposals, CoupledSampling().verify(proposals, probs, noise), strict=True):
+        for proposal, verdict in zip(proposals, rule.verify(proposals, probs, noise), strict=True):
             first = next(iter(proposal.tree.shape.children[0]), None)
             took = None if first is None or verdict.path else proposal.tree.host_ids[first]
             verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
-        return HostVerdicts(verdicts)
+        return BatchVerdicts.made(verdicts)
+
+    return altered(rule, accept=accept)
 
 
-class TiesToTheHighest(CoupledSampling):
-    """Greedy ties go to the highest id: all else is right."""
+FOLLOWS_DRAFT = altered(follows_draft(CoupledSampling()), greedy_form=follows_draft(ArgmaxRule()))
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        turned = []
-        for dist, own in zip(probs, noise, strict=True):
-            greedy = own.gumbel(0, dist.shape[-1], dist.device) is None
-            largest = dist == dist.amax(dim=-1, keepdim=True)
-            turned.append(largest * torch.arange(1, dist.shape[-1] + 1.0) if greedy else dist)
-        return super().decide(proposals, turned, noise)
+
+class TiesToTheHighest(ArgmaxRule):
+    """Ties go to the highest id: all else is right."""
+
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        turned = [(dist == dist.amax(dim=-1, keepdim=True)) * torch.arange(1, dist.shape[-1] + 1.0) for dist in probs]
+        return super().accept(proposals, turned, noise)
 
 
 class WarmerDist(CoupledSampling):
     """Judges at another temperature than the target's."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        warmer = [
-            dist if own.gumbel(0, dist.shape[-1], dist.device) is None else dist**0.8
-            for dist, own in zip(probs, noise, strict=True)
-        ]
-        return super().decide(proposals, warmer, noise)
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return super().accept(proposals, [dist**0.8 for dist in probs], noise)
 
 
 @pytest.mark.parametrize(
     ("rule", "failing"),
     [
-        (FollowsDraft(), {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
-        (TiesToTheHighest(), {"greedy walks"}),
+        (FOLLOWS_DRAFT, {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
+        (altered(CoupledSampling(), greedy_form=TiesToTheHighest()), {"greedy walks"}),
         (WarmerDist(), {"coupled walks", "coupled distribution, every cell"}),
         (SpeculativeSampling(), {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
     ],
@@ -116,7 +115,7 @@ def test_the_walks_hold_ties_and_every_kind_of_draw() -> None:
     assert {walk.case.probs.dtype for walk in greedy} == {torch.float64, torch.float32, torch.bfloat16}
     assert {len(walk.expected.path) for walk in asked if not walk.greedy} >= {0, 1, 2}
     case = build(3, [], "dense", "dense", largest=1).every_proposal()[0]
-    assert expected_verdict(case, KeyedNoise(0, 0, 0, greedy=True)).tokens == (0,)
+    assert expected_verdict(case, None).tokens == (0,)
 
 
 def test_walks_over_many_tokens_go_to_their_end_or_stop_before() -> None:
@@ -129,10 +128,10 @@ def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
     class LeavesOut(CoupledSampling):
         """Looks at the likelier half of a large vocabulary only."""
 
-        def decide(
+        def accept(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> BatchVerdicts:
-            return super().decide(proposals, [self._likely(dist) for dist in probs], noise)
+            return super().accept(proposals, [self._likely(dist) for dist in probs], noise)
 
         @staticmethod
         def _likely(dist: Tensor) -> Tensor:
@@ -146,13 +145,13 @@ def test_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> None:
     """Beside the edges of the cells the answer is another one."""
 
     class Wrong(CoupledSampling):
-        def decide(
+        def accept(
             self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
         ) -> BatchVerdicts:
             moved = [
                 dist.roll(1, -1) if own.differences[0] > 5 else dist for dist, own in zip(probs, noise, strict=True)
             ]  # type: ignore[attr-defined]
-            return super().decide(proposals, moved, noise)
+            return super().accept(proposals, moved, noise)
 
     assert answer_probs(CoupledSampling(), HOST).moved == 0.0
     assert answer_probs(Wrong(), HOST).moved > CAUGHT

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.coupled_choice import coupled_choice
 from truedraft.certify import faults
 from truedraft.certify.checks import Stack
 from truedraft.certify.closed_forms import probs_under_shared_noise
@@ -20,7 +21,6 @@ from truedraft.drafters import NoDrafter
 from truedraft.drafters.base import DraftRequest
 from truedraft.testing import MarkovModel, altered
 from truedraft.verification import BlockVerification, CoupledSampling, Rule, SpeculativeSampling
-from truedraft.verification.coupled import coupled_choice
 
 P = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
 Q = torch.tensor([[0.2, 0.1, 0.25, 0.45]], dtype=torch.float64)

@@ -51,7 +51,7 @@ def sigmas(seen: Seen, law: Tensor, events: Tensor) -> float:
 
 @pytest.mark.parametrize("fault", OF_TOKENS, ids=lambda fault: fault.name)
 def test_a_fault_emits_what_its_law_says_and_is_as_large_as_it_must_be(fault: Planted) -> None:
-    seen = fault.seen(embedded_models(), rounds=2)
+    seen = fault.seen(embedded_models(), rounds=2 if fault.name == "shared noise" else 1)  # one round shows others
     assert fault.law is not None
     law = fault.law(seen, fault.params)
     assert torch.allclose(law.sum(dim=-1), torch.ones(len(law)), atol=1e-4)
@@ -66,7 +66,7 @@ def test_a_fault_emits_what_its_law_says_and_is_as_large_as_it_must_be(fault: Pl
 
 @pytest.mark.parametrize("sound", SOUND, ids=lambda sound: sound.name)
 def test_sound_engines_emit_what_they_should(sound: Planted) -> None:
-    seen = sound.seen(embedded_models(), rounds=2)
+    seen = sound.seen(embedded_models())
     vocab = seen.p.shape[-1]
     likely = seen.p == seen.p.amax(dim=-1, keepdim=True)
     for events in (seen.q > seen.p, likely, (torch.arange(vocab) % 2 == 0).expand_as(seen.p)):

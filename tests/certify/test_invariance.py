@@ -9,7 +9,7 @@ from torch import Tensor
 
 from certify.planted_faults import AcceptAlways, markov, row_noise, slipping_target
 from support.virtual_time import VirtualTime
-from truedraft import Engine, SamplingParams
+from truedraft import SamplingParams
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.invariance import AlternatingBudget, Invariance
 from truedraft.control import RequestView
@@ -73,20 +73,15 @@ def test_correct_stacks_are_invariant(drafter: type[Drafter], kind: str) -> None
         assert finding.facts["tokens_compared"] == 60 and finding.facts["answers"] == 3
 
 
+def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
+    """The first request of a batch that is not greedy lends its options to all such."""
+    lent = next((own for own, _ in rows if own is not None), None)
+    return batch_probs(logits, [(own and lent, count) for own, count in rows])
+
+
 @pytest.fixture
 def borrowing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request of a batch lends its options to all."""
-
-    def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
-        return batch_probs(logits, [(rows[0][0], count) for _, count in rows])
-
     monkeypatch.setattr(verifier, "batch_probs", borrowed)
-
-
-def test_one_request_at_a_time_still_has_two_neighbours(borrowing: None) -> None:
-    found = findings(stack(markov(0), chain()), KINDS["sampled"], batch=1)
-    assert found["streamed"].status is Status.HOLDS
-    assert found["in a batch of 3"].status is found["cancelled and asked again"].status is Status.FAILS
 
 
 def test_alone_a_correct_stack_holds_beside_neighbours() -> None:
@@ -173,36 +168,19 @@ def test_rounding_between_rows_gives_near_ties_only() -> None:
     assert found["in a batch of 4"].facts["near_ties"] and not found["in a batch of 4"].facts["faults"]
 
 
-def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does() -> None:
+def test_divergences_of_sampled_requests_are_counted_against_what_rounding_does(
+    request: pytest.FixtureRequest,
+) -> None:
     """Noise of 1e-3 explains a few; options of another request make more answers differ than it explains."""
     texts = [[a, b] for a in range(8) for b in range(2)]
     params = SamplingParams(max_tokens=12, temperature=1.0)
     target = row_noise(markov(0), 2e-6)
     held = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
     assert held.status in (Status.HOLDS, Status.MEASURED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            verifier,
-            "batch_probs",
-            lambda logits, rows: batch_probs(logits, [(rows[0][0], n) for _, n in rows]),
-        )
-        broken = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
+    request.getfixturevalue("borrowing")
+    broken = findings(stack(target, chain()), params, texts=texts)["in a batch of 4"]
     assert broken.status is Status.FAILS
     assert broken.facts["untraced"] > broken.facts["explained_by_rounding"] > 0
-
-
-def test_pieces_that_do_not_add_up_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Engine.stream
-
-    def losing(self: Engine, *arguments: object, **more: object) -> object:
-        for number, piece in enumerate(stream(self, *arguments, **more)):  # type: ignore[arg-type]
-            if number != 1:
-                yield piece
-
-    monkeypatch.setattr(Engine, "stream", losing)
-    found = findings(stack(markov(0), chain()), KINDS["greedy"])
-    assert found["streamed"].status is Status.FAILS
-    assert found["in a batch of 4"].status is Status.HOLDS
 
 
 def test_a_lossy_rule_may_depend_on_budgets_but_on_nothing_else() -> None:

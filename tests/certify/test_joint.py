@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 from certify.planted_faults import markov
+from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults, statistics
 from truedraft.certify.checks import Context, Deadline, Stack
@@ -61,8 +62,12 @@ def test_the_joint_distribution_is_the_product_of_the_targets_distributions() ->
     assert torch.allclose(dist, expected, atol=1e-6)
 
 
-def result_of(stack: Stack, seconds: float = 1.5) -> statistics.JointResult:
-    found = statistics.joint_result(Context(stack.but(entropy=3), TEXTS, PARAMS), Deadline(seconds), lambda done: None)
+def result_of(stack: Stack) -> statistics.JointResult:
+    """After 400 steps, which are 2 seconds here."""
+    with pytest.MonkeyPatch.context() as patch:
+        VirtualTime(patch, step_s=0.005)
+        context = Context(stack.but(entropy=3), TEXTS, PARAMS)
+        found = statistics.joint_result(context, Deadline(2.0), lambda done: None)
     assert found is not None
     return found
 

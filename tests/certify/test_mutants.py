@@ -195,9 +195,10 @@ def joint_distributions_are_judged() -> bool:
         return found is not None and found.p_value < 1e-6
 
 
-def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
-    """The first request of a batch lends its options to all."""
-    return batch_probs(logits, [(rows[0][0], count) for _, count in rows])
+def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
+    """The first request of a batch that is not greedy lends its options to all such."""
+    lent = next((own for own, _ in rows if own is not None), None)
+    return batch_probs(logits, [(own and lent, count) for own, count in rows])
 
 
 def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int = 4) -> Finding:
@@ -256,8 +257,8 @@ def exact_statuses(rule: SpeculativeSampling) -> dict[str, Status]:
 class ServesAnother(SpeculativeSampling):
     """Its kernel is right, and what it ships accepts always."""
 
-    def decide(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
-        return faults.accepts_always(SpeculativeSampling()).decide(proposals, probs, noise)
+    def accept(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
+        return faults.accepts_always(SpeculativeSampling()).accept(proposals, probs, noise)
 
 
 def a_wrong_kernel_is_seen() -> bool:

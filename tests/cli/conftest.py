@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Result, save_tiny_llama
+from support.embedded_models import share_embedded
 from support.quick_costs import measure_quickly
 from truedraft.cli.main import main
 from truedraft.drafters import registry
@@ -26,6 +27,11 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "chat", seed=3, layers=1, chat=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_embedded_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_embedded(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

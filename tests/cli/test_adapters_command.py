@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -11,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.tiny import Result, tiny_tokenizer
+from cli.tiny import Run, tiny_tokenizer
 
-Run = Callable[..., Result]
 PROMPT = "def f(x):"
 TOKENS = ("--max-tokens", "16", "--dtype", "float32", "--ignore-eos", "--json")
 
@@ -77,17 +75,3 @@ def test_beams_of_a_merged_adapter(run: Run, target: str, adapters: dict[str, st
     record = run(*words, "--model", target, "--merge-adapter", adapters["sql"], "--compare").record
     assert record["identical"] is True
     assert record["prompts"][0]["beams"] != run(*words, "--model", target).record["prompts"][0]["beams"]
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--adapters", "sql"], "--adapters must be of the form NAME=DIR, got 'sql'"),
-        (["--adapters", "sql=nowhere"], "'nowhere' holds no adapter"),
-        (["--adapter", "sql"], "--adapter names 'sql', and the target was loaded without adapters"),
-        (["--merge-adapter", "nowhere"], "'nowhere' holds no adapter"),
-    ],
-)
-def test_what_is_no_adapter_is_refused(run: Run, target: str, more: list[str], told: str) -> None:
-    result = run("generate", "x", "--model", target, *more)
-    assert result.status == 2 and told in result.err and result.err.count("\n") == 1

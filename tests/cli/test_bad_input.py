@@ -1,121 +1,356 @@
-"""Unusable arguments: one line on standard error that says which and why, and exit status 2."""
+"""Unusable arguments of every command: one line on standard error that says which and why, and exit status 2.
+
+With --json an object says the same on standard output.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft.cli import generate
 from truedraft.cli.main import main
 
-Run = Callable[..., Result]
+NOBODY = "http://127.0.0.1:9"
+TRAINED = ("--model", "{target}", "--data", "text.txt", "--out", "new")
+ANSWERS = ("--tokens", "300", "--prompt-tokens", "16", "--answer-tokens", "12", "--steps", "3")
+GIVEN: dict[str, tuple[str, ...]] = {
+    "generate": ("--model", "{target}"),
+    "bench": ("--model", "{target}", "--max-tokens", "4"),
+    "plan": ("--model", "{target}"),
+    "export": ("--model", "{target}"),
+    "certify engine": ("--model", "{target}", "--prompts", "good.txt"),
+    "certify compare": (NOBODY, NOBODY),
+    "train medusa": (*TRAINED, *ANSWERS, "--heads", "2"),
+    "train redrafter": (*TRAINED, *ANSWERS, "--length", "2"),
+    "train ngram": TRAINED,
+}
+"""Words before those of a case."""
+REFUSED: dict[str, list[tuple[Any, ...]]] = {
+    "generate": [
+        (["x", "--tempreture", "1"], "unknown option '--tempreture'; did you mean '--temperature'?"),
+        (["x", "--max-tokens", "many"], "--max-tokens"),
+        (["x", "--max-tokens", "0"], "--max-tokens must be a whole number of 1 or more, got 0"),
+        (["x", "--temperature", "-1"], "--temperature must be"),
+        (["x", "--temperature", "nan"], "--temperature must be"),
+        (["x", "--top-p", "0"], "--top-p must be"),
+        (["x", "--top-k", "-1"], "--top-k", "top_k"),
+        (["x", "--min-p", "2"], "--min-p"),
+        (["x", "--seed", "-1"], "--seed"),
+        (["x", "--seed"], "'--seed' requires an argument"),
+        (["x", "--stop", ""], "stop holds an empty text"),
+        (["x", "--threads", "0"], "--threads must be 1 or more, got 0"),
+        (["x", "--dtype", "bfloat"], "unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
+        (["x", "--device", "gpu"], "unknown device 'gpu'"),
+        (["x", "--device", "cuda:99"], "is not on this machine"),
+        (["x", "--rule", "speculativ"], "unknown rule 'speculativ'; did you mean 'speculative'?"),
+        (["x", "--rule", "speculative,lenience=0"], "lenience must be above 0 and at most 1, got 0", "rule"),
+        (
+            ["x", "--drafter", "prompt-lokup"],
+            "unknown drafter 'prompt-lokup'; did you mean 'prompt-lookup'?",
+            "drafter",
+        ),
+        (["x", "--drafter", "prompt-lookup,max_ngrams=3"], "did you mean 'max_ngram'?"),
+        (["x", "--drafter", "draft:./nowhere"], "there is no folder './nowhere'"),
+        (["x", "--chat"], "has no chat template"),
+        (["x", "y"], "unexpected extra argument"),
+        ([""], "the prompt is empty", "prompt"),
+        (["\udcff"], "the prompt is not UTF-8 text"),
+        (["too long " * 100], "the prompt has 900 tokens"),
+        (["x", "--prompts", "good.txt"], "either a PROMPT or --prompts FILE, not both"),
+        (["--prompts", "absent.txt"], "there is no prompts file 'absent.txt'"),
+        (["--prompts", "folder"], "must be .jsonl"),
+        (["--prompts", "prompts.csv"], "must be .jsonl"),
+        (["--prompts", "empty.txt"], "holds no prompt"),
+        (["--prompts", "latin.txt"], "is not UTF-8 text (byte 3)"),
+        (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not JSON"),
+        (["--prompts", "list.jsonl"], "list.jsonl, line 1: a list, not an object"),
+        (["--prompts", "other.jsonl"], 'other.jsonl, line 1: the object needs "prompt" or "text"'),
+        (["--prompts", "void.jsonl"], "void.jsonl, line 1: the prompt is empty"),
+        (["x", "--model", "./nowhere"], "there is no folder './nowhere'", "model"),
+        (["x", "--model", "folder"], "is a folder without config.json"),
+        (["x", "--model", "good.txt"], "is a file"),
+        (["x", "--model", "~nobody-of-that-name/m"], "'~nobody-of-that-name/m' names the home folder of nobody"),
+        (["x", "--model", "embedded:targt"], "did you mean 'target'?"),
+        (["x", "--drafters-dir", "absent"], "--drafters-dir must be a folder of drafters, and 'absent' is no folder"),
+        (["x", "--drafter", "portfolio(prompt-lookup;auto)"], "has 'auto' as a member; name single drafters"),
+        (["x", "--drafter", "portfolio(prompt-lookup"], "has a parenthesis without its second"),
+    ],
+    "generate, beams": [
+        (["x", "--num-beams", "0"], "--num-beams must be 1 or more, got 0"),
+        (["x", "--length-penalty", "2"], "--length-penalty is of beam search; give --num-beams of 2 or more, too"),
+        (["x", "--num-beams", "4", "--draft-beams", "3"], "--draft-beams must be a whole number of 4 or more, got 3"),
+        (["x", "--num-beams", "4", "--num-return-sequences", "5"], "must be at most --num-beams, 4, got 5"),
+        (
+            ["x", "--num-beams", "4", "--early-stopping", "soon"],
+            "--early-stopping must be true, false or never, got 'soon'",
+        ),
+        (
+            ["x", "--num-beams", "4", "--length-penalty", "nan"],
+            "--length-penalty must lie between -5.0 and 5.0, got nan",
+        ),
+        (["x", "--num-beams", "4", "--length-penalty", "1e308"], "must lie between -5.0 and 5.0, got 1e+308"),
+        (["x", "--num-beams", "2", "--image", "no.png"], "--image does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--temperature", "1"], "--temperature does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--seed", "3"], "--seed does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--adapter", "sql"], "--adapter does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--adapters", "sql=x"], "--adapters does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--rule", "block"], "--rule does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--controller", "fixed"], "--controller does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--show-drafts"], "--show-drafts does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--explain"], "--explain does not go with --num-beams"),
+        (
+            ["x", "--num-beams", "4", "--drafter", "prompt-lookup"],
+            "must be draft:MODEL, none or auto for a beam search",
+        ),
+        (["x", "--num-beams", "4", "--drafter", "draft:x,branching=2-2"], "branching is of drafted trees"),
+        (["x", "--num-beams", "4", "--drafter", "draft:./nowhere"], "there is no folder './nowhere'"),
+    ],
+    "generate, adapters and controllers": [
+        (["x", "--adapters", "sql"], "--adapters must be of the form NAME=DIR, got 'sql'"),
+        (["x", "--adapters", "sql=nowhere"], "'nowhere' holds no adapter"),
+        (["x", "--adapter", "sql"], "--adapter names 'sql', and the target was loaded without adapters"),
+        (["x", "--merge-adapter", "nowhere"], "'nowhere' holds no adapter"),
+        (
+            ["x", "--controller", "foo"],
+            "unknown controller 'foo'; valid: confidence, fixed, goodput, heuristic, in-turn",
+        ),
+        (["x", "--controller", "goodput,probing=2"], "probing must be a share of time in [0, 0.5], got 2"),
+        (["x", "--controller", "schedule"], "a schedule needs a length"),
+        (
+            ["x", "--rule", "typical", "--seed", "3", "--temperature", "1"],
+            "--seed promises the same answer whatever drafts, and rule 'typical",
+        ),
+    ],
+    "bench": [
+        (["--batch", "0"], "--batch must be 1 or more, got 0", "batch"),
+        (["--prompts", "humaneval"], "there is no prompt set 'humaneval'; give heldout", "prompts"),
+        (["--prompts", "nowhere.jsonl"], "there is no prompts file"),
+        (["--prompts", "."], "holds no questions of HumanEval"),
+        (["--peer", "vllm"], "unknown peer 'vllm'; valid: transformers"),
+        (["--drafter", "draf", "--out", "new/deep"], "unknown drafter 'draf'; did you mean 'draft'"),
+        (["--runs", "0"], "--runs must be 1 or more, got 0"),
+        (["--limit", "0"], "--limit must be 1 or more, got 0"),
+        (["--top-p", "2"], "--top-p must be"),
+        (["--pad-to", "50M"], "50M"),
+        (["--pad-to", "110"], "did you mean"),
+        (["--out", "good.txt"], "cannot write into 'good.txt'"),
+        (["--threads", "0"], "--threads must be 1 or more"),
+        (["--controller", "foo"], "unknown controller 'foo'"),
+        (
+            ["--rule", "typical", "--seed", "3", "--temperature", "1"],
+            "--seed promises the same answer whatever drafts, and rule 'typical",
+        ),
+    ],
+    "plan": [
+        (["--alpha", "0.8", "--prompts", "four.txt"], "--cost is needed with --alpha", "cost"),
+        (["--cost", "0.1", "--prompts", "four.txt"], "--alpha is needed with --cost", "alpha"),
+        (["--alpha", "1.8", "--cost", "0.1", "--prompts", "four.txt"], "[0, 1]", "alpha"),
+        (["--alpha", "0.8", "--cost", "-1", "--prompts", "four.txt"], "0 or more", "cost"),
+        (["--length", "3", "--prompts", "four.txt"], "--alpha", "length"),
+        (["--bandwidth", "2", "--prompts", "four.txt"], "--simulate", "bandwidth"),
+        (["--simulate", "nothing.json", "--prompts", "four.txt"], "cannot read", "simulate"),
+        (["--simulate", "x.json", "--alpha", "0.5", "--cost", "0.1", "--prompts", "four.txt"], "two ways", "alpha"),
+        (["--prompts", "three.txt"], "must be 4 or more", "prompts"),
+        (["--limit", "3"], "there are 3", "prompts"),
+        (["--drafter", "nobody", "--prompts", "four.txt"], "unknown drafter", "drafter"),
+        (["--drafter", "none", "--prompts", "four.txt"], "no drafter to plan with", "drafter"),
+        (
+            ["--drafter", "draft:{draft},min_probability=0.5", "--temperature", "1", "--prompts", "four.txt"],
+            "stops by min_probability",
+        ),
+    ],
+    "export": [
+        (["--out", "new", "--pad-to", "111M"], "unknown padding size '111M'; did you mean '110M'? valid: 110M, 500M"),
+        (["--out", "new", "--pad-to", "110M", "--model", "./nowhere"], "there is no folder"),
+        (["--out", "new", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["--out", "full", "--pad-to", "110M"], "is not empty; name a new one"),
+        (["--out", "full/file"], "is a file; name a new folder"),
+        (["--out", "full/file/below"], "cannot write to the folder"),
+        (["--pad-to", "110M"], "missing option '--out'"),
+        (["--out", "new", "--threads", "0"], "--threads must be 1 or more, got 0"),
+    ],
+    "info": [
+        (["--jsn"], "unknown option '--jsn'; did you mean '--json'?"),
+        (["--drafters-dir", "nowhere"], "--drafters-dir must be a folder of drafters, and "),
+        (["--model", "./nowhere"], "there is no folder"),
+    ],
+    "certify stack": [
+        (["--batch", "0"], "--batch must be 1 or more, got 0"),
+        (["--minutes", "0"], "--minutes must be above 0, got 0", "minutes"),
+        (["--minutes", "-1"], "--minutes must be above 0, got -1"),
+        (["--minutes", "nan"], "--minutes must be above 0, got nan"),
+        (["--temperature", "-1"], "--temperature must be"),
+        (["--rule", "blok"], "did you mean 'block'"),
+        (["--rule", "typical", "--seeded"], "--seeded promises the same answer"),
+        (["--drafter", "medusaa"], "did you mean 'medusa'"),
+        (["--prompts", "nowhere.txt"], "no prompts file"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--out", "/dev/null/report"], "cannot write into '/dev/null/report'"),
+    ],
+    "certify engine": [
+        (["http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["nonsense"], "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
+        (["http://127.0.0.1:9", "--process", "a:b"], "two things to certify"),
+        ([], "URL names what is certified, or --process MODULE:FUNCTION does; give one"),
+        (["http://127.0.0.1:9", "http://127.0.0.1:9"], "unexpected extra argument"),
+        (["http://127.0.0.1:9", "--drafter", "none"], "unknown option '--drafter'"),
+        (["--process", "os:getcwd", "--max-tokens", "9"], "unknown option '--max-tokens'"),
+        (["--process", "os:getcwd", "--timeout", "9"], "--timeout says nothing of a function"),
+        (["http://127.0.0.1:9", "--seed", "3"], "--seed is for --seed-per-request alone; give that, too"),
+        (
+            ["--process", "os:getcwd"],
+            "--process 'os:getcwd' has no argument temperature; name it in the function's signature, or leave "
+            "the option out (the temperature is 1 by default; 0 asks for greedy answers)",
+        ),
+        (
+            ["--process", "os:getcwd", "--temperature", "0", "--seed-per-request"],
+            "--process 'os:getcwd' has no argument seed; name it in the function's signature, or leave the option out",
+        ),
+        (["--process", "os:nothing"], "nothing"),
+        (["http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
+        (["http://127.0.0.1:9", "--timeout", "0"], "--timeout"),
+        (["--process", "os:getcwd", "--junit", "/tmp"], "--junit is a folder, '/tmp'; name a file"),
+        (["--process", "os:getcwd", "--transcript", "~nobody-at-all/x"], "the home folder of nobody"),
+        (["--process", "os:getcwd", "--junit", "nowhere/x.xml"], "nowhere"),
+    ],
+    "certify compare": [
+        (["--draft-model", "m"], "unknown option '--draft-model'"),
+        (["--allowance", "1"], "unknown option '--allowance'"),
+        (["--no-float32"], "unknown option '--no-float32'"),
+        (["--dtype", "x"], "unknown option '--dtype'"),
+    ],
+    "certify sampler": [
+        (["nowhere_at_all:f"], "SAMPLER names no module that there is, 'nowhere_at_all'"),
+        (["nothing"], "SAMPLER must be module:function, got 'nothing'"),
+        (["truedraft.peers.samplers:medussa"], "did you mean 'medusa'?"),
+        (["json:dumps"], "asks for 'obj'"),
+        (["truedraft.peers.samplers:sglang"], "pip install sgl-kernel"),
+        (["truedraft.peers.samplers:eagle", "--drafter", "draft"], "unknown option '--drafter'"),
+        (["truedraft.peers.samplers:eagle", "--batch", "4"], "unknown option '--batch'"),
+        ([], "missing argument"),
+        (["truedraft.peers.samplers:eagle", "--minutes", "0"], "--minutes must be above 0"),
+    ],
+    "train draft": [
+        ([], "missing option '--out'"),
+        (["--out", "new"], "nothing to train on"),
+        (["--out", "new", "--data", "good.txt", "--steps", "0"], "--steps must be 1 or more, got 0"),
+        (["--out", "new", "--data", "good.txt", "--length", "100"], "a multiple of --length"),
+        (["--out", "new", "--data", "good.txt", "--learning-rate", "0"], "--learning-rate must be"),
+        (["--out", "new", "--data", "good.txt", "--seed", "-1"], "--seed must be 0 or more, got -1"),
+        (["--out", "new", "--data", "good.txt", "--heads", "3"], "a multiple of twice the heads"),
+        (["--out", "good.txt", "--data", "good.txt"], "is a file"),
+        (["--out", "new", "--data", "good.txt", "--resume"], "holds no training"),
+        (["--out", "new", "--data", "good.txt", "--model", "folder"], "without config.json"),
+    ],
+    "train medusa": [
+        (["--heads", "0"], "--heads must be a whole number of 1 or more, got 0"),
+        (["--stage", "3"], "--stage must be 1 (heads alone) or 2"),
+        (["--learning-rate", "0"], "--learning-rate must be a number above 0"),
+        (["--backbone-rate", "nan"], "--backbone-rate must be a number above 0"),
+        (["--epochs", "-1"], "--epochs must be a number above 0"),
+        (["--law-share", "1.5"], "--law-share must be a number in [0, 1]"),
+        (["--temperature", "-1"], "--temperature must be a number, 0 or more"),
+        (["--answer-tokens", "0"], "--answer-tokens must be 1 or more"),
+        (["--joint-steps", "0"], "--joint-steps must be"),
+        (["--lora-rank", "-1"], "--lora-rank must be"),
+        (["--seed", "-1"], "--seed must be"),
+        (["--minutes", "0"], "--minutes must be a number above 0, got 0.0"),
+        (["--minutes", "1", "--stage", "2"], "minutes are a limit for stage 1"),
+        (["--tokens", "20000"], "tokens by the target, and 20,000 are asked for: give more text, or ask for fewer"),
+        (["--clean"], "holds no working files of a training; there is nothing to remove"),
+        (["--resume"], "holds no training to go on with; leave --resume out"),
+        (["--data", "nowhere.txt"], "cannot read the data file nowhere.txt"),
+    ],
+    "train redrafter": [
+        (["--length", "0"], "--length must be a whole number of 1 or more, got 0"),
+        (["--state", "0"], "--state must be a whole number of 1 or more"),
+        (["--layers", "-1"], "--layers must be a whole number of 0 or more"),
+        (["--loss", "klx"], "unknown loss 'klx'; did you mean 'kl'?"),
+        (["--laws", "store"], "unknown kind of distributions 'store'; did you mean 'stored'?"),
+        (["--laws", "stored", "--loss", "ce"], "--laws need not be stored for the loss 'ce'"),
+        (["--self-fed", "2"], "--self-fed must be a number in [0, 1]"),
+        (["--place-decay", "0"], "--place-decay must lie in (0, 1]"),
+        (["--exit-width", "32"], "got an exit width of 32"),
+        (["--summed", "--state", "32"], "a state that sums embeddings has their 64 entries, got 32"),
+        (["--stage", "2"], "--stage"),
+    ],
+    "train ngram": [
+        (["--order", "0"], "--order must be 1 or more, got 0"),
+        (["--order", "9"], "--order must be 1 or more and at most 8, got 9"),
+        (["--min-count", "0"], "--min-count must be"),
+        (["--max-bytes", "much"], "--max-bytes must be a size as 1000000, 300M or 1.5G, got 'much'"),
+        (["--max-bytes", "1K"], "bytes, and 1,024 are allowed; allow more, or give less text"),
+        (["--max-text-tokens", "0"], "--max-text-tokens must be"),
+        (["--max-text-tokens", "1", "--order", "3"], "the longest text has 2 tokens"),
+        (["--answers", "--tokens", "0"], "--tokens must be a whole number of 1 or more"),
+        (["--resume"], "holds no training to go on with; leave --resume out"),
+    ],
+}
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    (tmp_path / "empty.txt").write_text("\n\n")
-    (tmp_path / "latin.txt").write_bytes("café\n".encode("latin-1"))
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    (tmp_path / "list.jsonl").write_text("[1, 2]\n")
-    (tmp_path / "other.jsonl").write_text('{"question": "a"}\n')
-    (tmp_path / "void.jsonl").write_text('{"prompt": ""}\n')
-    (tmp_path / "good.txt").write_text("a\n")
-    (tmp_path / "prompts.csv").write_text("a\n")
-    (tmp_path / "folder").mkdir()
-    return tmp_path
+    (folder := tmp_path / "files").mkdir()
+    (folder / "empty.txt").write_text("\n\n")
+    (folder / "latin.txt").write_bytes("café\n".encode("latin-1"))
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (folder / "list.jsonl").write_text("[1, 2]\n")
+    (folder / "other.jsonl").write_text('{"question": "a"}\n')
+    (folder / "void.jsonl").write_text('{"prompt": ""}\n')
+    (folder / "good.txt").write_text("a\n")
+    (folder / "three.txt").write_text("a\nb\nc\n")
+    (folder / "four.txt").write_text("a\nb\nc\nd\n")
+    (folder / "text.txt").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
+    (folder / "prompts.csv").write_text("a\n")
+    (folder / "folder").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "file").write_text("mine")
+    return folder
 
 
-BAD = [
-    (["x", "--tempreture", "1"], "unknown option '--tempreture'; did you mean '--temperature'?"),
-    (["x", "--max-tokens", "many"], "--max-tokens"),
-    (["x", "--max-tokens", "0"], "--max-tokens must be a whole number of 1 or more, got 0"),
-    (["x", "--temperature", "-1"], "--temperature must be"),
-    (["x", "--temperature", "nan"], "--temperature must be"),
-    (["x", "--top-p", "0"], "--top-p must be"),
-    (["x", "--top-k", "-1"], "--top-k"),
-    (["x", "--min-p", "2"], "--min-p"),
-    (["x", "--seed", "-1"], "--seed"),
-    (["x", "--seed"], "'--seed' requires an argument"),
-    (["x", "--stop", ""], "stop holds an empty text"),
-    (["x", "--threads", "0"], "--threads must be 1 or more, got 0"),
-    (["x", "--dtype", "bfloat"], "unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
-    (["x", "--device", "gpu"], "unknown device 'gpu'"),
-    (["x", "--device", "cuda:99"], "is not on this machine"),
-    (["x", "--rule", "speculativ"], "unknown rule 'speculativ'; did you mean 'speculative'?"),
-    (["x", "--rule", "speculative,lenience=0"], "lenience must be above 0 and at most 1, got 0"),
-    (["x", "--drafter", "prompt-lokup"], "unknown drafter 'prompt-lokup'; did you mean 'prompt-lookup'?"),
-    (["x", "--drafter", "prompt-lookup,max_ngrams=3"], "did you mean 'max_ngram'?"),
-    (["x", "--drafter", "draft:./nowhere"], "there is no folder './nowhere'"),
-    (["x", "--chat"], "has no chat template"),
-    (["x", "y"], "unexpected extra argument"),
-    ([""], "the prompt is empty"),
-    (["\udcff"], "the prompt is not UTF-8 text"),
-    (["too long " * 100], "the prompt has 900 tokens"),
-    (["x", "--prompts", "good.txt"], "either a PROMPT or --prompts FILE, not both"),
-    (["--prompts", "absent.txt"], "there is no prompts file 'absent.txt'"),
-    (["--prompts", "folder"], "must be .jsonl"),
-    (["--prompts", "prompts.csv"], "must be .jsonl"),
-    (["--prompts", "empty.txt"], "holds no prompt"),
-    (["--prompts", "latin.txt"], "is not UTF-8 text (byte 3)"),
-    (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not JSON"),
-    (["--prompts", "list.jsonl"], "list.jsonl, line 1: a list, not an object"),
-    (["--prompts", "other.jsonl"], 'other.jsonl, line 1: the object needs "prompt" or "text"'),
-    (["--prompts", "void.jsonl"], "void.jsonl, line 1: the prompt is empty"),
-    (["x", "--model", "./nowhere"], "there is no folder './nowhere'"),
-    (["x", "--model", "folder"], "is a folder without config.json"),
-    (["x", "--model", "good.txt"], "is a file"),
-    (["x", "--model", "~nobody-of-that-name/model"], "there is no home for the ~ of '~nobody-of-that-name/model'"),
-    (["x", "--model", "embedded:targt"], "did you mean 'target'?"),
-    (["x", "--drafters-dir", "absent"], "--drafters-dir must be a folder of drafters, and 'absent' is no folder"),
-    (["x", "--drafter", "portfolio(prompt-lookup;auto)"], "has 'auto' as a member; name single drafters"),
-    (["x", "--drafter", "portfolio(prompt-lookup"], "has a parenthesis without its second"),
-]
+def crash(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("weights are loaded, which may take minutes")
 
 
-@pytest.mark.parametrize(("arguments", "phrase"), BAD, ids=lambda value: " ".join(value)[:40] if value else "")
-def test_generate(
-    run: Run, target: str, files: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], phrase: str
+@pytest.mark.parametrize("command", REFUSED)
+@pytest.mark.usefixtures("quick_curves")
+def test_a_command_refuses(
+    run: Run, target: str, draft: str, files: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(files)
-    model = [] if "--model" in arguments else ["--model", target]
-    result = run("generate", *model, *arguments)
-    assert (result.status, result.out) == (2, "")
-    assert_one_line(result.err, phrase)
+    monkeypatch.setattr("truedraft.planning.ratio_of_steps", lambda engine, forwards: 1.0)
+    if command in ("certify engine", "certify compare"):
+        monkeypatch.setattr("truedraft.models.loading.load_model", crash)
+    name, before = command.split(",")[0], sorted(files.rglob("*"))
+    for words, phrase, *field in REFUSED[command]:
+        given = [word.format(target=target, draft=draft) for word in (*GIVEN.get(name, ()), *words)]
+        result = run(*name.split(), "--json", *given)
+        case = f"{command} {words}: {result.err}"
+        assert result.status == result.record["status"] == 2, case
+        assert result.out.count("\n") == 1 and result.record["command"] == name, case
+        assert phrase in result.record["error"] and result.record["field"] in (field or [result.record["field"]]), case
+        assert_one_line(result.complaint, phrase)
+        assert sorted(files.rglob("*")) == before, f"{case}: something is left behind"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "phrase"),
-    [
+def test_what_is_no_command(run: Run) -> None:
+    for words, phrase in (
         (["generat"], "no such command 'generat'. Did you mean 'generate'?"),
         (["--jsn"], "unknown option '--jsn'"),
-        (["info", "--jsn"], "unknown option '--jsn'; did you mean '--json'?"),
         (["train"], "missing command"),
-        (["train", "draft"], "missing option '--out'"),
-        (["train", "draft", "--out", "new"], "nothing to train on"),
-        (["train", "draft", "--out", "new", "--data", "good.txt", "--steps", "0"], "--steps must be 1 or more, got 0"),
-        (["train", "draft", "--out", "new", "--data", "good.txt", "--length", "100"], "a multiple of --length"),
-        (["train", "draft", "--out", "new", "--data", "good.txt", "--learning-rate", "0"], "--learning-rate must be"),
-        (["train", "draft", "--out", "new", "--data", "good.txt", "--seed", "-1"], "--seed must be 0 or more, got -1"),
-        (["train", "draft", "--out", "new", "--data", "good.txt", "--heads", "3"], "a multiple of twice the heads"),
-        (["train", "draft", "--out", "good.txt", "--data", "good.txt"], "is a file"),
-        (["train", "draft", "--out", "new", "--data", "good.txt", "--resume"], "holds no training"),
-        (["train", "draft", "--out", "new", "--data", "good.txt", "--model", "folder"], "without config.json"),
-    ],
-    ids=lambda value: " ".join(value)[-40:],
-)
-def test_other_commands(
-    run: Run, files: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], phrase: str
-) -> None:
-    monkeypatch.chdir(files)
-    result = run(*arguments)
-    assert (result.status, result.out) == (2, "")
-    assert_one_line(result.err, phrase)
+        (["certify", "--minutes", "1"], "name one of its commands first: stack, engine, compare, sampler"),
+    ):
+        result = run(*words)
+        assert (result.status, result.out) == (2, "")
+        assert_one_line(result.err, phrase)
+    assert run("nonsense", "--json").record["command"] == "nonsense"
 
 
 def assert_one_line(err: str, phrase: str) -> None:

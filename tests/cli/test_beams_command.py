@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.tiny import Result, save_tiny_llama, tiny_tokenizer
+from cli.tiny import Run, save_tiny_llama, tiny_tokenizer
 from truedraft.cli.streams import visible
 
-Run = Callable[..., Result]
 PROMPT = "def f(x):"
 TOKENS = ("--max-tokens", "20", "--dtype", "float32")
 
@@ -106,37 +104,3 @@ def test_the_draft_ends_at_its_own_context(run: Run, target: str, tmp_path: Path
     (short_beam,), (plain_beam,) = (each.record["prompts"][0]["beams"] for each in (short, plain))
     assert short_beam["token_ids"] == plain_beam["token_ids"]
     assert short.record["prompts"][0]["drafted"] > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--num-beams", "0"], "--num-beams must be 1 or more, got 0"),
-        (["--length-penalty", "2"], "--length-penalty is of beam search; give --num-beams of 2 or more, too"),
-        (["--num-beams", "4", "--draft-beams", "3"], "--draft-beams must be a whole number of 4 or more, got 3"),
-        (["--num-beams", "4", "--num-return-sequences", "5"], "must be at most --num-beams, 4, got 5"),
-        (["--num-beams", "4", "--early-stopping", "soon"], "--early-stopping must be true, false or never, got 'soon'"),
-        (["--num-beams", "4", "--length-penalty", "nan"], "--length-penalty must lie between -5.0 and 5.0, got nan"),
-        (
-            ["--num-beams", "4", "--length-penalty", "1e308"],
-            "--length-penalty must lie between -5.0 and 5.0, got 1e+308",
-        ),
-        (["--num-beams", "2", "--image", "no.png"], "--image does not go with --num-beams"),
-        (["--num-beams", "4", "--temperature", "1"], "--temperature does not go with --num-beams"),
-        (["--num-beams", "4", "--seed", "3"], "--seed does not go with --num-beams"),
-        (["--num-beams", "4", "--adapter", "sql"], "--adapter does not go with --num-beams"),
-        (["--num-beams", "4", "--adapters", "sql=x"], "--adapters does not go with --num-beams"),
-        (["--num-beams", "4", "--rule", "block"], "--rule does not go with --num-beams"),
-        (["--num-beams", "4", "--controller", "fixed"], "--controller does not go with --num-beams"),
-        (["--num-beams", "4", "--show-drafts"], "--show-drafts does not go with --num-beams"),
-        (["--num-beams", "4", "--explain"], "--explain does not go with --num-beams"),
-        (["--num-beams", "4", "--drafter", "prompt-lookup"], "must be draft:MODEL, none or auto for a beam search"),
-        (["--num-beams", "4", "--drafter", "draft:x,branching=2-2"], "branching is of drafted trees"),
-        (["--num-beams", "4", "--drafter", "draft:./nowhere"], "there is no folder './nowhere'"),
-    ],
-    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
-)
-def test_what_does_not_go_with_beams_is_refused(run: Run, target: str, words: list[str], told: str) -> None:
-    result = run("generate", "x", "--model", target, *words, "--json")
-    assert result.status == result.record["status"] == 2
-    assert told in result.err and result.err.startswith("truedraft: error: ") and result.err.count("\n") == 1

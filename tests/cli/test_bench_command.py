@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft import load_model
 from truedraft.bench import OurEngine, runs, suite
 from truedraft.drafters.registry import write_record
 
-Run = Callable[..., Result]
 WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos", "--controller", "fixed")
 
 
@@ -125,46 +123,6 @@ def test_plain_alone_without_fast_paths(run: Run, base: tuple[str, ...]) -> None
     assert result.status == 0, result.err
     assert [each["name"] for each in result.record["systems"]] == ["plain"]
     assert result.record["fast_paths"] == [] and result.record["drafters"] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--prompts", "humaneval"), "there is no prompt set 'humaneval'; give heldout"),
-        (("--prompts", "nowhere.jsonl"), "there is no prompts file"),
-        (("--prompts", "."), "holds no questions of HumanEval"),
-        (("--peer", "vllm"), "unknown peer 'vllm'; valid: transformers"),
-        (("--drafter", "draf"), "unknown drafter 'draf'; did you mean 'draft'"),
-        (("--batch", "0"), "--batch must be 1 or more, got 0"),
-        (("--runs", "0"), "--runs must be 1 or more, got 0"),
-        (("--limit", "0"), "--limit must be 1 or more, got 0"),
-        (("--top-p", "2"), "--top-p must be"),
-        (("--pad-to", "50M"), "50M"),
-        (("--pad-to", "110"), "did you mean"),
-        (("--out", "prompts.txt"), "cannot write into 'prompts.txt'"),
-        (("--threads", "0"), "--threads must be 1 or more"),
-    ],
-)
-def test_bad_input(
-    run: Run,
-    base: tuple[str, ...],
-    words: tuple[str, ...],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    (folder / "prompts.txt").write_text("a file, not a folder\n")
-    monkeypatch.chdir(folder)
-    result = run(*base, *words)
-    assert result.status == 2 and result.out.count("\n") == 1 and sentence in result.record["error"]
-    assert sentence in result.err and len(result.err.splitlines()) == 1
-
-
-def test_unusable_words_leave_no_folder(run: Run, base: tuple[str, ...], tmp_path: Path) -> None:
-    result = run(*base, "--drafter", "draf", "--out", str(tmp_path / "out" / "deep"))
-    assert result.status == 2 and not (tmp_path / "out").exists()
 
 
 def test_prompts_of_one_id_stay_two(run: Run, target: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from peers.scripted_server import Made, models, scripted
 from support.faulty_engines import embedded_models, named
 from support.faulty_peer import FaultyPeer, serve
@@ -20,7 +20,6 @@ from truedraft.cli.terminal import Terminal
 from truedraft.errors import DataError
 from truedraft.peers import Recorded
 
-Run = Callable[..., Result]
 FUNCTION = """
 import random
 
@@ -54,6 +53,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+@pytest.fixture
+def asked(module: str, target: str, prompts: str) -> tuple[str, ...]:
+    """The command about a function that gives the last token again."""
+    return ("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
+
+
 def test_what_no_xml_can_hold_is_replaced() -> None:
     allowed = '\t\n\x20\x7f\x85\ud7ff\ue000\ufdd0\ufffd\U00010000\U0010ffff<&">'
     forbidden = [*map(chr, range(9)), "\x0b", "\x0c", "\x0e", "\x1b", "\x1f", "\ud800", "\udfff", "\ufffe", "\uffff"]
@@ -65,13 +70,10 @@ def test_what_no_xml_can_hold_is_replaced() -> None:
     assert read.text == read.attrib["message"] == allowed + "\ufffd" * len(forbidden)
 
 
-def test_a_function_that_deviates_in_every_form(
-    run: Run, target: str, prompts: str, module: str, tmp_path: Path
-) -> None:
+def test_a_function_that_deviates_in_every_form(run: Run, asked: tuple[str, ...], module: str, tmp_path: Path) -> None:
     out, xml = tmp_path / "report", tmp_path / "junit.xml"
     done = run(
-        *("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts),
-        *("--seed-per-request", "--tokens", "300", "--batch", "4", "--minutes", "10"),
+        *(*asked, "--seed-per-request", "--tokens", "300", "--batch", "4", "--minutes", "10"),
         *("--out", str(out), "--junit", str(xml), "--json"),
     )
     assert done.status == 1, done.err
@@ -89,7 +91,7 @@ def test_a_function_that_deviates_in_every_form(
 
 
 def test_an_engine_that_breaks_down_is_gone_on_with(
-    run: Run, target: str, prompts: str, module: str, tmp_path: Path
+    run: Run, asked: tuple[str, ...], target: str, prompts: str, module: str, tmp_path: Path
 ) -> None:
     kept = tmp_path / "kept.jsonl"
     words = (
@@ -126,10 +128,9 @@ def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run,
         assert "NO CERTIFICATE: not enough evidence" in done.out
 
 
-def test_a_transcript_is_of_one_seed(run: Run, target: str, prompts: str, module: str, tmp_path: Path) -> None:
+def test_a_transcript_is_of_one_seed(run: Run, asked: tuple[str, ...], tmp_path: Path) -> None:
     """Answers to seeds that both runs send would be given back, and a finding would repeat by itself."""
-    words = ("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
-    words = (*words, "--seed-per-request", "--tokens", "60", "--transcript", str(tmp_path / "kept.jsonl"), "--json")
+    words = (*asked, "--seed-per-request", "--tokens", "60", "--transcript", str(tmp_path / "kept.jsonl"), "--json")
     first = run(*words, "--seed", "3")
     assert (first.status, first.record["seed"]) == (1, 3)
     assert run(*words, "--seed", "3").status == 1
@@ -143,21 +144,11 @@ def crash(*_: object, **__: object) -> None:
 
 
 def test_a_crash_decides_nothing(
-    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit status 1 would say that the engine deviates."""
     xml = tmp_path / "junit.xml"
-    words = (
-        "certify",
-        "engine",
-        "--process",
-        f"{module}:last_again",
-        "--model",
-        target,
-        "--prompts",
-        prompts,
-        "--json",
-    )
+    words = (*asked, "--json")
     monkeypatch.setattr("truedraft.certify.engines.certify_engine", crash)
     done = run(*words, "--junit", str(xml))
     assert (done.status, done.record["status"]) == (3, 3)
@@ -167,23 +158,13 @@ def test_a_crash_decides_nothing(
 
 
 def test_an_interrupt_says_how_to_go_on(
-    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("truedraft.certify.engines.certify_engine", interrupt)
-    words = (
-        "certify",
-        "engine",
-        "--process",
-        f"{module}:last_again",
-        "--model",
-        target,
-        "--prompts",
-        prompts,
-        "--json",
-    )
+    words = (*asked, "--json")
     done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
     assert done.status == 130 == done.record["status"]
     assert "interrupted; what was answered is kept in" in done.record["error"]
@@ -192,19 +173,16 @@ def test_an_interrupt_says_how_to_go_on(
 
 
 def test_rounding_is_that_of_the_engines_dtype_and_not_of_this_machine(
-    run: Run, target: str, prompts: str, module: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where this machine is slow in bfloat16, servers are not; and who says float32 means it."""
     monkeypatch.setattr("truedraft.machine.has_bfloat16", lambda device: False)
-    words = ("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
-    words = (*words, "--seed-per-request", "--tokens", "60", "--json")
+    words = (*asked, "--seed-per-request", "--tokens", "60", "--json")
     assert run(*words).record["allowance"] > 1e-3
     assert run(*words, "--dtype", "float32").record["allowance"] == pytest.approx(1.5e-4)
 
 
-def test_the_bar_tells_of_each_answer(
-    run: Run, target: str, prompts: str, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_tells_of_each_answer(run: Run, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of a slow engine takes minutes, in which nothing else would be seen to move."""
     shown: list[tuple[int, str]] = []
 
@@ -213,8 +191,7 @@ def test_the_bar_tells_of_each_answer(
         yield lambda done, remark: shown.append((done, remark))
 
     monkeypatch.setattr(Terminal, "progress", progress)
-    words = ("certify", "engine", "--process", f"{module}:last_again", "--model", target, "--prompts", prompts)
-    assert run(*words, "--seed-per-request", "--tokens", "60").status == 1
+    assert run(*asked, "--seed-per-request", "--tokens", "60").status == 1
     greedy = [remark for done, remark in shown if done == 0]
     assert greedy == [f"{Part.GREEDY.value}; {count} came in all" for count in range(1, 5)]
     assert shown == sorted(shown, key=lambda each: each[0])
@@ -222,7 +199,7 @@ def test_the_bar_tells_of_each_answer(
 
 
 def test_a_disk_that_is_full_decides_nothing(
-    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Recorded._write
 
@@ -232,37 +209,17 @@ def test_a_disk_that_is_full_decides_nothing(
         write(self, record)
 
     monkeypatch.setattr(Recorded, "_write", full)
-    words = (
-        "certify",
-        "engine",
-        "--process",
-        f"{module}:last_again",
-        "--model",
-        target,
-        "--prompts",
-        prompts,
-        "--json",
-    )
+    words = (*asked, "--json")
     done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
     assert (done.status, done.record["status"]) == (3, 3)
     assert "No space left on device" in done.record["error"]
 
 
 def test_files_at_home_and_files_that_cannot_be_written(
-    run: Run, target: str, prompts: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = (
-        "certify",
-        "engine",
-        "--process",
-        f"{module}:last_again",
-        "--model",
-        target,
-        "--prompts",
-        prompts,
-        "--json",
-    )
+    words = (*asked, "--json")
     words = (*words, "--seed-per-request", "--tokens", "60", "--minutes", "10")
     done = run(*words, "--junit", "~/junit.xml", "--transcript", "~/kept.jsonl")
     assert done.status == 1, done.err
@@ -293,61 +250,3 @@ def test_a_busy_server_is_waited_for_no_longer_than_the_run_takes(run: Run, targ
         done = run("certify", "engine", server.url, *words)
     assert done.status == 3
     assert "would be waited for 30 s, of at most 3 s" in done.record["error"]
-
-
-BAD: dict[str, tuple[tuple[str, ...], str]] = {
-    "down": (("http://127.0.0.1:9",), "127.0.0.1:9"),
-    "no address": (("nonsense",), "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
-    "two things": (("http://127.0.0.1:9", "--process", "a:b"), "two things to certify"),
-    "nothing": ((), "URL names what is certified, or --process MODULE:FUNCTION does; give one"),
-    "against somebody": (("http://127.0.0.1:9", "http://127.0.0.1:9"), "unexpected extra argument"),
-    "a drafter of nobody": (("http://127.0.0.1:9", "--drafter", "none"), "unknown option '--drafter'"),
-    "a length of nobody": (("--process", "os:getcwd", "--max-tokens", "9"), "unknown option '--max-tokens'"),
-    "a server of a function": (("--process", "os:getcwd", "--timeout", "9"), "--timeout says nothing of a function"),
-    "a seed that is sent to nobody": (
-        ("http://127.0.0.1:9", "--seed", "3"),
-        "--seed is for --seed-per-request alone; give that, too",
-    ),
-    "no temperature": (
-        ("--process", "os:getcwd"),
-        "--process 'os:getcwd' has no argument temperature; name it in the function's signature, or leave the option "
-        "out (the temperature is 1 by default; 0 asks for greedy answers)",
-    ),
-    "no seeds": (
-        ("--process", "os:getcwd", "--temperature", "0", "--seed-per-request"),
-        "--process 'os:getcwd' has no argument seed; name it in the function's signature, or leave the option out\n",
-    ),
-    "no such function": (("--process", "os:nothing"), "nothing"),
-    "no key": (("http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY"),
-    "no time": (("http://127.0.0.1:9", "--timeout", "0"), "--timeout"),
-    "a folder": (("--process", "os:getcwd", "--junit", "/tmp"), "--junit is a folder, '/tmp'; name a file"),
-    "no home": (("--process", "os:getcwd", "--transcript", "~nobody-at-all/x"), "the home folder of nobody"),
-    "no folder": (("--process", "os:getcwd", "--junit", "nowhere/x.xml"), "nowhere"),
-}
-
-
-@pytest.mark.parametrize("name", list(BAD))
-def test_bad_input_is_one_sentence(
-    run: Run, target: str, prompts: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Said before weights are loaded, which may take minutes."""
-    monkeypatch.setattr("truedraft.models.loading.load_model", crash)
-    words, told = BAD[name]
-    done = run("certify", "engine", "--model", target, "--prompts", prompts, *words)
-    assert done.status == 2, done.out
-    assert told in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert "Traceback" not in done.err
-
-
-@pytest.mark.parametrize("words", [("--draft-model", "m"), ("--allowance", "1"), ("--no-float32",), ("--dtype", "x")])
-def test_where_no_model_judges_nothing_is_said_of_one(run: Run, words: tuple[str, ...]) -> None:
-    done = run("certify", "compare", "http://127.0.0.1:9", "http://127.0.0.1:9", *words)
-    assert done.status == 2
-    assert f"unknown option '{words[0]}'" in done.err
-
-
-def test_what_is_certified_must_be_named(run: Run) -> None:
-    done = run("certify", "--minutes", "1")
-    assert done.status == 2
-    assert "name one of its commands first: stack, engine, compare, sampler" in done.err

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 
-Run = Callable[..., Result]
 OURS = "truedraft.peers.samplers:"
 
 
@@ -74,25 +72,3 @@ def test_a_report_that_cannot_be_written_is_told_last(
     assert done.status == 3
     assert done.record["undecided"]
     assert "No space left on device" in done.err
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["nowhere_at_all:f"], "SAMPLER names no module that there is, 'nowhere_at_all'"),
-        (["nothing"], "SAMPLER must be module:function, got 'nothing'"),
-        ([f"{OURS}medussa"], "did you mean 'medusa'?"),
-        (["json:dumps"], "asks for 'obj'"),
-        ([f"{OURS}sglang"], "pip install sgl-kernel"),
-        ([f"{OURS}eagle", "--drafter", "draft"], "unknown option '--drafter'"),
-        ([f"{OURS}eagle", "--batch", "4"], "unknown option '--batch'"),
-        ([], "missing argument"),
-        ([f"{OURS}eagle", "--minutes", "0"], "--minutes must be above 0"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_two(run: Run, options: list[str], words: str) -> None:
-    done = run("certify", "sampler", *options)
-    assert done.status == 2, done.err
-    assert words in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert "Traceback" not in done.err

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft import SamplingParams, load_model
 from truedraft.bench import Group, OurEngine, Row, find_difference
 from truedraft.bench.runs import SystemOutput
 from truedraft.cli.compare import Comparison, Pair, Sides, repeated_ngrams
 from truedraft.core.stats import Counters
 
-Run = Callable[..., Result]
 WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from cli.tiny import Result, Run
 
-from cli.tiny import Result
-
-Run = Callable[..., Result]
-TOKENS = ("--max-tokens", "16", "--dtype", "float32", "--ignore-eos")
+TOKENS = ("--max-tokens", "8", "--dtype", "float32", "--ignore-eos")
 
 
 def text_of(result: Result) -> str:
@@ -49,41 +45,16 @@ def test_a_model_is_exported_as_it_is_without_a_size(run: Run, target: str, tmp_
 
 
 def test_comparing_on_a_padded_target_says_what_the_figures_mean(run: Run, target: str) -> None:
-    words = ("--model", target, "--pad-to", "110M", "--drafter", f"draft:{target}", "--compare", "--json")
-    result = run("generate", "hello", *words, "--max-tokens", "6", "--dtype", "bfloat16", "--ignore-eos")
+    words = ("--model", target, "--pad-to", "110M", "--drafter", f"draft:{target}", "--controller", "fixed")
+    result = run(
+        "generate", "hello", *words, "--compare", "--json", "--max-tokens", "3", "--dtype", "bfloat16", "--ignore-eos"
+    )
     assert result.status == 0, result.err
     record = result.record
     assert record["pad_to"] == "110M" and record["model"] == f"{target} padded to 110M"
     assert record["identical"] is True and record["speculative"]["accepted_tokens"] > 0
     assert f"{record['model']} ({record['note']})" in result.out
     assert "cost of a 110 M model" in record["note"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--out", "{new}", "--pad-to", "111M"], "unknown padding size '111M'; did you mean '110M'? valid: 110M, 500M"),
-        (["--out", "{new}", "--pad-to", "110M", "--model", "{nowhere}"], "there is no folder"),
-        (["--out", "{new}", "--dtype", "float8"], "unknown dtype 'float8'"),
-        (["--out", "{full}", "--pad-to", "110M"], "is not empty; name a new one"),
-        (["--out", "{full}/file"], "is a file; name a new folder"),
-        (["--out", "{full}/file/below"], "cannot write to the folder"),
-        (["--pad-to", "110M"], "missing option '--out'"),
-        (["--out", "{new}", "--threads", "0"], "--threads must be 1 or more, got 0"),
-    ],
-)
-def test_unusable_arguments_leave_nothing_behind(
-    run: Run, target: str, tmp_path: Path, words: list[str], message: str
-) -> None:
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "file").write_text("mine")
-    places = {"new": str(tmp_path / "new"), "full": str(full), "nowhere": str(tmp_path / "nowhere")}
-    words = [word.format(**places) for word in words]
-    result = run("export", *(() if "--model" in words else ("--model", target)), *words)
-    assert result.status == 2 and result.out == ""
-    assert message in result.err and result.err.count("\n") == 1
-    assert (full / "file").read_text() == "mine" and sorted(tmp_path.iterdir()) == [full]
 
 
 def test_a_size_below_the_model_names_both(run: Run, tmp_path: Path) -> None:

@@ -7,16 +7,14 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.tiny import Result, start
+from cli.tiny import Run, start
 from truedraft.cli.streams import visible
 from truedraft.drafters.prompt_lookup import PromptLookup
 
-Run = Callable[..., Result]
 TOKENS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos")
 
 

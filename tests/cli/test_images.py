@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 import transformers
 from PIL import Image
 
-from cli.tiny import Result
+from cli.tiny import Result, Run
 from support.multimodal_models import save_with_processor
 
-Run = Callable[..., Result]
 QUESTION = "What is in this picture?"
 TOKENS = ("--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "--json", "--drafter", "prompt-lookup")
 TEMPLATE = (

@@ -6,7 +6,6 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,22 +14,14 @@ from safetensors.torch import save_file
 from transformers import GPTJConfig
 
 import truedraft
-from cli.tiny import Result
+from cli.tiny import Result, Run
 from support.tiny_models import build
 from truedraft import embedded, load_model
 from truedraft.cli import info
 from truedraft.drafters.registry import write_record
+from truedraft.files import parameters_in
 
-Run = Callable[..., Result]
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
-
-
-def installed() -> bool:
-    try:
-        embedded.embedded_folder("target")
-    except truedraft.TruedraftError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["train", "draft", "--help"], ["--version"]])
@@ -70,7 +61,7 @@ def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch,
 
 def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    assert info._parameters(tmp_path / "x.safetensors") == 17
+    assert parameters_in(tmp_path / "x.safetensors") == 17
     (tmp_path / "README.md").write_text("---\nlicense: x\n---\n\n# A title\n\nWhat it is.\nMore.\n")
     assert info._summary(tmp_path / "README.md") == "What it is."
     assert info._summary(tmp_path / "absent.md") is None
@@ -79,10 +70,9 @@ def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:
 def test_safetensors_header_is_as_read_here(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}).encode()
     (tmp_path / "y.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
-    assert info._parameters(tmp_path / "y.safetensors") == 6
+    assert parameters_in(tmp_path / "y.safetensors") == 6
 
 
-@pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")
 def test_info_with_embedded_models(run: Run) -> None:
     record = run("info", "--json").record
     target, draft, *heads = record["embedded_models"]
@@ -93,7 +83,6 @@ def test_info_with_embedded_models(run: Run) -> None:
     assert target["card"] and draft["card"] and isinstance(record["fast_paths"], list)
 
 
-@pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")
 def test_info_lists_trained_drafters(run: Run, target: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -126,15 +115,6 @@ def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path
     assert all(each["belongs"] is None for each in run("info", "--json").record["drafters"])
 
 
-def test_info_about_what_is_not_there(run: Run, tmp_path: Path) -> None:
-    result = run("info", "--drafters-dir", str(tmp_path / "nowhere"))
-    assert result.status == 2
-    assert result.err.startswith("truedraft: error: --drafters-dir must be a folder of drafters, and ")
-    result = run("info", "--model", str(tmp_path / "nowhere"))
-    assert result.status == 2 and "there is no folder" in result.err
-
-
-@pytest.mark.skipif(not installed(), reason="the embedded models are not in this checkout")
 def test_the_main_job(run: Run) -> None:
     result = run("generate", "def quicksort(items):", "--compare", "--json", "--max-tokens", "48")
     assert result.status == 0

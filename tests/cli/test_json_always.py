@@ -10,40 +10,13 @@ from typing import Any
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft.bench import runs
 from truedraft.cli import export, generate, info
 from truedraft.cli.failures import warn, warnings_as_lines
 from truedraft.errors import ModelError
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training import drafts
-
-Run = Callable[..., Result]
-
-
-@pytest.mark.parametrize(
-    ("words", "command", "field"),
-    [
-        (["generate", "x", "--top-k", "-1"], "generate", "top_k"),
-        (["generate", "x", "--nonsense"], "generate", None),
-        (["generate", "x", "--drafter", "nobody"], "generate", "drafter"),
-        (["generate", "x", "--rule", "typical,epsilon=2"], "generate", "rule"),
-        (["bench", "--batch", "0"], "bench", "batch"),
-        (["bench", "--prompts", "nothing"], "bench", "prompts"),
-        (["generate", "x", "--model", "./nowhere"], "generate", "model"),
-        (["generate", ""], "generate", "prompt"),
-        (["certify", "stack", "--minutes", "0"], "certify stack", "minutes"),
-        (["export"], "export", None),
-        (["train", "draft"], "train draft", None),
-        (["nonsense"], "nonsense", None),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
-)
-def test_an_error(run: Run, words: list[str], command: str, field: str | None) -> None:
-    result = run(*words, "--json")
-    assert (result.status, result.record["command"], result.record["status"]) == (2, command, 2)
-    assert result.record["field"] == field
-    assert result.err == f"truedraft: error: {result.record['error']}\n"
 
 
 def test_an_interrupted_training(run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

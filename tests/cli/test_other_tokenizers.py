@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli.tiny import Result, save_tiny_llama
+from cli.tiny import Run, save_tiny_llama
 
 sys.path.append(str(Path(__file__).parents[1] / "text"))
 from tiny_tokenizers import WIDE
 
-Run = Callable[..., Result]
 TOKENS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos", "--temperature", "1", "--seed", "3")
 
 

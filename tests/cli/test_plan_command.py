@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft.control import Goodput
 from truedraft.planning.candidates import LONGEST
 
-Run = Callable[..., Result]
 NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 
 
@@ -189,46 +188,6 @@ def test_formulas_where_nothing_pays(run: Run) -> None:
     result = run("plan", "--alpha", "0.2", "--cost", "0.5", "--length", "3", "--json")
     assert result.record["best_length"] == 0 and result.record["length"] == 3 and result.record["speedup"] < 1.0
     assert "no length pays" in result.out
-
-
-@pytest.mark.parametrize(
-    ("words", "field", "says"),
-    [
-        (["--alpha", "0.8"], "cost", "--cost is needed with --alpha"),
-        (["--cost", "0.1"], "alpha", "--alpha is needed with --cost"),
-        (["--alpha", "1.8", "--cost", "0.1"], "alpha", "[0, 1]"),
-        (["--alpha", "0.8", "--cost", "-1"], "cost", "0 or more"),
-        (["--length", "3"], "length", "--alpha"),
-        (["--bandwidth", "2"], "bandwidth", "--simulate"),
-        (["--simulate", "nothing.json"], "simulate", "cannot read"),
-        (["--simulate", "x.json", "--alpha", "0.5", "--cost", "0.1"], "alpha", "two ways"),
-        (["--prompts", "three.txt"], "prompts", "must be 4 or more"),
-        (["--limit", "3"], "prompts", "there are 3"),
-        (["--drafter", "nobody"], "drafter", "unknown drafter"),
-        (["--drafter", "none"], "drafter", "no drafter to plan with"),
-        (["--drafter", "draft,min_probability=0.5", "--temperature", "1"], None, "stops by min_probability"),
-    ],
-)
-def test_what_cannot_be_planned(
-    run: Run,
-    target: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    quick: None,
-    words: list[str],
-    field: str | None,
-    says: str,
-    draft: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "three.txt").write_text("a\nb\nc\n")
-    (tmp_path / "some.txt").write_text("a\nb\nc\nd\n")
-    words = [word.replace("draft,", f"draft:{draft},") for word in words]
-    some = [] if {"--prompts", "--limit"} & set(words) else ["--prompts", "some.txt"]
-    result = run("plan", "--model", target, *some, *words, "--json")
-    assert result.status == 2, result.err
-    assert says in result.err and result.record["field"] == field
-    assert len(result.err.splitlines()) == 1
 
 
 def test_drafts_that_never_fit_cost_nothing(run: Run, target: str, tmp_path: Path, quick: None) -> None:

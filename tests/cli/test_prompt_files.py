@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft.cli.prompts import read_prompts
 from truedraft.errors import DataError, PromptError
 
-Run = Callable[..., Result]
 SAMPLED = ("--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "--temperature", "1", "--json")
 
 

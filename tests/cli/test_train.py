@@ -6,20 +6,18 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft import load_model
-from truedraft.training import drafts, evaluate
+from truedraft.training import evaluate
 from truedraft.training.drafts import StreamObjective
 from truedraft.training.loop import checkpoint_of
 from truedraft.training.workspace import alone_in
 
-Run = Callable[..., Result]
 SMALL = ("--steps", "4", "--length", "16", "--decay-length", "32", "--tokens-per-step", "64", "--width", "16")
 
 
@@ -59,29 +57,6 @@ def test_a_trained_draft_drafts(run: Run, target: str, text: str, tmp_path: Path
     again = run(*words)
     assert again.status == 2 and "holds a training; add --resume" in again.err
     assert run(*words, "--resume").status == 0
-
-
-def test_a_model_is_not_overwritten(run: Run, target: str, text: str) -> None:
-    result = run("train", "draft", "--model", target, "--data", text, "--out", target)
-    assert result.status == 2 and "holds a model, which would be overwritten" in result.err
-
-
-def test_a_model_that_does_not_exist(run: Run, text: str, tmp_path: Path) -> None:
-    nowhere = str(tmp_path / "nowhere" / "model")
-    result = run("train", "draft", "--model", nowhere, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
-    assert result.status == 2 and "truedraft: error: " in result.err and "nowhere" in result.err
-
-
-def test_ctrl_c_says_how_to_go_on(
-    run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(drafts, "train_draft", interrupted)
-    result = run("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
-    assert result.status == 130
-    assert result.err == "truedraft: interrupted before the first checkpoint; the same command begins again\n"
 
 
 def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
+from support.virtual_time import VirtualTime
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.training import evaluate, ngrams
 
-Run = Callable[..., Result]
 FEW = ("--tokens", "48", "--prompt-tokens", "32", "--answer-tokens", "12")
 
 
@@ -84,42 +83,6 @@ def test_what_the_target_writes_is_counted(run: Run, target: str, text: str, tmp
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "drafter.json", "table.ngram"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--order", "0"), "--order must be 1 or more, got 0"),
-        (("--order", "9"), "--order must be 1 or more and at most 8, got 9"),
-        (("--min-count", "0"), "--min-count must be"),
-        (("--max-bytes", "much"), "--max-bytes must be a size as 1000000, 300M or 1.5G, got 'much'"),
-        (("--max-bytes", "1K"), "bytes, and 1,024 are allowed; allow more, or give less text"),
-        (("--max-text-tokens", "0"), "--max-text-tokens must be"),
-        (("--max-text-tokens", "1", "--order", "3"), "the longest text has 2 tokens"),
-        (("--answers", "--answer-tokens", "0"), "--answer-tokens must be 1 or more"),
-        (("--answers", "--tokens", "0"), "--tokens must be a whole number of 1 or more"),
-        (("--minutes", "0"), "--minutes must be a number above 0"),
-        (("--seed", "-1"), "--seed must be"),
-        (("--resume",), "holds no training to go on with; leave --resume out"),
-        (("--clean",), "holds no working files of a training"),
-        (("--data", "nowhere.txt"), "cannot read the data file nowhere.txt"),
-    ],
-)
-def test_unusable_words(run: Run, target: str, text: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    result = run("train", "ngram", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *words)
-    assert result.status == 2 and result.complaint.count("\n") == 1, result.err
-    assert message in result.err
-
-
-def test_no_text_and_folders_of_other_things(run: Run, target: str, text: str, tmp_path: Path) -> None:
-    result = run("train", "ngram", "--model", target, "--out", str(tmp_path / "out"))
-    assert result.status == 2 and "with --data FILE" in result.err and not (tmp_path / "out").exists()
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n")
-    result = run("train", "ngram", "--model", target, "--data", str(empty), "--out", str(tmp_path / "out"))
-    assert result.status == 2 and "holds no text: give at least one file that is not empty" in result.err
-    result = run("train", "ngram", "--model", target, "--data", text, "--out", target)
-    assert result.status == 2 and "holds a model, which would be overwritten" in result.err
-
-
 def test_broken_tables_are_one_sentence(run: Run, target: str, table: Path, tmp_path: Path) -> None:
     def complaint(path: Path) -> str:
         done = run("generate", "x", "--model", target, "--drafter", f"ngram:{path}", "--max-tokens", "4")
@@ -167,14 +130,16 @@ def test_a_table_of_another_tokenizer_is_one_sentence(run: Run, target: str, tab
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_its_certificate(run: Run, target: str, table: Path, tmp_path: Path, temperature: str) -> None:
-    """A greedy one is over when all prompts are compared; in seconds a sampled one may lack evidence."""
+def test_its_certificate(
+    run: Run, target: str, table: Path, tmp_path: Path, temperature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A greedy one is over when all prompts are compared; in few steps a sampled one may lack evidence."""
+    VirtualTime(monkeypatch, step_s=0.0 if temperature == "0" else 0.04)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f1(x):\nreturn\nx + 3\n")
-    minutes = "10" if temperature == "0" else "0.05"
     done = run(
         *("certify", "stack", "--model", target, "--drafter", f"ngram:{table}", "--prompts", str(prompts), "--json"),
-        *("--temperature", temperature, "--minutes", minutes, "--max-tokens", "12", "--batch", "2"),
+        *("--temperature", temperature, "--minutes", "0.05", "--max-tokens", "12", "--batch", "2"),
     )
     assert done.status in ({0} if temperature == "0" else {0, 3}), done.out
     assert done.record["failures"] == [] and "'ngram'" in json.dumps(done.record)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft.planning import beam_trees
-from truedraft.training import evaluate, heads
+from truedraft.training import evaluate
 
-Run = Callable[..., Result]
 SMALL = ("--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2")
 
 
@@ -50,44 +48,6 @@ def test_a_trained_head_drafts(
         assert phrase in other.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--length", "0"), "--length must be a whole number of 1 or more, got 0"),
-        (("--state", "0"), "--state must be a whole number of 1 or more"),
-        (("--layers", "-1"), "--layers must be a whole number of 0 or more"),
-        (("--loss", "klx"), "unknown loss 'klx'; did you mean 'kl'?"),
-        (("--laws", "store"), "unknown kind of distributions 'store'; did you mean 'stored'?"),
-        (("--laws", "stored", "--loss", "ce"), "--laws need not be stored for the loss 'ce'"),
-        (("--self-fed", "2"), "--self-fed must be a number in [0, 1]"),
-        (("--place-decay", "0"), "--place-decay must lie in (0, 1]"),
-        (("--exit-width", "32"), "got an exit width of 32"),
-        (("--summed", "--state", "32"), "a state that sums embeddings has their 64 entries, got 32"),
-        (("--learning-rate", "0"), "--learning-rate must be a number above 0"),
-        (("--answer-tokens", "2"), "heads that reach 2 tokens ahead learn from answers of at least 3"),
-        (("--resume",), "holds no training to go on with; leave --resume out"),
-        (("--data", "nowhere.txt"), "cannot read the data file nowhere.txt"),
-        (("--stage", "2"), "--stage"),
-    ],
-)
-def test_unusable_words(run: Run, target: str, text: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    given = ("train", "redrafter", "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL)
-    result = run(*given, *words)
-    assert result.status == 2 and result.complaint.count("\n") == 1, result.err
-    assert message in result.err
-
-
 def test_the_help_says_that_stage_2_is_medusas(run: Run) -> None:
     result = run("train", "redrafter", "--help")
     assert result.status == 0 and "--stage 2" in " ".join(result.out.split())
-
-
-def test_ctrl_c_says_how_to_go_on(
-    run: Run, target: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(heads, "train_heads", interrupted)
-    result = run("train", "redrafter", "--model", target, "--data", text, "--out", str(tmp_path / "out"))
-    assert result.status == 130 and "before anything was written; the same command begins again" in result.err

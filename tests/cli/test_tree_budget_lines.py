@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.tiny import Result
+from cli.tiny import Run
 from truedraft.core.rank_tree import RankTree
 from truedraft.heads import HeadRecord, MedusaConfig, MedusaHeads
 from truedraft.models.loading import load_model
 
-Run = Callable[..., Result]
 WORDS = ("--json", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "--controller", "fixed")
 TREE = RankTree(((0,), (1,), (0, 0), (2,)), (0.9, 0.05, 0.04, 0.01))
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ class Result:
     def record(self) -> dict[str, Any]:
         """The JSON object in the last line of standard output."""
         return json.loads(self.out.splitlines()[-1])
+
+
+Run = Callable[..., Result]
+"""The command in this process, by the words that are typed."""
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ from truedraft.errors import OptionError, UnknownOptionError
     ("words", "kind"),
     [
         ("goodput", Goodput),
-        ("goodput,explore=thompson,probing=0.02", Goodput),
+        ("goodput,probing=0.02", Goodput),
         ("fixed", FixedBudget),
         ("heuristic,start=3", AssistedHeuristic),
         ("confidence,threshold=0.3", ConfidenceStop),
@@ -36,8 +36,8 @@ def test_every_kind_can_be_made_from_its_own_options() -> None:
     [
         ("godput", "goodput"),
         ("", "controller"),
-        ("goodput,explor=ucb", "explore"),
-        ("goodput,explore=usb", "ucb"),
+        ("goodput,probin=0.1", "probing"),
+        ("goodput,explore=thompson", "it is gone, take probing alone"),
         ("goodput,probing=2", "0.5"),
         ("goodput,probing=much", "number"),
         ("goodput,probing=nan", "nan"),

@@ -26,12 +26,9 @@ from support.simulated_drafting import (
     Simulation,
     steady,
 )
-from truedraft.control import Budget, Goodput, Hint, Thompson, UpperBound
-from truedraft.control.survival import Exploration
+from truedraft.control import Budget, Goodput, Hint
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.cascade import _OWN_MEMORY, _Guessed
-
-EXPLORATIONS: list[Callable[[], Exploration]] = [UpperBound, Thompson]
 
 
 def simulated(
@@ -40,14 +37,13 @@ def simulated(
     machine: Machine | None = None,
     drafters: Sequence[SimulatedDrafter] = (),
     reading_s: float = 0.0,
-    explore: Callable[[], Exploration] = UpperBound,
     **options: float,
 ) -> Simulation:
     """A simulation under `Goodput`, of drafters named "a", "b", ..."""
     clock = FakeClock(reading_s)
     each = [*drafters, *map(SimulatedDrafter, acceptances)]
     named = dict(zip("abc", each, strict=False))
-    simulation = Simulation(Goodput(explore(), clock=clock), named, clock, machine, **options)  # type: ignore[arg-type]
+    simulation = Simulation(Goodput(clock=clock), named, clock, machine, **options)  # type: ignore[arg-type]
     simulation.requests = [SimulatedRequest(number) for number in range(requests)]
     return simulation
 
@@ -115,9 +111,8 @@ def test_a_cascade_is_priced_by_what_its_guesses_save(rate: float, guesses: floa
 # ------------------------------------------------------------------------------------------ steady acceptance
 
 
-@pytest.mark.parametrize("explore", EXPLORATIONS)
-def test_nothing_accepted_costs_next_to_nothing(explore: Callable[[], Exploration]) -> None:
-    simulation = simulated(steady(0.0), explore=explore)
+def test_nothing_accepted_costs_next_to_nothing() -> None:
+    simulation = simulated(steady(0.0))
     simulation.run(1.0)
     assert simulation.of_plain > 0.9, "a second is 100 steps, of which some were spent on finding out"
     simulation.reset()
@@ -126,11 +121,10 @@ def test_nothing_accepted_costs_next_to_nothing(explore: Callable[[], Exploratio
     assert any(simulation.lengths), "it never stops trying"
 
 
-@pytest.mark.parametrize("explore", EXPLORATIONS)
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.9, 1.0])
-def test_it_comes_near_the_best_length(rate: float, explore: Callable[[], Exploration]) -> None:
+def test_it_comes_near_the_best_length(rate: float) -> None:
     """Found from an acceptance rate of 0.65 that nobody measured, although tokens beyond its drafts go untried."""
-    simulation = simulated(steady(rate), explore=explore)
+    simulation = simulated(steady(rate))
     simulation.run(2.0)
     simulation.reset()
     simulation.run(30.0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.test_noise import undo
 from truedraft.core import coupled as C
 from truedraft.core.coupled import LazyGumbelMax, choices_by_definition, coupled_choices
 from truedraft.core.noise import KeyedNoise, Purpose
@@ -156,7 +157,7 @@ def test_a_distribution_whose_numbers_are_too_small_for_the_filter() -> None:
 def test_the_most_extreme_bits_win_as_the_definition_says(word: int) -> None:
     """A token whose hash is `word`, at several probabilities: its bits are where the filter rounds most."""
     vocab, token = 5_000, 1_234
-    key = (unfinalise(word) - 0x9E3779B97F4A7C15) % 2**64 ^ token
+    key = (undo(word) - 0x9E3779B97F4A7C15) % 2**64 ^ token
     for scale in (0.0, 1.0, 4.0):
         for power in (0, -10, -20, -30, -36):
             logits = normal(1, vocab, 3, scale).double()
@@ -165,19 +166,6 @@ def test_the_most_extreme_bits_win_as_the_definition_says(word: int) -> None:
             left = LazyGumbelMax(vocab).candidates(dist[0].numpy(), key, 1)
             best = int((dist.log() + C.gumbel_of(C.signed(key), torch.arange(vocab))).argmax())
             assert left is not None and best in left
-
-
-def unfinalise(word: int) -> int:
-    """The input of splitmix64's finaliser that gives `word`."""
-
-    def unshift(z: int, count: int) -> int:
-        found = z
-        for _ in range(64 // count + 1):
-            found = z ^ (found >> count)
-        return found
-
-    z = unshift(unshift(word, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64, 27)
-    return unshift(z * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64, 30)
 
 
 @pytest.mark.parametrize("vocab", [3, 1_024, 32_768, 32_769, 100_000])
@@ -211,9 +199,8 @@ class GivenNoise:
 class BiasedNoise(KeyedNoise):
     """Keyed noise with a change of its own."""
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
-        numbers = super().gumbel(depth, vocab, device)
-        return None if numbers is None else numbers + 100.0 * (torch.arange(vocab) == 7)
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
+        return super().gumbel(depth, vocab, device) + 100.0 * (torch.arange(vocab) == 7)
 
 
 def test_noise_that_is_given_as_numbers_is_taken_as_it_is() -> None:

@@ -105,17 +105,14 @@ def test_numbers_of_few_tokens_under_many_keys_are_the_same_bits() -> None:
 
 def test_the_key_of_gumbel_noise_says_all_of_its_numbers() -> None:
     class Own(KeyedNoise):
-        def gumbel(self, depth: int, vocab: int, device: torch.device) -> torch.Tensor | None:
+        def gumbel(self, depth: int, vocab: int, device: torch.device) -> torch.Tensor:
             return torch.zeros(vocab, dtype=torch.float64)
 
     noise = KeyedNoise(5, 10, 0, 2)
     key = N.gumbel_key(noise, 3)
     assert key is not None
     assert torch.equal(noise.gumbel(3, 50, CPU), gumbel_of(key, torch.arange(50)))
-    greedy = KeyedNoise(5, 10, 0, greedy=True)
-    assert N.gumbel_key(greedy, 3) is None
     assert N.gumbel_key(Own(5, 10, 0), 3) is None, "its numbers are its own"
-    assert [N.is_greedy(each, 5, CPU) for each in (noise, greedy, Own(5, 10, 0))] == [False, True, False]
 
 
 @pytest.mark.gpu
@@ -211,10 +208,6 @@ def test_gumbel_noise_is_kept_for_the_step_and_right_after_a_change_of_size() ->
     assert noise.gumbel(1, 8, CPU) is first
     assert noise.gumbel(1, 16, CPU).shape == (16,)
     assert torch.equal(noise.gumbel(1, 8, CPU), first)
-
-
-def test_greedy_requests_have_no_gumbel_noise() -> None:
-    assert KeyedNoise(5, 10, 0, greedy=True).gumbel(0, 8, CPU) is None
 
 
 def test_asking_changes_nothing() -> None:

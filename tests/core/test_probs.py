@@ -190,7 +190,7 @@ def test_broken_logits_are_found_and_touch_no_other_row(params: SamplingParams, 
     logits[1, 5] = bad
     logits[3, 0] = bad
     dist = L.probs_from_logits(logits, params)
-    assert L.finite_rows(dist).tolist() == [True, False, True, False]
+    assert dist.sum(dim=-1).isfinite().tolist() == [True, False, True, False]
     assert torch.equal(dist[[0, 2]], clean[[0, 2]])
 
 
@@ -199,7 +199,7 @@ def test_masked_logits_have_no_mass(params: SamplingParams) -> None:
     logits = torch.full((1, 6), -math.inf)
     logits[0, [2, 4]] = torch.tensor([0.5, 0.4])
     dist = L.probs_from_logits(logits, params)
-    assert L.finite_rows(dist).tolist() == [True]
+    assert dist.sum(dim=-1).isfinite().tolist() == [True]
     assert dist[0, [0, 1, 3, 5]].tolist() == [0.0] * 4
     assert dist[0, 2] > 0
 
@@ -207,7 +207,7 @@ def test_masked_logits_have_no_mass(params: SamplingParams) -> None:
 @pytest.mark.parametrize("params", BROKEN, ids=["greedy", "plain", "top-k", "top-p", "all"])
 def test_a_row_without_any_token_is_found_at_every_temperature(params: SamplingParams) -> None:
     """All logits -inf: there is nothing to draw, greedily or not."""
-    assert L.finite_rows(L.probs_from_logits(torch.full((1, 6), -math.inf), params)).tolist() == [False]
+    assert not L.probs_from_logits(torch.full((1, 6), -math.inf), params).sum().isfinite()
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45, 1e-300])

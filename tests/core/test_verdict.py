@@ -7,23 +7,23 @@ import math
 import pytest
 
 from truedraft.core.stats import Counters
-from truedraft.core.verdict import Divergence, TokenDivergence
+from truedraft.core.verdict import Divergence
 
-FIRST = TokenDivergence(0.5, 0.25, 0.125, 1.0)
-SECOND = TokenDivergence(0.25, 0.75, 0.375, 2.0)
+FIRST = Divergence(1, 0.5, 0.25, 0.125, 1.0)
+SECOND = Divergence(1, 0.25, 0.75, 0.375, 2.0)
 
 
 def test_a_certain_token_by_hand() -> None:
-    each = TokenDivergence.of_choice(0.25, 0.5)
+    each = Divergence.of_choice(0.25, 0.5)
     assert (each.total_variation, each.total_variation_greedy) == (0.75, 0.5)
     assert (each.kl, each.kl_greedy) == (pytest.approx(math.log(4)), pytest.approx(math.log(2)))
-    sure = TokenDivergence.of_choice(1.0, 1.0)
-    assert sure == TokenDivergence(0.0, 0.0, 0.0, 0.0)
+    sure = Divergence.of_choice(1.0, 1.0)
+    assert sure == Divergence(1, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_rounding_below_zero_counts_as_zero() -> None:
-    assert TokenDivergence.of(-1e-17, -1e-17, 1.0 + 1e-7) == TokenDivergence(0.0, 0.0, 0.0, 0.0)
-    assert TokenDivergence.of_choice(1.0 + 1e-7, 1.0 + 1e-7) == TokenDivergence(0.0, 0.0, 0.0, 0.0)
+    assert Divergence.of_token(-1e-17, -1e-17, 1.0 + 1e-7) == Divergence(1, 0.0, 0.0, 0.0, 0.0)
+    assert Divergence.of_choice(1.0 + 1e-7, 1.0 + 1e-7) == Divergence(1, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_sums_and_means_by_hand() -> None:

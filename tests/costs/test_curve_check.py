@@ -18,7 +18,6 @@ from truedraft.costs import (
     CurveCheck,
     Effort,
     Measured,
-    ReadBandwidth,
     StepCosts,
     parts,
     target_cost,
@@ -130,7 +129,7 @@ def test_a_benchmark_measures_kept_curves_again_where_plain_steps_part(
         return dataclasses.replace(kept.use(), value=V, kept=not refresh)
 
     monkeypatch.setattr(bench_costs, "target_cost", curve)
-    monkeypatch.setattr(bench_costs, "read_bandwidth", lambda device: ReadBandwidth({"sum": 1e10}))
+    monkeypatch.setattr(bench_costs, "read_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(bench_costs, "ratio_of_steps", lambda engine, forwards: ratio)
     suite = Suite(kept.model, lossless=True, ours=[OurEngine("plain", Engine(kept.model))])
     found = bench_costs.measure_costs(suite, SamplingParams(), lambda done, label: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -194,9 +195,9 @@ def test_the_key_of_a_model_survives_loading_it_again() -> None:
 def test_what_is_kept_is_plain_json(store: CostStore) -> None:
     key = CostKey("tests", {"a": 1}, {"b": [1, 2], "c": Path("x")})
     curve = CostCurve((1.0, 2.0), (0.1, 0.2))
-    assert store.load(key, CostCurve.from_dict) == (None, None)
-    assert store.save(key, curve.to_dict()) is None
-    assert store.load(key, CostCurve.from_dict) == (curve, None)
+    assert store.load(key, CostCurve) == (None, None)
+    assert store.save(key, dataclasses.asdict(curve)) is None
+    assert store.load(key, CostCurve) == (curve, None)
     assert json.loads(store.path(key).read_text())["what"] == "tests"
 
 

@@ -7,24 +7,19 @@ import os
 import pytest
 import torch
 
-from truedraft.costs import ReadBandwidth, bandwidth, read_bandwidth
+from truedraft.costs import bandwidth, read_bandwidth
 from truedraft.errors import OptionError
 from truedraft.machine import this_machine
 
 
-def test_three_kinds_of_read_and_the_fastest_counts() -> None:
-    found = read_bandwidth(size_bytes=1 << 20, repetitions=1)
-    assert len(found.by_kind) == 3
-    assert min(found.by_kind.values()) > 0.0
-    assert found.bytes_per_s == max(found.by_kind.values())
-    assert ReadBandwidth({"a": 1.0, "b": 3.0, "c": 2.0}).bytes_per_s == 3.0
+def test_something_is_read() -> None:
+    assert read_bandwidth(size_bytes=1 << 20, repetitions=1) > 0.0
 
 
-def test_the_best_repetition_counts_and_bytes_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_read_counts_and_bytes_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([9.0, 9.0, 9.0, 0.5, 1.0, 2.0, 1.0, 0.25, 4.0])
     monkeypatch.setattr(bandwidth, "_seconds", lambda *_: next(seconds))
-    found = read_bandwidth(size_bytes=1 << 10, repetitions=2)
-    assert list(found.by_kind.values()) == [2048.0, 4096.0, 512.0]
+    assert read_bandwidth(size_bytes=1 << 10, repetitions=2) == 4096.0
 
 
 @pytest.mark.parametrize("size", [0, -8, 12])
@@ -45,7 +40,7 @@ def test_too_little_memory_is_told_in_one_sentence() -> None:
 
 def test_the_machine() -> None:
     found = this_machine()
-    assert found.cpu
-    assert found.cores == os.cpu_count()
-    assert found.threads == torch.get_num_threads()
-    assert found.device == "cpu"
+    assert found["cpu"]
+    assert found["cores"] == os.cpu_count()
+    assert found["threads"] == torch.get_num_threads()
+    assert found["device"] == "cpu"

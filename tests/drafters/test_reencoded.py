@@ -71,9 +71,9 @@ def test_what_is_proposed_is_the_drafts_own_text() -> None:
         request = DraftRequest(-5, SamplingParams(), TokenView(tokens))
         guesses.begin(request)
         try:
-            noise = KeyedNoise(0, len(tokens), 0, greedy=True)
+            noise = KeyedNoise(0, len(tokens), 0)
             proposal = guesses.propose([request], [Budget(4, 1, 4)], [noise])[0]
-            read = list(guesses.reads(request))
+            read = list(guesses.held.models[0].prefixes.text(request.id))
         finally:
             guesses.end(request)
         own = Engine(model).generate(read, SamplingParams(max_tokens=4, ignore_eos=True)).token_ids

@@ -37,7 +37,7 @@ def proposals_of(drafter: DraftModel, budgets: list[Budget], far: bool) -> list[
         ]
         for request in batch:
             drafter.begin(request)
-        noise = [KeyedNoise(request.id, 9, 1, greedy=request.params.greedy) for request in batch]
+        noise = [KeyedNoise(request.id, 9, 1) for request in batch]
         proposals = drafter.propose(batch, budgets, noise)
         assert all(proposal.tree.on_device is (far and len(proposal.tree) > 0) for proposal in proposals)
         for request in batch:
@@ -133,7 +133,7 @@ def test_a_greedy_draft_of_broken_logits_is_some_token() -> None:
 def test_a_row_without_mass_has_no_likeliest_token() -> None:
     """Where the host does not see that, token 0 stands in, as a deterministic candidate."""
     logits = torch.tensor([[-torch.inf] * 4, [-torch.inf, 2.0, -torch.inf, -torch.inf]])
-    nodes = [OpenNode(KeyedNoise(0, 0, 0, greedy=True), 0, 0, 1)] * 2
+    nodes = [OpenNode(KeyedNoise(0, 0, 0), 0, 0, 1)] * 2
     tokens, probs = TopTokens().draw(logits, SamplingParams(), nodes)
     assert tokens.tolist() == [[4], [1]] and probs is None
     assert [int(token) for ((token, _),) in tree_builder._unread_children(tokens, probs, 4)] == [0, 1]

@@ -11,12 +11,7 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters import Medusa, from_spec
 from truedraft.embedded import embedded_heads, heldout_prompts_file
-from truedraft.errors import CompositionError, ModelNotFoundError, UnknownOptionError
-
-try:
-    embedded_heads("medusa")
-except ModelNotFoundError:
-    pytest.skip("the embedded heads are not in this checkout", allow_module_level=True)
+from truedraft.errors import CompositionError, UnknownOptionError
 
 PROMPTS = [json.loads(line)["text"] for line in heldout_prompts_file().read_text().splitlines()][:8]
 
@@ -49,7 +44,7 @@ def test_they_are_refused_for_the_draft() -> None:
         from_spec("medusa", draft)
 
 
-@pytest.mark.parametrize(("temperature", "nodes", "least"), [(0.0, 32, 1.9), (0.0, 8, 1.7), (1.0, 32, 1.4)])
+@pytest.mark.parametrize(("temperature", "nodes", "least"), [(0.0, 32, 1.9), (1.0, 32, 1.4)])
 def test_acceptance_on_shipped_prompts(temperature: float, nodes: int, least: float) -> None:
     """Far below what all 32 prompts gave (the card), for eight prompts scatter; a broken path gives hardly over 1."""
     target = embedded(device="cpu")

@@ -13,13 +13,8 @@ from truedraft.core.probs import overlap
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import from_spec
 from truedraft.embedded import embedded_folder, embedded_names, heldout_prompts_file
-from truedraft.errors import ModelNotFoundError, UnknownOptionError
+from truedraft.errors import UnknownOptionError
 from truedraft.models.base import LanguageModel, Segment
-
-try:
-    embedded_folder("target")
-except ModelNotFoundError:
-    pytest.skip("the embedded models are not in this checkout", allow_module_level=True)
 
 
 def test_names() -> None:

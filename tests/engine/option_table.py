@@ -5,6 +5,7 @@ The world is a Markov table over four tokens, small enough that the distribution
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from truedraft.core.shaping import Shaping
 from truedraft.drafters import Drafter, DraftModel, Medusa, NoDrafter, Portfolio, PromptLookup, Redrafter
 from truedraft.drafters.prediction import PredictionDrafter
 from truedraft.errors import IncompatibleRuleError
+from truedraft.heads import MedusaHeads
+from truedraft.heads.redrafter import RedrafterHead
 from truedraft.verification.specs import rule_from_spec
 
 VOCAB, PROMPT, LENGTH, ANSWERS = 4, [1, 2, 3, 1, 2], 2, 1536
@@ -57,12 +60,22 @@ def world() -> MarkovWithEmbedding:
     return made
 
 
+@functools.cache
+def medusa() -> MedusaHeads:
+    return fitted_heads(world(), TEXTS)
+
+
+@functools.cache
+def redrafter() -> RedrafterHead:
+    return fitted_redrafter(world(), TEXTS, steps=20)
+
+
 def drafters() -> dict[str, Callable[[MarkovWithEmbedding], Drafter]]:
     def draft(**options: Any) -> Drafter:
         return DraftModel(MarkovWithEmbedding.random(VOCAB, seed=9, context_length=256), **options)
 
-    def recurrent(target: MarkovWithEmbedding, **options: Any) -> Drafter:
-        return Redrafter(fitted_redrafter(target, TEXTS, steps=20), beams=3, length=3, nodes=6, **options)
+    def recurrent(**options: Any) -> Drafter:
+        return Redrafter(redrafter(), beams=3, length=3, nodes=6, **options)
 
     return {
         "none": lambda target: NoDrafter(),
@@ -70,9 +83,9 @@ def drafters() -> dict[str, Callable[[MarkovWithEmbedding], Drafter]]:
         "prediction": lambda target: PredictionDrafter(4),
         "draft, chain": lambda target: draft(num_speculative_tokens=3),
         "draft, tree": lambda target: draft(branching=(2, 2)),
-        "medusa": lambda target: Medusa(fitted_heads(target, TEXTS), nodes=6),
-        "redrafter": lambda target: recurrent(target),
-        "redrafter, sampled": lambda target: recurrent(target, sampled=True),
+        "medusa": lambda target: Medusa(medusa(), nodes=6),
+        "redrafter": lambda target: recurrent(),
+        "redrafter, sampled": lambda target: recurrent(sampled=True),
         "merged": lambda target: Portfolio([draft(num_speculative_tokens=2), PromptLookup(min_ngram=1)]),
     }
 

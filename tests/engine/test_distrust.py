@@ -117,13 +117,11 @@ def test_a_distribution_that_breaks_below_a_drawn_token_does_not_bend_the_answer
     """To drop the token above it, because of what was drawn there, would give 1 with 0.75 instead of 0.5."""
     even = MarkovModel(torch.full((2, 2, 2), 0.5, dtype=torch.float64))
     drafter = Drawing(lambda text, dist: dist * torch.nan if text[-1] == 0 else dist, depth=2, vocab=2)
-    engine = Engine(even, drafter, rule, controller="fixed", entropy=4)
-    begun = ones = 0
-    for _ in range(800):
-        # After a 1 from the prefill, so that the first distribution is sound.
-        answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0)).token_ids
-        begun += answer[0] == 1
-        ones += answer[:2] == [1, 1]
+    engine = Engine(even, drafter, rule, controller="fixed", max_batch=50, entropy=4)
+    made = engine.generate([[1, 1]] * 800, SamplingParams(max_tokens=3, temperature=1.0))
+    # After a 1 from the prefill, so that the first distribution is sound.
+    begun = sum(answer.token_ids[0] == 1 for answer in made)
+    ones = sum(answer.token_ids[:2] == [1, 1] for answer in made)
     # About 400 answers begin with 1; more than 5 standard deviations off with probability below 1e-6.
     assert abs(ones - begun / 2) < 5 * (begun / 4) ** 0.5
 
@@ -183,6 +181,8 @@ def test_a_distribution_that_nobody_drew_from_may_hold_anything() -> None:
         (TokenTree(torch.tensor([1.0, 2.0]), TokenTree.chain([1, 2]).shape), torch.full((2, VOCAB), 1 / 8), "float32"),
         (TokenTree(torch.tensor([1]), TokenTree.chain([1, 2]).shape), torch.full((2, VOCAB), 1 / 8), "of shape (1,)"),
         (TokenTree.chain([1] * 9), torch.full((9, VOCAB), 1 / 8), "9 nodes, 9 deep"),
+        (TokenTree.chain([VOCAB]), torch.full((1, VOCAB), 1 / 8), "outside 0 to 7"),
+        (TokenTree.chain([-1]), torch.full((1, VOCAB), 1 / 8), "outside 0 to 7"),
     ],
 )
 def test_shapes_are_checked(tree: TokenTree, probs: Tensor, words: str) -> None:

@@ -244,15 +244,11 @@ def test_a_draft_that_breaks_below_a_drawn_token_does_not_bend_the_distribution(
     even = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
     probs = even.clone()
     probs[:, 0] = torch.nan
-    engine = Engine(
-        MarkovModel(even), DraftModel(MarkovModel(probs), num_speculative_tokens=2), controller="fixed", entropy=0
-    )
-    begun = ones = 0
-    for _ in range(2000):
-        # After a 1 from the prefill, so that the draft's first distribution is sound.
-        answer = engine.generate([1, 1], SamplingParams(max_tokens=3, temperature=1.0)).token_ids
-        begun += answer[0] == 1
-        ones += answer[:2] == [1, 1]
+    engine = Engine(MarkovModel(even), DraftModel(MarkovModel(probs), 2), controller="fixed", max_batch=50, entropy=0)
+    made = engine.generate([[1, 1]] * 2000, SamplingParams(max_tokens=3, temperature=1.0))
+    # After a 1 from the prefill, so that the draft's first distribution is sound.
+    begun = sum(answer.token_ids[0] == 1 for answer in made)
+    ones = sum(answer.token_ids[:2] == [1, 1] for answer in made)
     # About 1,000 answers begin with 1; more than 5 standard deviations off with probability below 1e-6.
     assert abs(ones - begun / 2) < 5 * (begun / 4) ** 0.5
 
@@ -286,20 +282,6 @@ def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target
     if when in ("propose", "begin"):
         assert answers[0].warnings == answers[2].warnings == ()
         assert answers[0].stats.accepted_tokens > answers[1].stats.accepted_tokens
-
-
-@pytest.mark.plants_failures
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        (lambda tokens: [[VOCAB]], "outside 0 to 7"),
-        (lambda tokens: [[-1]], "outside 0 to 7"),
-    ],
-)
-def test_an_impossible_proposal_is_a_drafter_failure(target: MarkovModel, script, words: str) -> None:  # type: ignore[no-untyped-def]
-    answer = Engine(target, ScriptedDrafter(script), controller="fixed").generate([3, 1], SamplingParams(max_tokens=6))
-    assert answer.token_ids == greedy_reference(target, [3, 1], 6)
-    assert words in answer.warnings[0]
 
 
 def test_cancelling_gives_the_cache_back_and_others_go_on(target: MarkovModel) -> None:
@@ -503,11 +485,6 @@ def test_a_controller_learns_what_a_step_counted_and_cost(target: MarkovModel) -
     assert controller.seen == [(0, 0), (2, 2), (2, 2)]
 
 
-def test_max_batch_is_checked(target: MarkovModel) -> None:
-    with pytest.raises(OptionError, match="max_batch"):
-        Engine(target, max_batch=0)
-
-
 # ------------------------------------------------------------------------------------------ controllers that rest
 
 
@@ -620,7 +597,7 @@ class Failing(PromptLookup):
 
 
 @pytest.mark.plants_failures
-@pytest.mark.parametrize("controller", ["fixed", "resting", "goodput"])
+@pytest.mark.parametrize("controller", ["fixed", "resting"])
 def test_hints_that_fail_cost_no_answer(controller: str) -> None:
     target, params = MarkovModel.random(5, 1), SamplingParams(max_tokens=12)
     plain = Engine(target).generate([[1, 2], [1, 3]], params)

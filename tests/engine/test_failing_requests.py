@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny_models
 from truedraft import Engine, SamplingParams
-from truedraft.cache import Prefixes, RequestCache
+from truedraft.cache import PrefixCache, RequestCache
 from truedraft.core.budget import Speculation
 from truedraft.drafters import DraftModel, DraftRequest, PromptLookup
 from truedraft.errors import OptionError
@@ -72,7 +72,7 @@ def test_one_that_gets_no_memory_fails_alone(
 def test_one_whose_beginning_cannot_be_kept_ends_all_the_same(
     target: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Prefixes, number: int) -> None:
+    def broken(self: PrefixCache, number: int) -> None:
         raise MemoryError("no room for blocks")
 
     own = expected(target)
@@ -82,7 +82,7 @@ def test_one_whose_beginning_cannot_be_kept_ends_all_the_same(
     engine = Engine(
         target, DraftModel(tiny_models.noisy("llama", 0.01)), controller="fixed", prefix_cache_bytes=1 << 20
     )
-    monkeypatch.setattr(Prefixes, "keep", broken)
+    monkeypatch.setattr(PrefixCache, "keep", broken)
     assert [answer.token_ids for answer in engine.generate(PROMPTS, PARAMS)] == own
     assert engine.check_idle() == []
     assert pool.in_use == before and not any(each.holding for each in engine.drafter.members.values())
@@ -117,7 +117,7 @@ def test_requests_that_are_over_keep_no_output_of_their_batch(target: LanguageMo
     requests = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
     while not all(request.closed for request in requests):
         engine.step()
-    assert all(request.last_step is not None and request.last_step[2] is None for request in requests)
+    assert all(request.last_step is not None and request.last_step.shown is None for request in requests)
     assert all(request.view is None for request in requests)
 
 
@@ -150,7 +150,7 @@ def test_drafters_that_a_request_does_not_want_hold_nothing_for_it(target: Langu
 def test_scopes_are_forgotten_with_their_last_block() -> None:
     import torch
 
-    store = Prefixes(most_bytes=1)
+    store = PrefixCache(most_bytes=1)
     for scope in range(50):
         cache = RequestCache(256)
         cache.reserve(64)

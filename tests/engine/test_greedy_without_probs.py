@@ -19,8 +19,6 @@ from truedraft.core import probs as probs_module
 from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
-from truedraft.engine import verifier as verifier_module
-from truedraft.engine.verifier import Verifier
 from truedraft.errors import InvalidLogitsError
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
@@ -29,6 +27,7 @@ from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.verification import ArgmaxRule
 
 SMALL = 8
 GREEDY = SamplingParams(max_tokens=40)
@@ -56,18 +55,18 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 def with_probs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every request gets distributions, as those that are sampled do."""
-    monkeypatch.setattr(Verifier, "_takes_argmax", lambda self, item: False)
+    monkeypatch.setattr(ArgmaxRule, "sees", "probs")
 
 
 def count_probs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collects the number of rows of each distribution that is made."""
     rows: list[int] = []
 
-    def counted(logits: Tensor, groups: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
+    def counted(logits: Tensor, params: SamplingParams) -> Tensor:
         rows.append(len(logits))
-        return probs_module.batch_probs(logits, groups)
+        return probs_from_logits(logits, params)
 
-    monkeypatch.setattr(verifier_module, "batch_probs", counted)
+    monkeypatch.setattr(probs_module, "probs_from_logits", counted)
     return rows
 
 

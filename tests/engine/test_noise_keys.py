@@ -193,7 +193,7 @@ def _without_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Request,
         "noise",
-        lambda request: KeyedNoise(request.noise_seed, len(request.tokens), 0, greedy=request.params.greedy),
+        lambda request: KeyedNoise(request.noise_seed, len(request.tokens), 0),
     )
 
 
@@ -210,7 +210,7 @@ def _without_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeyedNoise, "_gumbel_key", lambda noise, depth: mix(noise._root, depth))
+    patch.setattr(KeyedNoise, "gumbel_key", lambda noise, depth: mix(noise._root, depth))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.testing import ScriptedDrafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
-from truedraft.verification.rule import HostVerdicts
+from truedraft.verification.rule import BatchVerdicts
 
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8)
@@ -264,8 +264,8 @@ def test_trees_wait_once_more_a_level(options: dict[str, Any], params: SamplingP
 
 def test_a_rule_that_judges_on_the_host_waits_by_itself() -> None:
     class Own(SpeculativeSampling):
-        def decide(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
-            return HostVerdicts(SpeculativeSampling().verify(proposals, probs, noise))
+        def accept(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
+            return BatchVerdicts.made(SpeculativeSampling().verify(proposals, probs, noise))
 
     target = model()
     expected = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), controller="fixed"), BATCHES["mixed"]))

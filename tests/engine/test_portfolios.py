@@ -11,7 +11,7 @@ import torch
 from support.random_decisions import RandomDecisions
 from support.tiny_models import packed, stock
 from truedraft import Engine, SamplingParams
-from truedraft.control import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput, Thompson
+from truedraft.control import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import StepRecord
@@ -26,7 +26,7 @@ GUESSES = [[1, 2], [3], [1, 4, 5]]
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "goodput": Goodput,
-    "thompson": lambda: Goodput(Thompson(3), probing=0.3),
+    "probing": lambda: Goodput(probing=0.3),
     "heuristic": AssistedHeuristic,
     "confidence": lambda: ConfidenceStop(0.5),
     "random": lambda: RandomDecisions(4),
@@ -197,11 +197,11 @@ class Checked(DraftModel):
 
 
 class ToldAtOnce(Checked):
-    told_late = False
+    observes_lazily = False
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_who_is_told_late_knows_what_others_know(seed: int) -> None:
+def test_who_observes_lazily_knows_what_others_know(seed: int) -> None:
     """Caches that skipped steps are those of a fresh computation, and proposals those of who is told of every step."""
     target, draft = markov()
     params = SamplingParams(max_tokens=40, temperature=1.0)
@@ -216,9 +216,9 @@ def test_who_is_told_late_knows_what_others_know(seed: int) -> None:
     assert 100 < checks[0] < checks[1], "who is told late is told less often"
 
 
-def test_who_is_told_late_is_told_of_its_own_steps_at_once_and_else_of_the_last_one() -> None:
+def test_who_observes_lazily_is_told_of_its_own_steps_at_once_and_else_of_the_last_one() -> None:
     class Late(Watching):
-        told_late = True
+        observes_lazily = True
 
     class Turns(Controller):
         """The late one at every third step."""

@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from engine.option_table import PROMPT, VOCAB, columns, drafters, refusal, world
+from engine.test_form_law import NoTwins
 from support.chi_square import p_value
 from support.embedded_models import embedded
 from truedraft import Engine, SamplingParams
 from truedraft.core.params import ReasoningSpan, Structured
 from truedraft.core.probs import probs_from_logits
-from truedraft.core.shaping import Path
 from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec
 from truedraft.errors import OptionError
@@ -45,37 +44,12 @@ SPANS = {
 COLUMNS = [column for column in columns() if refusal(*column) is None]
 
 
-class Rising:
-    """Not 0 first, and no token like the one before it: a function of a text that begins empty."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
-
-    def masks(self, paths: Sequence[Path]) -> NDArray[np.bool_]:
-        found = np.ones((len(paths), VOCAB), dtype=np.bool_)
-        for row, path in enumerate(paths):
-            found[row, (0, *self._tokens, *path)[-1]] = False
-        return found
-
-    def allows(self, path: Path, token: int) -> bool:
-        return bool(self.masks([path])[0, token])
-
-    def legal(self, path: Path) -> int:
-        return next((place for place, token in enumerate(path) if not self.allows(path[:place], token)), len(path))
-
-    def forced(self) -> Sequence[int]:
-        return ()
-
-    def recalls(self) -> bool:
-        return False
-
-
 @pytest.fixture
 def letters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tokenizer]:
     backend = Backend(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    monkeypatch.setattr(Forms, "start", lambda own, structured, tokens, prompt_tokens: Rising(tokens))
+    monkeypatch.setattr(Forms, "start", lambda own, structured, tokens, prompt_tokens: NoTwins(tokens, 0))
     yield Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False))
 
 
@@ -126,18 +100,18 @@ def asked(name: str, length: int, *, temperature: float = 1.2, seed: int | None 
 
 @pytest.mark.parametrize("name", SPANS)
 def test_tokens_are_those_of_plain_decoding(name: str, letters: Tokenizer) -> None:
-    for temperature in (0.0, 1.2):
-        each = [asked(name, 14, temperature=temperature, seed=seed) for seed in range(3)]
-        prompts = [PROMPT, [3, 0, 2], [2, 2]]
-        plain = engine_of("none", "speculative", letters).generate(prompts, each)
-        for answer in plain:
-            assert not answer.warnings and answer.error is None
-            for place, token in enumerate(answer.token_ids):
-                assert token in allowed(answer.token_ids[:place], *SPANS[name])
-        for column in COLUMNS:
-            found = engine_of(*column, letters).generate(prompts, each)
-            assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain], column
-            assert not any(answer.warnings for answer in found)
+    """Of three prompts, greedy and seeded in one batch."""
+    each = [asked(name, 14, temperature=temperature, seed=seed) for temperature in (0.0, 1.2) for seed in range(3)]
+    prompts = [PROMPT, [3, 0, 2], [2, 2]] * 2
+    plain = engine_of("none", "speculative", letters).generate(prompts, each)
+    for answer in plain:
+        assert not answer.warnings and answer.error is None
+        for place, token in enumerate(answer.token_ids):
+            assert token in allowed(answer.token_ids[:place], *SPANS[name])
+    for column in COLUMNS:
+        found = engine_of(*column, letters).generate(prompts, each)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain], column
+        assert not any(answer.warnings for answer in found)
 
 
 @pytest.mark.parametrize(

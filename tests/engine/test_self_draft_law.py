@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_distribution_of_the_pipeline import BATCH, FALSE_ALARM, AcceptsAlways, counts_of, exact_dist, p_value
+from test_distribution_of_the_pipeline import BATCH, FALSE_ALARM, counts_of, exact_dist, p_value
 from transformers import LlamaConfig
 
 from support.backends import native_backend
+from support.broken_rules import AcceptsAlways
 from support.tiny_models import build
 from truedraft import Engine
 from truedraft.drafters import from_spec
@@ -43,7 +44,7 @@ def chance(target: HuggingFaceModel, word: str, rule: Rule, dist: np.ndarray, an
     return p_value(counts_of(Engine(target, drafter, rule, max_batch=BATCH + 3, controller="fixed"), answers), dist)
 
 
-@pytest.mark.parametrize("word", ["self:int8", "self:int4"])
+@pytest.mark.parametrize("word", [pytest.param("self:int8", marks=pytest.mark.slow), "self:int4"])
 def test_sampled_answers_follow_the_target(target: HuggingFaceModel, dist: np.ndarray, word: str) -> None:
     assert (dist > 0.001).sum() >= 12
     assert chance(target, word, SpeculativeSampling(), dist, ANSWERS) > FALSE_ALARM

@@ -1,4 +1,7 @@
-"""Penalties, biases and bans in the engine: answers are those of plain decoding, or follow their law."""
+"""Penalties, biases and bans in the engine: answers are those of the definition, or follow its law.
+
+That seeded answers are those of plain decoding, option by option, is for `test_option_table`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from core.test_shaping import by_definition
 from support.chi_square import p_value
-from support.pairwise import pairwise_among
+from support.pairwise import named, pairwise
 from truedraft import Engine, SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.shaping import Shaping
@@ -73,11 +76,7 @@ def greedy_by_definition(target: MarkovModel, params: SamplingParams) -> list[in
     return answer
 
 
-EACH = [pytest.param(options, id=name) for name, options in OPTIONS.items()]
-GREEDY, SEEDED = pairwise_among(2, EACH, DRAFTERS)
-
-
-@pytest.mark.parametrize(("options", "drafter"), GREEDY)
+@pytest.mark.parametrize(("options", "drafter"), pairwise(named(**OPTIONS), DRAFTERS))
 def test_greedy_answers_are_those_of_the_definition(target: MarkovModel, drafter: str, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=24, **options)
     answer = engine(target, drafter).generate(PROMPT, params)
@@ -86,15 +85,6 @@ def test_greedy_answers_are_those_of_the_definition(target: MarkovModel, drafter
         drafter == "itself" and answer.finish_reason == "length"
     ):  # it changes its logits alike, so all that it drafts is accepted
         assert answer.stats.accepted_tokens == answer.stats.draft_tokens
-
-
-@pytest.mark.parametrize(("options", "drafter"), SEEDED)
-def test_seeded_answers_are_those_of_plain_decoding(target: MarkovModel, drafter: str, options: dict[str, Any]) -> None:
-    each = [SamplingParams(max_tokens=24, temperature=1.1, seed=n, **options) for n in range(4)]
-    plain = Engine(target).generate([PROMPT] * 4, each)
-    drafted = engine(target, drafter).generate([PROMPT] * 4, each)
-    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
-    assert drafter == "lookup" or any(answer.stats.accepted_tokens for answer in drafted)
 
 
 def forgetting(logits: Tensor, trees: Sequence[TokenTree], shapings: Sequence[Shaping], _: object) -> Tensor:
@@ -119,7 +109,7 @@ SAMPLED: dict[str, Any] = {
     "temperature": 0.8,
     "top_p": 0.95,
 }
-ANSWERS = 12_000
+ANSWERS = 4_096  # a total variation of 0.08 is caught with probability 0.95, what is planted by half as many
 
 
 def exact_law(target: MarkovModel, params: SamplingParams) -> np.ndarray:
@@ -151,7 +141,7 @@ def test_sampled_answers_follow_the_law_of_the_definition(
     target, draft = MarkovModel.random(SMALL, seed=4), MarkovModel.random(SMALL, seed=9)
     made = Engine(target, DraftModel(draft, branching=branching), controller="fixed", max_batch=64, entropy=0)
     counts = np.zeros((SMALL,) * 3, dtype=np.int64)
-    for _ in range(0, ANSWERS, 64):
+    for _ in range(0, ANSWERS // 2 if forgets else ANSWERS, 64):
         for answer in made.generate([[1, 2]] * 64, SamplingParams(max_tokens=3, **SAMPLED)):
             counts[tuple(answer.token_ids)] += 1
     found = p_value(counts, exact_law(target, SamplingParams(max_tokens=3, **SAMPLED)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -43,12 +44,19 @@ def target() -> LanguageModel:
     return tiny_models.packed("llama")
 
 
+@cache
+def cold_start(prompt: tuple[int, ...], temperature: float) -> list[int]:
+    """What is answered by an engine that shares nothing."""
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=5)
+    return Engine(tiny_models.packed("llama"), prefix_cache_bytes=0).generate(list(prompt), params).token_ids
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_hit_gives_the_tokens_of_a_cold_start(target: LanguageModel, name: str, temperature: float) -> None:
     prompts = [[*SHARED, 1], [*SHARED, 2, 3], SHARED[:100], [*SHARED[:130], 9, 9, 9]]
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=5)
-    cold = [Engine(target, prefix_cache_bytes=0).generate(prompt, params).token_ids for prompt in prompts]
+    cold = [cold_start(tuple(prompt), temperature) for prompt in prompts]
     engine = Engine(target, DRAFTERS[name](target), controller="fixed", prefix_cache_bytes=1 << 24)
     fed = fed_by(engine)
     assert [answer.token_ids for answer in engine.generate(prompts, params)] == cold
@@ -56,9 +64,8 @@ def test_a_hit_gives_the_tokens_of_a_cold_start(target: LanguageModel, name: str
     fed.clear()
     assert [engine.generate(prompt, params).token_ids for prompt in prompts] == cold
     assert sum(fed) < 4 * 64 + 40, "and not at all the second time"
-    longer = prompts[0] + cold[0]
-    again = engine.generate([*longer, 4, 4], params).token_ids
-    assert again == Engine(target, prefix_cache_bytes=0).generate([*longer, 4, 4], params).token_ids
+    longer = [*prompts[0], *cold[0], 4, 4]
+    assert engine.generate(longer, params).token_ids == cold_start(tuple(longer), temperature)
     assert engine.check_idle() == []
 
 
@@ -116,7 +123,7 @@ def test_all_models_of_a_cascade_keep_within_the_bound(target: LanguageModel) ->
     small, small_too, middle = map(DraftModel, models)
     cascade = Cascade(Cascade(small, small_too, 3), middle, 5)
     engine = Engine(target, Portfolio([cascade, PromptLookup()]), controller="fixed", prefix_cache_bytes=most)
-    stores = [store for _, store in cascade.prefix_stores()]
+    stores = [each.prefixes for each in cascade.held.models]
     assert [id(each) for each in stores] == [id(each.prefixes) for each in (middle, small_too, small)]
     fed: list[int] = []
     for model in models:
@@ -163,11 +170,11 @@ def test_samples_are_independent_and_each_follows_its_law(drafted: bool) -> None
     """
     target = MarkovModel.random(3, seed=1)
     drafter = DraftModel(MarkovModel.random(3, seed=2), num_speculative_tokens=2) if drafted else None
-    engine = Engine(target, drafter, controller="fixed")
+    engine = Engine(target, drafter, controller="fixed", max_batch=64)
     prompt, runs = [1, 2], 3000
     counts = np.zeros((9, 9))
-    for seed in range(runs):
-        answer = engine.generate(prompt, SamplingParams(max_tokens=2, temperature=1.0, seed=seed, n=2))
+    params = [SamplingParams(max_tokens=2, temperature=1.0, seed=seed, n=2) for seed in range(runs)]
+    for answer in engine.generate([prompt] * runs, params):
         first, second = (3 * a + b for a, b in (answer.token_ids, answer.others[0].token_ids))
         counts[first, second] += 1
     one = np.array(
@@ -207,14 +214,3 @@ def test_running_answers_wait_for_one_part_of_a_prompt_at_most(table: MarkovMode
         engine.step()
         assert running.closed or running.emitted == emitted + 1
     assert max(fed) <= 256
-
-
-def test_markov_caches_are_shared_like_others() -> None:
-    """A Markov table reads its text back from the cache, so a wrong copy would change what it answers."""
-    target = MarkovModel.random(12, seed=4, context_length=256)
-    text = [token % 12 for token in SHARED]
-    engine = Engine(target, prefix_cache_bytes=1 << 20)
-    params = SamplingParams(max_tokens=20)
-    cold = Engine(target, prefix_cache_bytes=0).generate(text, params).token_ids
-    assert [engine.generate(text, params).token_ids for _ in range(3)] == [cold] * 3
-    assert engine.shared_tokens == 2 * 128

@@ -56,6 +56,11 @@ def test_words_stand_for_parts(engine: Engine, target: MarkovModel) -> None:
         ({"coupled_rule": "coupled"}, "coupled_rule must be a Rule, got str"),
         ({"max_batch": "3"}, "max_batch must be a whole number of 1 or more, got '3'"),
         ({"max_batch": True}, "max_batch must be a whole number"),
+        ({"max_batch": 0}, "max_batch must be a whole number"),
+        *(
+            ({"max_cache_bytes": most}, "max_cache_bytes must be a whole number of 1 or more")
+            for most in (0, -1, 1.5, True, "512M")
+        ),
     ],
 )
 def test_a_part_of_a_wrong_type_is_named(target: MarkovModel, parts: dict[str, Any], words: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-import torch
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from support.answers import count_moves
@@ -15,14 +14,13 @@ from support.tiny_models import (
     FAMILIES,
     PROMPTS,
     VOCAB,
-    answer_margin,
     build,
+    greedy_with_lead,
     noisy,
     packed,
     reference,
     stock,
-    stock_greedy,
-    stock_logits,
+    with_noise,
 )
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import (
@@ -77,7 +75,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
 def test_reference_answers_wander(family: str) -> None:
     """What everything here is compared with can tell a broken cache: many tokens, and no near tie."""
     assert min(len(set(answer)) for answer in reference(family)) >= 20
-    assert answer_margin(family) > 1e-3
+    assert greedy_with_lead(stock(family), COUNT)[1] > 1e-3
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -166,24 +164,13 @@ FAST: dict[str, Callable[[], PreTrainedModel]] = {
 @cache
 def fast(family: str, noise: float = 0.0) -> HuggingFaceModel:
     """As `load_model` makes it; with noise on its weights, a draft that often agrees."""
-    model = FAST[family]()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for weight in model.parameters():
-            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
-    return HuggingFaceModel(model, None, family, fastest_backend)
+    return HuggingFaceModel(with_noise(FAST[family](), noise), None, family, fastest_backend)
 
 
 @cache
 def by_transformers(family: str) -> tuple[list[list[int]], float]:
     """Its own answers, and the smallest lead of a chosen token over the next."""
-    model = FAST[family]()
-    answers = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
-    leads = []
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        top = stock_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1].topk(2, dim=-1).values
-        leads.append(float((top[:, 0] - top[:, 1]).min()))
-    return answers, min(leads)
+    return greedy_with_lead(FAST[family](), COUNT)
 
 
 @cache

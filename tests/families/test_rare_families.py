@@ -10,7 +10,7 @@ from transformers import BartConfig, BartForCausalLM, RobertaConfig
 
 from families.test_packed_forward import TOLERANCE, worst_difference
 from support.rare_families import RARE, SMALL, config
-from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build, stock_greedy, stock_logits
+from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build, greedy_with_lead, stock_greedy, with_noise
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, Lookahead
 from truedraft.errors import UnsupportedModelError
@@ -30,11 +30,7 @@ SEEDS = {"gemma4_text with shared keys": 5, "gemma4_unified": 5, "granitemoehybr
 @cache
 def loaded(family: str, backend: str, noise: float = 0.0) -> HuggingFaceModel:
     """As `load_model` makes it, checked; with noise on its weights, a draft that often agrees."""
-    model = build(RARE[family](), SEEDS.get(family, 0), spread=0.3)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for weight in model.parameters():
-            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    model = with_noise(build(RARE[family](), SEEDS.get(family, 0), spread=0.3), noise)
     check = check_against_stock(model, family)
     made = HuggingFaceModel(model, None, family, BACKENDS[backend])
     check(made)
@@ -44,13 +40,7 @@ def loaded(family: str, backend: str, noise: float = 0.0) -> HuggingFaceModel:
 @cache
 def by_transformers(family: str) -> tuple[list[list[int]], float]:
     """Its own answers, and the smallest lead of a chosen token over the next."""
-    model = build(RARE[family](), SEEDS.get(family, 0), spread=0.3)
-    answers = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
-    leads = []
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        top = stock_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1].topk(2, dim=-1).values
-        leads.append(float((top[:, 0] - top[:, 1]).min()))
-    return answers, min(leads)
+    return greedy_with_lead(build(RARE[family](), SEEDS.get(family, 0), spread=0.3), COUNT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

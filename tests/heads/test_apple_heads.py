@@ -115,12 +115,16 @@ def without(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("config", "state", "words"),
     [
-        (CONFIG, without("rnn_u.bias"), r"lacks rnn_u\.bias, which its config\.json asks for"),
+        (CONFIG, without("rnn_u.bias"), r"lacks rnn_u\.bias, which heads of its sizes have"),
         (CONFIG, without("input_proj.weight"), r"lacks input_proj\.weight"),
-        (CONFIG, STATE | {"rnn_w.bias": torch.zeros(HIDDEN)}, r"holds rnn_w\.bias, unknown to its config"),
+        (CONFIG, STATE | {"rnn_w.bias": torch.zeros(HIDDEN)}, r"holds rnn_w\.bias, unknown to heads of its sizes"),
         (CONFIG | {"rnn": False}, STATE, r"holds rnn_u\.bias, rnn_u\.weight, rnn_w\.weight, unknown"),
         (CONFIG | {"num_draft_layers": 2}, STATE, r"lacks lm_head\.1\.linear\.bias"),
-        (CONFIG | {"vocab_size": 14}, STATE, r"lm_head\.1\.weight .* has the shape \[13, 6\].* asks for \[14, 6\]"),
+        (
+            CONFIG | {"vocab_size": 14},
+            STATE,
+            r"lm_head\.1\.weight .* has the shape \[13, 6\].* of its sizes have \[14, 6\]",
+        ),
         (CONFIG, STATE | {"rnn_u.bias": torch.zeros(HIDDEN, dtype=torch.float64)}, "numbers of several kinds"),
         ({k: v for k, v in CONFIG.items() if k != "exit_dim"}, STATE, "does not name 'exit_dim'"),
         (CONFIG | {"exit_dim": 0}, STATE, "make no head .*exit_width"),

@@ -85,7 +85,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     "a model": (edit(kind=None), ModelError, "not of a recurrent drafter"),
     "another version": (edit(version=2), ModelError, "version 2"),
     "sizes of no head": (edit(exit_width=5), ModelError, "damaged.*exit width of 5"),
-    "other sizes": (edit(state=13), ModelError, "not of the sizes"),
+    "other sizes": (edit(state=13), ModelError, "has the shape"),
     "a tensor missing": (drop_a_tensor, ModelError, "recurrent.bias"),
 }
 
@@ -104,7 +104,7 @@ def test_places_without_a_head_are_refused(tmp_path: Path) -> None:
         RedrafterHead.load(tmp_path / "nowhere")
     with pytest.raises(ModelNotFoundError, match="truedraft train redrafter"):
         RedrafterHead.load(tmp_path)
-    with pytest.raises(ModelNotFoundError, match="no home"):
+    with pytest.raises(ModelNotFoundError, match="the home folder of nobody"):
         RedrafterHead.load("~nobody-is-called-so/head")
 
 

@@ -1,23 +1,27 @@
-"""Families that cannot run packed: one text at a time through their own attention, answers as of transformers."""
+"""Families that cannot run packed: answers as of transformers, one text at a time through their own attention.
+
+Or, of those that keep nothing which could be taken back, by the whole text at every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, BertConfig, PreTrainedModel
 
-from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build, stock_greedy
+from models.test_recurrence import stock as carrying
+from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter_of, stock, stock_greedy, with_noise
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.drafters import DraftModel
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, runs_of
+from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend, run_alone
@@ -54,27 +58,26 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 4,
         "attention_chunk_size": 64}),
 }  # fmt: skip
+WHOLE = ("llama", "rwkv", "openai-gpt", "recurrent_gemma")
 WIDE = {"bloom": 0.5, "xglm": 0.5}  # where answers would repeat themselves
 
 
-def config(family: str) -> PretrainedConfig:
-    kind, sizes = ALONE[family]
-    return AutoConfig.for_model(kind, **sizes)
+def random_model(family: str) -> PreTrainedModel:
+    if family in WHOLE and family != "openai-gpt":
+        return stock(family) if family == "llama" else carrying(family)
+    kind, sizes = ALONE.get(family, (family, _OLD | {"tie_word_embeddings": False}))
+    return build(AutoConfig.for_model(kind, **sizes), 0, WIDE.get(family, 0.25))
 
 
-def random_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return build(config(family), 0, WIDE.get(family, 0.25), dtype)
+def run(model: PreTrainedModel, family: str) -> HuggingFaceModel:
+    """As `load_model` makes it, checked."""
+    kind = WholeTextBackend if family in WHOLE else AloneBackend
+    return run_alone(model, None, family, UnsupportedModelError("asked so"), kind)
 
 
 @cache
-def alone(family: str, noise: float = 0.0, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
-    """As `load_model` makes it, checked; with noise on its weights, a draft that often agrees."""
-    model = random_model(family, dtype)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for weight in model.parameters():
-            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
-    return run_alone(model, None, family, UnsupportedModelError("asked so"))
+def alone(family: str, noise: float = 0.0) -> HuggingFaceModel:
+    return run(with_noise(random_model(family), noise), family)
 
 
 @pytest.mark.parametrize("family", ALONE)
@@ -85,25 +88,26 @@ def test_packed_it_is_refused(family: str) -> None:
         check(HuggingFaceModel(model, None, family, fastest_backend))
 
 
-@pytest.mark.parametrize("drafted", [None, {"num_speculative_tokens": 4}, {"branching": (3, 2, 1)}], ids=str)
-@pytest.mark.parametrize("family", ALONE)
-def test_greedy_equals_transformers(family: str, drafted: dict[str, Any] | None) -> None:
-    model = random_model(family)
-    expected = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+@pytest.mark.parametrize(
+    ("family", "drafted"),
+    [*itertools.product(ALONE, ("none", "chain", "tree")), *itertools.product(WHOLE, DRAFTED)],
+)
+def test_greedy_equals_transformers(family: str, drafted: str) -> None:
+    # Each by a model of its own: Recurrent Gemma reads a prompt of one token behind what it read last.
+    expected = [stock_greedy(random_model(family), prompt, COUNT) for prompt in PROMPTS]
     assert max(len(set(answer)) for answer in expected) >= 6
-    drafter = None if drafted is None else DraftModel(alone(family, 0.05), **drafted)
-    engine = Engine(alone(family), drafter, controller="fixed")
+    engine = Engine(alone(family), drafter_of(drafted, alone(family, 0.05)), controller="fixed")
     answers = engine.generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=COUNT))
     assert [list(answer.token_ids) for answer in answers] == expected
     assert not any(answer.warnings for answer in answers) and engine.check_idle() == []
-    if drafted is not None:
+    if drafted in ("chain", "tree") and family in ALONE:
         accepted = sum(answer.stats.accepted_tokens for answer in answers)
         assert 0 < accepted < sum(answer.stats.draft_tokens for answer in answers)
 
 
 @pytest.mark.parametrize("family", ALONE)
 def test_it_loads_and_says_how_it_runs(family: str, tmp_path: Path) -> None:
-    build(config(family), 0, spread=0.02).save_pretrained(tmp_path)
+    random_model(family).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, dtype="float32")
     assert isinstance(loaded._backend, AloneBackend)
     assert loaded.note is not None and "one text at a time, since it cannot run packed: " in loaded.note
@@ -155,27 +159,24 @@ def test_a_path_is_written_and_read() -> None:
     assert all(each.equal(expected) for each in cache.entries()[0])
 
 
-def _keeps_a_state() -> PretrainedConfig:
-    return AutoConfig.for_model(
-        "recurrent_gemma", **_IDS, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=16, intermediate_size=96, lru_width=48, attention_window_size=16, conv1d_width=4,
-    )  # fmt: skip
-
-
-def _reads_all_again() -> PretrainedConfig:
-    return AutoConfig.for_model("openai-gpt", **_OLD)
-
-
-@pytest.mark.parametrize("made", [_keeps_a_state, _reads_all_again])
-def test_what_keeps_a_state_or_nothing_is_refused(made: Callable[[], PretrainedConfig]) -> None:
+@pytest.mark.parametrize("family", ["recurrent_gemma", "openai-gpt"])
+def test_what_keeps_a_state_or_nothing_is_refused(family: str) -> None:
     with pytest.raises(UnsupportedModelError, match="asked so"):
-        run_alone(build(made(), 0, spread=0.1), None, "such", UnsupportedModelError("asked so"))
+        run_alone(random_model(family), None, "such", UnsupportedModelError("asked so"))
 
 
 def test_what_cannot_run_so_either_is_read_as_a_whole(tmp_path: Path) -> None:
-    build(_reads_all_again(), 0, spread=0.1).save_pretrained(tmp_path)
-    note = load_model(tmp_path, dtype="float32").note
-    assert note is not None and "the whole text again" in note and "\n" not in note
+    random_model("openai-gpt").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, dtype="float32")
+    assert loaded.note is not None and "the whole text again" in loaded.note and "\n" not in loaded.note
+    assert Engine(loaded).generate([5, 6, 7], SamplingParams(max_tokens=4)).token_ids
+
+
+def test_rows_that_see_later_tokens_are_refused() -> None:
+    encoder = build(BertConfig(**_SMALL, intermediate_size=64), seed=1, spread=0.4)
+    with pytest.raises(UnsupportedModelError, match="asked so") as caught:
+        run_alone(encoder, None, "bert", UnsupportedModelError("asked so"), WholeTextBackend)
+    assert "later ones" in str(caught.value.__cause__)
 
 
 def test_long_rotary_positions_stay_where_they_do_not_change(tmp_path: Path) -> None:

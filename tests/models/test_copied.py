@@ -14,10 +14,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from support.tiny_models import PROMPTS, stock, stock_greedy
+from support.tiny_models import DRAFTED, PROMPTS, drafter_of, stock, stock_greedy
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.copied import CopiedBackend
 from truedraft.models.base import Segment
@@ -61,18 +60,12 @@ def counted(model: HuggingFaceModel) -> Iterator[list[int]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("drafted", ["none", "prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
-    drafters: dict[str, Drafter | None] = {
-        "none": None,
-        "prompt-lookup": PromptLookup(min_ngram=1),
-        "chain": DraftModel(copied(family, 0.05), 4),
-        "tree": DraftModel(copied(family, 0.05), branching=(3, 2, 1)),
-    }
     model = random_model(family)
     expected = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
-    engine = Engine(copied(family), drafters[drafted], controller="fixed")
+    engine = Engine(copied(family), drafter_of(drafted, copied(family, 0.05)), controller="fixed")
     answers = engine.generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=COUNT, ignore_eos=True))
     assert [list(answer.token_ids)[: len(own)] for answer, own in zip(answers, expected, strict=True)] == expected
     assert not any(answer.warnings for answer in answers) and not engine.check_idle()

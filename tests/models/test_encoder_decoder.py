@@ -9,18 +9,17 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
+from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter_of, encoder_decoder
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.base import DraftRequest
 from truedraft.engine import BeamSearch
 from truedraft.errors import CompositionError, ModelError, OptionError, PromptError, UnsupportedModelError
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.loading import run_encoder_decoder
 from truedraft.models.sources import Sources
 
 COUNT = 24
@@ -75,7 +74,7 @@ def stock(family: str, noise: float = 0.0) -> PreTrainedModel:
 
 @cache
 def target(family: str, noise: float = 0.0) -> HuggingFaceModel:
-    return run_encoder_decoder(stock(family, noise), None, family)
+    return encoder_decoder(stock(family, noise), family)
 
 
 def sources(family: str) -> list[list[int]]:
@@ -97,23 +96,14 @@ def by_transformers(family: str, source: list[int], count: int = COUNT, **option
     return answer[: ends[0]] if ends else answer
 
 
-def drafters(family: str) -> dict[str, Drafter | None]:
-    return {
-        "none": None,
-        "prompt-lookup": PromptLookup(min_ngram=1),
-        "chain": DraftModel(target(family, 0.05), 4),
-        "tree": DraftModel(target(family, 0.05), branching=(3, 2, 1)),
-    }
-
-
-@pytest.mark.parametrize("drafted", ["none", "prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
     """Alone and in a ragged batch."""
     prompts = sources(family)
     expected = [by_transformers(family, prompt) for prompt in prompts]
     assert max(len(set(answer)) for answer in expected) >= 6
-    engine = Engine(target(family), drafters(family)[drafted], controller="fixed")
+    engine = Engine(target(family), drafter_of(drafted, target(family, 0.05)), controller="fixed")
     answers = engine.generate(prompts, WAYS["greedy"])
     assert [answer.token_ids for answer in answers] == expected
     assert engine.generate(prompts[1], WAYS["greedy"]).token_ids == expected[1]
@@ -123,12 +113,14 @@ def test_greedy_equals_transformers(family: str, drafted: str) -> None:
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
 
-@pytest.mark.parametrize("drafted", ["prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("drafted", DRAFTED[1:])
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_seeded_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
     prompts = sources(family)
     plain = Engine(target(family)).generate(prompts, WAYS["seeded"])
-    found = Engine(target(family), drafters(family)[drafted], controller="fixed").generate(prompts, WAYS["seeded"])
+    found = Engine(target(family), drafter_of(drafted, target(family, 0.05)), controller="fixed").generate(
+        prompts, WAYS["seeded"]
+    )
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
 
 
@@ -267,4 +259,4 @@ def test_a_draft_of_another_kind_is_refused() -> None:
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
     model.config.bos_token_id = model.generation_config.bos_token_id = None
     with pytest.raises(UnsupportedModelError, match="decoder_start_token_id; add it"):
-        run_encoder_decoder(model, None, "t5")
+        encoder_decoder(model, "t5")

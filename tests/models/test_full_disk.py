@@ -21,7 +21,7 @@ def test_the_forward_is_compiled_elsewhere_and_not_kept(
     """The compiler would fail in a full folder, and the slower loop would run for want of a few kilobytes."""
     source = tmp_path / "small.c"
     source.write_text("int truedraft_forward(void) { return 7; }\n")
-    monkeypatch.setattr(building, "_SOURCE", source)
+    monkeypatch.setattr(building, "SOURCE", source)
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(building.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import PreTrainedModel
 
 from support.backends import HostRecorder, graph_backend
-from support.tiny_models import PROMPTS, VOCAB, WINDOW, build, noisy_stock, packed, reference, stock, stock_logits
+from support.loops import CONFIGS, TREE, apart, assert_equal_up_to_rounding, run_forwards, weights
+from support.pairwise import pairwise
+from support.tiny_models import PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
-from truedraft.machine import has_bfloat16
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -25,133 +22,13 @@ from truedraft.models.llama import Llama
 from truedraft.models.loading import fastest_backend
 from truedraft.models.probe import check_against_stock, probe_patterns
 
-needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(torch.device("cpu")), reason="no bfloat16 instructions")
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "grouped heads": lambda: LlamaConfig(**SMALL),
-    "a key head for each": lambda: LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
-    "one key head": lambda: LlamaConfig(**SMALL | {"num_key_value_heads": 1}),
-    "biases": lambda: LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
-    "odd sizes": lambda: LlamaConfig(**SMALL | {"hidden_size": 44, "intermediate_size": 90}, head_dim=14),
-    "tied": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "gelu": lambda: LlamaConfig(**SMALL, hidden_act="gelu"),
-    "rope yarn": lambda: LlamaConfig(**SMALL, rope_parameters=YARN),
-    "mistral with a window": lambda: MistralConfig(**SMALL, sliding_window=WINDOW),
-    "mistral": lambda: MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**SMALL),
-    "qwen2 with a window from the second layer on": lambda: Qwen2Config(
-        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=64),
-}
-TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
-"""A root token and below it 6 nodes with the leaves 3, 5 and 6; the path 0, 2, 4, 6 skips two of them."""
-LARGE_TREE = TreeShape((-1, 0, 0, *range(1, 69)))
-"""71 nodes: two branches in turns, more than one number of 64 bits tells about."""
-
 
 def recorded(model: PreTrainedModel) -> GraphBackend:
     return graph_backend(model, HostRecorder())
 
 
-def weights(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return build(CONFIGS[name](), seed=0, spread=0.15, dtype=dtype)
-
-
 def graphs(model: PreTrainedModel) -> HuggingFaceModel:
     return HuggingFaceModel(model, None, "graphs", recorded)
-
-
-def by_modules(model: PreTrainedModel) -> HuggingFaceModel:
-    return HuggingFaceModel(model, None, "modules")
-
-
-def run_forwards(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
-    """All rows of prefills, chains and trees, mixed and alone, by levels; slots that move; a arena that grows.
-
-    Returns:
-        Logits `[rows, vocab]` and vectors before the head `[rows, width]`, float64, on the CPU.
-    """
-    generator = torch.Generator().manual_seed(5)
-    outputs: list[tuple[Tensor, Tensor]] = []
-
-    def drawn(count: int) -> Tensor:
-        return torch.randint(VOCAB, (count,), generator=generator).to(model.device)
-
-    def forward(*segments: Segment) -> None:
-        output = model.forward(segments)
-        outputs.append((output.logits.double().cpu(), output.hidden.double().cpu()))
-
-    def chain(cache: RequestCache, count: int) -> Segment:
-        return Segment(cache, drawn(count), chain_shape(count), range(count))
-
-    def tree(cache: RequestCache, shape: TreeShape = TREE, rows: Sequence[int] | None = None) -> Segment:
-        return Segment(cache, drawn(len(shape)), shape, range(len(shape)) if rows is None else rows)
-
-    first, second, third = (model.new_cache() for _ in range(3))
-    forward(chain(first, 5), chain(second, 90), chain(third, 1))  # a long prompt between short ones
-    for cache, count in zip((first, second, third), (5, 90, 1), strict=True):
-        cache.commit(range(count))
-    for _ in range(2):
-        forward(tree(first), chain(second, 4), chain(third, 1))
-        first.commit((0, 2, 4, 6))
-        second.commit((0, 1))
-        third.commit((0,))
-    for written, until in ((0, 1), (1, 3), (3, 7)):
-        level = TreeShape(TREE.parents[:until])
-        forward(Segment(second, drawn(until - written), level, range(until - written), written))
-    second.commit((0, 2, 5))
-    forward(chain(third, 1))
-    forward(tree(second, rows=(1, 6)), chain(first, 2))  # another order, few rows
-    second.commit(())
-    second.rollback(40)
-    model.release_cache(first)  # the last of the slots moves
-    forward(chain(second, 3), tree(third, LARGE_TREE, range(0, 71, 7)))
-    third.commit((0, 1, 3, 5))
-    second.commit((0, 1, 2))
-    fourth, fifth = model.new_cache(), model.new_cache()
-    forward(chain(fourth, 30), chain(third, 1), chain(fifth, 2))
-    for cache, count in ((fourth, 30), (third, 1), (fifth, 2)):
-        cache.commit(range(count))
-    forward(Segment(fourth, drawn(230), chain_shape(230), ()))  # nothing wanted; capacity grows
-    fourth.commit(range(230))
-    forward(tree(fourth), tree(second), chain(fifth, 1))
-    for cache in (second, third, fourth, fifth):
-        model.release_cache(cache)
-    logits, hidden = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-    return logits, hidden
-
-
-def apart(left: Tensor, right: Tensor, spread: float) -> tuple[float, float]:
-    """Largest and root mean square difference, in units of the spread of what is compared."""
-    difference = (left - right) / spread
-    return float(difference.abs().max()), float(difference.square().mean().sqrt())
-
-
-def assert_equal_up_to_rounding(ours: Tensor, theirs: Tensor) -> None:
-    """Each product sums about 100 terms and is off by some 1e-7 of its size; a wrong mask or position gives 1."""
-    largest, typical = apart(ours, theirs, float(theirs.std()))
-    assert largest <= 5e-5
-    assert typical <= 5e-6
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_float32_equals_the_models_own_modules(name: str) -> None:
-    for ours, theirs in zip(run_forwards(graphs(weights(name))), run_forwards(by_modules(weights(name))), strict=True):
-        assert_equal_up_to_rounding(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["grouped heads", "mistral with a window", "qwen3"])
@@ -160,37 +37,6 @@ def test_unrecorded_forwards_give_the_same(name: str) -> None:
     plain = HuggingFaceModel(weights(name), None, name, graph_backend)
     for ours, theirs in zip(run_forwards(plain), run_forwards(graphs(weights(name))), strict=True):
         assert ours.equal(theirs)
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("name", ["grouped heads", "mistral with a window", "qwen3", "biases"])
-def test_bfloat16_is_as_near_to_the_exact_answer_as_the_models_own_modules(name: str) -> None:
-    """The exact answer is that of the same bfloat16 weights in float64; both ways round some ten times a layer."""
-    bfloat16 = torch.bfloat16
-    truth = run_forwards(by_modules(weights(name, bfloat16).double()))
-    fast, slow = (run_forwards(make(weights(name, bfloat16))) for make in (graphs, by_modules))
-    for true, ours, theirs in zip(truth, fast, slow, strict=True):
-        spread = float(true.std())
-        largest, typical = apart(ours, theirs, spread)
-        assert largest <= 0.7
-        assert typical <= 0.07
-        assert apart(ours, true, spread)[1] <= 1.3 * apart(theirs, true, spread)[1]
-
-
-def test_the_window_is_seen_by_these_texts() -> None:
-    """The comparisons above would notice a window that was lost."""
-    with_window, without = (run_forwards(graphs(weights(name)))[0] for name in ("mistral with a window", "mistral"))
-    assert apart(with_window, without, float(without.std()))[0] > 0.5
-
-
-@pytest.mark.parametrize("name", ["grouped heads", "tied", "qwen3"])
-def test_a_prompt_equals_transformers_own_forward(name: str) -> None:
-    """Without any of our code on the other side; short and long ones run differently."""
-    for count in (40, 100):
-        text = torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(6))
-        model = graphs(weights(name))
-        logits = model.forward([Segment(model.new_cache(), text, chain_shape(count), range(count))]).logits
-        assert_equal_up_to_rounding(logits, stock_logits(weights(name), text.tolist()))
 
 
 def test_a_row_does_not_notice_its_neighbours() -> None:
@@ -241,17 +87,6 @@ def test_rejected_tokens_with_nan_are_forgotten() -> None:
         cache.commit(())
 
 
-def test_a_failed_forward_leaves_the_model_usable() -> None:
-    model = graphs(weights("grouped heads"))
-    ids = torch.tensor([5, 9, 11])
-    expected = model.forward([Segment(model.new_cache(), ids, chain_shape(3), range(3))]).logits
-    cache = model.new_cache()
-    for _ in range(2):
-        with pytest.raises(IndexError):
-            model.forward([Segment(cache, torch.tensor([VOCAB + 5]), chain_shape(1), (0,))])
-    assert model.forward([Segment(cache, ids, chain_shape(3), range(3))]).logits.equal(expected)
-
-
 def test_a_foreign_cache_is_refused() -> None:
     model, other = graphs(weights("grouped heads")), graphs(weights("grouped heads"))
     for cache in (RequestCache(512), other.new_cache()):
@@ -275,19 +110,18 @@ def test_which_models_fit() -> None:
     assert "CUDA graphs" not in graphs(stock("llama")).fast_paths
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-@pytest.mark.parametrize("max_batch", [1, 3])
-def test_greedy_answers_equal_those_of_transformers(family: str, max_batch: int) -> None:
-    """Plain, by a chain and by a tree, from a draft that often errs; requests come and go, so slots move."""
+@pytest.mark.parametrize(
+    ("family", "max_batch", "drafted"), pairwise(["llama", "qwen3", "mistral"], [1, 3], ["none", "chain", "tree"])
+)
+def test_greedy_answers_equal_those_of_transformers(family: str, max_batch: int, drafted: str) -> None:
+    """From a draft that often errs; requests come and go, so slots move."""
     expected = [list(tokens)[:64] for tokens in reference(family)]
-    prompts = [list(prompt) for prompt in PROMPTS]
     target, draft = graphs(stock(family)), graphs(noisy_stock(family, 0.1))
-    for drafter in (None, DraftModel(draft, 3), DraftModel(draft, branching=(3, 2, 1))):
-        engine = Engine(target, drafter, max_batch=max_batch, controller="fixed")
-        answers = engine.generate(prompts, SamplingParams(max_tokens=64))
-        assert [answer.token_ids for answer in answers] == expected
-        if drafter is not None:
-            assert all(0 < answer.stats.accepted_tokens < answer.stats.draft_tokens for answer in answers)
+    engine = Engine(target, drafter_of(drafted, draft), max_batch=max_batch, controller="fixed")
+    answers = engine.generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=64))
+    assert [answer.token_ids for answer in answers] == expected
+    if drafted != "none":
+        assert all(0 < answer.stats.accepted_tokens < answer.stats.draft_tokens for answer in answers)
     assert target.pool.in_use == draft.pool.in_use == 0
 
 
@@ -313,7 +147,7 @@ def test_on_cuda_replayed_forwards_equal_the_models_own(name: str) -> None:
     """Recorded for real; float32 products of the GPU sum in another order than those of the CPU."""
     model = HuggingFaceModel(weights(name).to("cuda"), None, name, fastest_backend)  # type: ignore[arg-type]
     assert "CUDA graphs" in model.fast_paths
-    theirs = run_forwards(by_modules(weights(name).double()))
+    theirs = run_forwards(HuggingFaceModel(weights(name).double(), None, "modules"))
     for _ in range(2):  # the second time more is replayed
         for ours, exact in zip(run_forwards(model), theirs, strict=True):
             largest, typical = apart(ours, exact, float(exact.std()))

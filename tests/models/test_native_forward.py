@@ -1,6 +1,6 @@
 """The native forward: sizes that fill no whole unit, threads, what it refuses, and how it is compiled and kept.
 
-That it gives what the model's own modules give in every shape of forward: `test_fused.py`; that rows do not depend on
+That it gives what the model's own modules give in every shape of forward: `test_loops.py`; that rows do not depend on
 each other: `test_row_invariance.py`.
 """
 
@@ -387,7 +387,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and a source that compiles quickly."""
     source = tmp_path / "small.c"
     source.write_text("int truedraft_forward(void) { return 7; }\n")
-    monkeypatch.setattr(building, "_SOURCE", source)
+    monkeypatch.setattr(building, "SOURCE", source)
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     built.cache_clear()
@@ -453,7 +453,7 @@ def test_what_was_compiled_is_kept_until_the_source_changes(
     assert answer(built(torch.float32)) == 7
     assert answer(again()) == 7
     assert log.read_text().splitlines() == ["run"]
-    building._SOURCE.write_text("int truedraft_forward(void) { return 8; }\n")
+    building.SOURCE.write_text("int truedraft_forward(void) { return 8; }\n")
     assert answer(again()) == 8
     assert len(log.read_text().splitlines()) == 2
     monkeypatch.setenv("CC", f"{tmp_path / 'logging'} -DOTHER")

@@ -64,7 +64,7 @@ def run_late_threads(folder: Path, *options: str, layers: str = "plain") -> str:
     assert COMPILER is not None
     program, source = folder / "late_threads", Path(__file__).with_name("late_threads.c")
     command = [COMPILER, "-std=gnu11", "-O1", "-pthread", "-w", *options, "-DBF16=0"]
-    command += [f'-DDECODER="{building._SOURCE}"', str(source), "-o", str(program), "-lm"]
+    command += [f'-DDECODER="{building.SOURCE}"', str(source), "-o", str(program), "-lm"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode and options:
         pytest.skip(f"this compiler has no {options}")

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from support.pairwise import pairwise_among
+from support.pairwise import pairwise, pairwise_among
 from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy
 from truedraft import Engine, SamplingParams
 from truedraft.cache.carried import MOST_EDGES, CarriedStates, StateRow
 from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.drafters import DraftModel
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import check_against_stock
@@ -244,23 +245,30 @@ def test_a_rolled_back_cache_begins_again(family: str) -> None:
     assert cache.length == 0 and not cache.family.carried.entries() and not cache.family.carried.edges
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled", "seeded"])
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "zamba2", "recurrent_gemma", "rwkv", "zaya"])
-def test_drafted_answers_equal_plain_ones(family: str, way: str) -> None:
+DRAFTS: dict[str, dict[str, Any]] = {
+    "chain": {"num_speculative_tokens": 4}, "tree": {"branching": (2, 2, 1)}, "itself": {"num_speculative_tokens": 3}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "drafted"),
+    pairwise(
+        ["qwen3_next", "mamba", "zamba2", "recurrent_gemma", "rwkv", "zaya"], ["greedy", "sampled", "seeded"], DRAFTS
+    ),
+)
+def test_drafted_answers_equal_plain_ones(family: str, way: str, drafted: str) -> None:
     """With a hybrid draft, too, which drafts level by level and catches up with what it did not see."""
-    model, draft = packed(family, torch.bfloat16), packed("qwen3_next", torch.bfloat16)
+    model = packed(family, torch.bfloat16)
+    draft = model if drafted == "itself" else packed("qwen3_next", torch.bfloat16)
     params = SamplingParams(
         max_tokens=30, temperature=0.0 if way == "greedy" else 1.0, seed=3 if way == "seeded" else None
     )
     prompts = [list(prompt) for prompt in PROMPTS]
-    plain = Engine(model).generate(prompts, params)
-    from truedraft.drafters import DraftModel
-
-    for drafter in (DraftModel(draft, 4), DraftModel(draft, branching=(2, 2, 1)), DraftModel(model, 3)):
-        answers = Engine(model, drafter, controller="fixed").generate(prompts, params)
-        assert all(not answer.warnings and answer.error is None for answer in answers)
-        if way != "sampled":
-            assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    answers = Engine(model, DraftModel(draft, **DRAFTS[drafted]), controller="fixed").generate(prompts, params)
+    assert all(not answer.warnings and answer.error is None for answer in answers)
+    if way != "sampled":
+        plain = Engine(model).generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
 
 
 def one_after_another(model: HuggingFaceModel, prompts: Sequence[Sequence[int]]) -> tuple[list[Any], list[int]]:

@@ -12,15 +12,14 @@ import transformers
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from support.tiny_models import VOCAB
+from support.tiny_models import DRAFTED, VOCAB, drafter_of, encoder_decoder
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.costs.measuring import Effort, measure_drafter, measure_target
-from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.drafters import DraftModel
 from truedraft.errors import CompositionError, ModelError, PromptError, UnsupportedModelError
 from truedraft.models import HuggingFaceModel, MultimodalPrompt
 from truedraft.models.base import Segment
-from truedraft.models.loading import run_encoder_decoder
 from truedraft.models.sound import Sound
 from truedraft.planning.sizes import ratio_of_steps
 
@@ -71,7 +70,7 @@ def stock(family: str, noise: float = 0.0, **sizes: Any) -> PreTrainedModel:
 
 @cache
 def target(family: str, noise: float = 0.0) -> HuggingFaceModel:
-    return run_encoder_decoder(stock(family, noise), None, family)
+    return encoder_decoder(stock(family, noise), family)
 
 
 def sound(family: str, seed: int, cut: int = 0) -> dict[str, Tensor]:
@@ -102,23 +101,14 @@ def by_transformers(family: str, heard: dict[str, Tensor], begun: tuple[int, ...
     return answer[: ends[0]] if ends else answer
 
 
-def drafters(family: str) -> dict[str, Drafter | None]:
-    return {
-        "none": None,
-        "prompt-lookup": PromptLookup(min_ngram=1),
-        "chain": DraftModel(target(family, 0.01), 4),
-        "tree": DraftModel(target(family, 0.01), branching=(3, 2, 1)),
-    }
-
-
-@pytest.mark.parametrize("drafted", ["none", "prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
     """Alone and in a ragged batch."""
     expected = [by_transformers(family, each, BEGUN[family]) for each in sounds(family)]
     assert max(len(set(answer)) for answer in expected) >= 6
     assert len({tuple(answer) for answer in expected}) == 3
-    engine = Engine(target(family), drafters(family)[drafted], controller="fixed")
+    engine = Engine(target(family), drafter_of(drafted, target(family, 0.01)), controller="fixed")
     answers = engine.generate(prompts(family), GREEDY)
     assert [answer.token_ids for answer in answers] == expected
     assert engine.generate(prompts(family)[1], GREEDY).token_ids == expected[1]
@@ -131,19 +121,21 @@ def test_greedy_equals_transformers(family: str, drafted: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_hears_the_same_sound(family: str) -> None:
     """The target's own twin guesses all that it says, which it could not without the sound."""
-    twin = run_encoder_decoder(stock(family), None, "twin")
+    twin = encoder_decoder(stock(family), "twin")
     engine = Engine(target(family), DraftModel(twin, 4), controller="fixed")
     for answer in engine.generate(prompts(family), SamplingParams(max_tokens=COUNT, ignore_eos=True)):
         assert 1 not in answer.token_ids
         assert answer.stats.accepted_tokens == answer.stats.draft_tokens > 10
 
 
-@pytest.mark.parametrize("drafted", ["prompt-lookup", "chain", "tree"])
+@pytest.mark.parametrize("drafted", DRAFTED[1:])
 @pytest.mark.parametrize("family", ["whisper"])
 def test_seeded_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
     params = [SamplingParams(max_tokens=COUNT, temperature=1.0, seed=seed) for seed in range(3)]
     plain = Engine(target(family)).generate(prompts(family), params)
-    found = Engine(target(family), drafters(family)[drafted], controller="fixed").generate(prompts(family), params)
+    found = Engine(target(family), drafter_of(drafted, target(family, 0.01)), controller="fixed").generate(
+        prompts(family), params
+    )
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
 
 
@@ -174,7 +166,7 @@ def test_loading_hears_three_times_at_most() -> None:
     model = stock("whisper")
     heard: list[int] = []
     model.get_encoder().register_forward_hook(lambda *_: heard.append(1))
-    loaded = run_encoder_decoder(model, None, "whisper")
+    loaded = encoder_decoder(model, "whisper")
     assert loaded.equality
     assert len(heard) <= 3
 
@@ -236,7 +228,7 @@ def test_what_is_no_sound_is_refused() -> None:
 
 
 def test_a_draft_that_hears_something_else_is_refused() -> None:
-    draft = run_encoder_decoder(stock("whisper", num_mel_bins=4), None, "narrow")
+    draft = encoder_decoder(stock("whisper", num_mel_bins=4), "narrow")
     told = "'narrow' hears input_features of 4 x 40, and target 'whisper' is given input_features of 8 x 40"
     with pytest.raises(CompositionError, match=told):
         Engine(target("whisper"), DraftModel(draft))

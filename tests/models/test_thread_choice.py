@@ -138,9 +138,8 @@ def test_bits_are_the_same_on_any_number_of_threads(
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
             tokens = torch.arange(rows) * 37 % 4096
-            found.append(
-                model._backend.forward([Segment(cache, tokens, chain_shape(rows), range(rows))], model.device)[0]
-            )
+            segment = Segment(cache, tokens, chain_shape(rows), range(rows))
+            found.append(model._backend.forward([segment], model.device).logits)
             cache.rollback(0)
         torch.set_num_threads(before)
         assert all(found[0].equal(each) for each in found[1:]), f"{rows} rows"

@@ -240,7 +240,7 @@ def test_ids_that_write_the_same_are_summed_before_anything_is_drawn() -> None:
     drafter, params = DraftModel(model, 1), SamplingParams(temperature=1.0)
     request = DraftRequest(-1, params, TokenView(ids))
     drafter.begin(request)
-    proposal = drafter.propose([request], [Budget(1, 1, 1)], [KeyedNoise(1, len(ids), 0, greedy=False)])[0]
+    proposal = drafter.propose([request], [Budget(1, 1, 1)], [KeyedNoise(1, len(ids), 0)])[0]
     drafter.end(request)
     assert proposal.probs is not None
     whole = sum(sums.values())

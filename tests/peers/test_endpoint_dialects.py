@@ -245,22 +245,17 @@ def test_a_server_that_takes_and_tells_text_alone(server: ScriptedServer, tokeni
     assert "the prompt's text encodes to other token ids" in lost
 
 
-@pytest.mark.parametrize(
-    ("text", "told", "message"),
-    [
+def test_answers_whose_ids_cannot_be_known_are_errors(server: ScriptedServer, tokenizer: Tokenizer) -> None:
+    for text, told, message in (
         ("caf\ufffd", {}, "half a character"),
         ("caf\ud83d", {"tokens": None}, "half a character"),
         (ANSWER, {"tokens": 99}, "99 tokens by its count"),
         (" return", {"prompt_tokens": 3}, "counts 3 tokens in a prompt of"),
-    ],
-)
-def test_answers_whose_ids_cannot_be_known_are_errors(
-    server: ScriptedServer, tokenizer: Tokenizer, text: str, told: dict[str, Any], message: str
-) -> None:
-    openai_like(server, tokenizer, "x")
-    with opened(server, tokenizer) as endpoint:
-        openai_like(server, tokenizer, text, **told)
-        assert message in refusal(endpoint.ask([question(tokenizer)]))
+    ):
+        openai_like(server, tokenizer, "x")
+        with opened(server, tokenizer) as endpoint:
+            openai_like(server, tokenizer, text, **told)
+            assert message in refusal(endpoint.ask([question(tokenizer)]))
 
 
 def test_a_text_that_merges_with_the_prompt_is_an_error(server: ScriptedServer, tokenizer: Tokenizer) -> None:
@@ -325,10 +320,10 @@ def test_the_key_goes_to_the_server(server: ScriptedServer, tokenizer: Tokenizer
         opened(server, tokenizer, api_key="two\nlines")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://"])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(OptionError, match="is no address; give one such as http"):
-        Endpoint.open(url)
+def test_what_is_no_address_is_refused() -> None:
+    for url in ("127.0.0.1:8000", "ftp://host", "http://"):
+        with pytest.raises(OptionError, match="is no address; give one such as http"):
+            Endpoint.open(url)
 
 
 def test_an_address_may_end_in_v1(server: ScriptedServer, tokenizer: Tokenizer) -> None:

@@ -224,9 +224,8 @@ def test_a_closed_connection_is_tried_again(server: ScriptedServer) -> None:
     assert len([body for body in server.posted() if tuple(body["prompt"]) == BAD]) == 4 + 4
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
+def test_answers_that_are_none(server: ScriptedServer) -> None:
+    for made, message in (
         (Made(b"<html>hello</html>", headers={"Content-Type": "text/html"}),
          "answered no JSON object but text/html ('<html>hello</html>'); is this the address of an API?"),
         (Made(b"{half", headers={"Content-Type": "application/json"}), "no JSON object but application/json ('{half')"),
@@ -252,10 +251,8 @@ def test_a_closed_connection_is_tried_again(server: ScriptedServer) -> None:
         (Made(b'{"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": [1%s]}}]}' % (b"0" * 400)),
          "answered JSON that is no completion (OverflowError"),
         (Made({"id": "x"}), "answered JSON that is no completion (KeyError: 'choices')"),
-    ],
-)  # fmt: skip
-def test_answers_that_are_none(server: ScriptedServer, made: Made, message: str) -> None:
-    assert message in fails(server, made, api_key="key")
+    ):  # fmt: skip
+        assert message in fails(server, made, api_key="key")
 
 
 def test_a_key_that_is_missing(server: ScriptedServer) -> None:
@@ -275,20 +272,17 @@ def test_a_server_that_hardly_says_what_it_is(server: ScriptedServer, info: Any)
         assert endpoint.ask([Question(GOOD, SamplingParams())]) == [Reply(ANSWER, "")]
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
+def test_answers_of_another_model(server: ScriptedServer) -> None:
+    for told, message in (
         ({"model": "other"}, "was asked for model 'm', and 'other' answered"),
         ({"prompt_token_ids": [7, 9]}, "it read 2 token ids that are not the 2 of the prompt"),
         ({"token_ids": [9, 100]}, "answered token id 100, outside a vocabulary of 100"),
         ({"token_ids": [-1]}, "answered token id -1"),
         ({"token_ids": None}, "hides the token ids of its answer, and there is no tokenizer"),
         ({"prompt_tokens": 3}, "counts 3 tokens in a prompt of 2"),
-    ],
-)
-def test_answers_of_another_model(server: ScriptedServer, told: dict[str, Any], message: str) -> None:
-    script(server, lambda asked, count: good(asked, **told))
-    assert message in only_error(ask(server, GOOD, BAD, GOOD))
+    ):
+        script(server, lambda asked, count, told=told: good(asked, **told))
+        assert message in only_error(ask(server, GOOD, BAD, GOOD))
 
 
 def test_a_tokenizer_that_changes_under_way(server: ScriptedServer, tokenizer: Tokenizer) -> None:

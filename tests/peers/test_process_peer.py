@@ -72,9 +72,8 @@ def test_ids_of_any_kind_and_their_end(made: Any) -> None:
     assert ask(peer, max_tokens=1) == Reply((7,), finish_reason="length")
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
+def test_what_is_no_answer() -> None:
+    for made, message in (
         ("text", "must return a list of token ids, got 'text'"),
         (None, "must return a list of token ids, got None"),
         ([[1, 2]], "must return a list of token ids, which are whole numbers, got [1, 2] in it"),
@@ -92,10 +91,8 @@ def test_ids_of_any_kind_and_their_end(made: Any) -> None:
         (np.array([7.5]), "got 7.5 in it"),
         (torch.tensor(3), "must return a list of token ids"),
         ([8], "token id 8, outside a vocabulary of 8"),
-    ],
-)
-def test_what_is_no_answer(made: Any, message: str) -> None:
-    assert message in str(ask(ProcessPeer(lambda prompt: made, vocab_size=8)))
+    ):
+        assert message in str(ask(ProcessPeer(lambda prompt, made=made: made, vocab_size=8)))
 
 
 def test_what_stands_behind_an_end_of_text_is_part_of_the_answer() -> None:

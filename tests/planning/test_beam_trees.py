@@ -12,8 +12,8 @@ import torch
 from support.head_models import SHARPENED, MarkovWithEmbedding, fitted_redrafter, random_redrafter
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
-from truedraft.core.survival import Survival
 from truedraft.drafters import Redrafter
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.engine import Answer
 from truedraft.heads import HeadRecord, RedrafterHead, RedrafterRunner
 from truedraft.planning import beam_trees
@@ -51,7 +51,7 @@ def traces_of(
 
 
 def promises_for(
-    traces: Sequence[Trace], widths: Sequence[int] = WIDTHS, steps: int = 4, survival: Survival | None = None
+    traces: Sequence[Trace], widths: Sequence[int] = WIDTHS, steps: int = 4, survival: AcceptanceOdds | None = None
 ) -> list[BeamTokens]:
     return tokens_of_beams(RedrafterRunner(head(steps), target()), traces, widths, LENGTH, survival)
 
@@ -63,7 +63,7 @@ def measured(drafter: Redrafter, params: SamplingParams) -> float:
 
 def test_so_it_does_for_calibrated_beams() -> None:
     """The odds are not those of this head: they only must choose the same beams in replay and engine."""
-    params, survival = SamplingParams(max_tokens=60), Survival.of(SHARPENED)
+    params, survival = SamplingParams(max_tokens=60), AcceptanceOdds.of(SHARPENED)
     traces = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, params))
     calibrated, raw = (promises_for(traces, (4, 8), survival=each) for each in (survival, None))
     parted = 0
@@ -79,10 +79,18 @@ def test_so_it_does_for_calibrated_beams() -> None:
     assert parted > 1
 
 
-@pytest.mark.parametrize("steps", [0, 4], ids=["random", "fitted"])
-@pytest.mark.parametrize("count", [2, 6, 12, 60])
+@pytest.mark.parametrize(
+    ("count", "steps"),
+    [
+        *((2, 0), (6, 4), (12, 0), (60, 4)),
+        *(pytest.param(count, steps, marks=pytest.mark.slow) for count, steps in ((2, 4), (6, 0), (12, 4), (60, 0))),
+    ],
+)
 def test_the_engine_keeps_the_promise(count: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every width, length and number of nodes; short answers are mostly end, where trees are less deep."""
+    """For every width, length and number of nodes, by a head that is fitted after some steps, or random after none.
+
+    Short answers are mostly end, where trees are less deep.
+    """
     monkeypatch.setattr(beam_trees, "_ROWS", 37)  # so that positions are looked at in parts
     params = SamplingParams(max_tokens=count)
     traces = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, params))

@@ -6,21 +6,19 @@ are the embedded ones, which end in the same LM head. Half of the answers is fit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from truedraft.core.survival import Survival
+from support.embedded_models import embedded
 from truedraft.core.top_k import TopK
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.embedded import embedded_heads
 from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.heads.redrafter import RedrafterRunner
-from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
-from truedraft.models.loading import load_model
 from truedraft.planning.beam_trees import beam_survival, tokens_of_beams
 from truedraft.planning.guesses import HeadGuesses
 from truedraft.planning.head_trees import compare, replay_likeliest
@@ -44,17 +42,12 @@ def not_less(more: Tensor, less: Tensor, starts: Sequence[int]) -> bool:
     return bool(gains.mean() >= -3.0 * gains.std() / len(gains) ** 0.5)
 
 
-@cache
-def target() -> LanguageModel:
-    return load_model(TARGET)
-
-
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[Trace], Sequence[Trace]]:
     texts = [str(record["text"]) for record in shipped_prompts()]
     prompts = cut_prompts(texts, load_tokenizer(TARGET), 32, 64)
     folder, config = tmp_path_factory.mktemp("text"), WritingConfig(answer_tokens=48, temperatures=(0.0,), batch=32)
-    traces = write_answers(target(), prompts, folder, "tree", config).traces(0.0)
+    traces = write_answers(embedded(), prompts, folder, "tree", config).traces(0.0)
     return traces[::2], traces[1::2]
 
 
@@ -102,11 +95,11 @@ class Flattened(RedrafterRunner):
 
 
 def test_beams(halves: tuple[Sequence[Trace], Sequence[Trace]], sharpness: float) -> None:
-    runner = Flattened(RedrafterHead.load(embedded_heads("redrafter")), target())
+    runner = Flattened(RedrafterHead.load(embedded_heads("redrafter")), embedded())
     runner.sharpness = sharpness
     survival = beam_survival(runner, halves[0], 4)
 
-    def tokens(beams: int, by: Survival | None) -> tuple[float, ...]:
+    def tokens(beams: int, by: AcceptanceOdds | None) -> tuple[float, ...]:
         return tokens_of_beams(runner, halves[1], [beams], 4, by)[-1].tokens
 
     chain, calibrated, raw = tokens(1, None)[-1], tokens(4, survival), tokens(4, None)

@@ -180,8 +180,8 @@ def test_options_of_walks() -> None:
     fewest = np.array([[1, 2], [never, never], [1, never], [never, never]])
     walk = Walk(fewest, (fewest < never).astype(float), np.array([[0, 1, 2]] * 4), np.array([2, 2, 2, 2]))
     options, survival = options_of([walk] * 5, {1: "a", 2: "b"})
-    assert [each.tokens.value for each in options] == [2.0, 2.0]
-    assert options[1].tokens == Interval(2.0, 2.0, 2.0)  # all prompts alike
+    assert [each.tokens_per_call.value for each in options] == [2.0, 2.0]
+    assert options[1].tokens_per_call == Interval(2.0, 2.0, 2.0)  # all prompts alike
     assert options[1].steps == ((2, 2, 1.0),)
     assert survival == (0.5, 0.5)
     with pytest.raises(DataError, match="second token"):
@@ -223,7 +223,7 @@ def test_a_plan_and_its_file(tmp_path: Path, costs: StepCosts) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(made.to_dict()))
     for path in (tmp_path, tmp_path / "plan.json"):
         again = read_plan(path)
-        assert again.to_dict() == json.loads(json.dumps(made.to_dict()))
+        assert json.dumps(again.to_dict()) == json.dumps(made.to_dict())
         assert again.recommended() == made.recommended()
 
 
@@ -234,7 +234,7 @@ def test_another_model_machine_or_version(costs: StepCosts) -> None:
     with pytest.raises(CompositionError, match="another threads"):
         dataclasses.replace(made, machine=dict(made.machine) | {"threads": 97}).check(packed("llama"))
     with pytest.raises(CompositionError, match=r"of truedraft 0\.0\.0"):
-        dataclasses.replace(made, version="0.0.0").check(packed("llama"))
+        dataclasses.replace(made, truedraft="0.0.0").check(packed("llama"))
     with pytest.raises(CompositionError, match="another dtype"):
         dataclasses.replace(made, model=dict(made.model) | {"dtype": "float16"}).check(packed("llama"))
     renamed = dataclasses.replace(made, model=dict(made.model) | {"model": "another name of it"})

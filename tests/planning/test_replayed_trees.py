@@ -12,8 +12,8 @@ from support.head_models import SHARPENED
 from support.tiny_models import PROMPTS, VOCAB, packed, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
-from truedraft.core.survival import Survival
 from truedraft.core.tree import chain_shape
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.guess_trees import LikeliestTrees
 from truedraft.drafters.heads.medusa import Medusa
@@ -104,7 +104,7 @@ def test_the_engine_keeps_the_promise_call_by_call(way: str, nodes: int) -> None
 def test_so_it_does_for_trees_that_are_chosen_at_each_step(
     way: str, nodes: int, depths: list[list[float]] | None
 ) -> None:
-    survival = None if depths is None else Survival.of(depths)
+    survival = None if depths is None else AcceptanceOdds.of(depths)
     replay = replay_likeliest(HeadGuesses.along(heads(way), lm_head(), traces(way), 32), survival, most=32)
     calibration = Calibration({} if survival is None else {way: survival})
     engine = Engine(

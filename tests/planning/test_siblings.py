@@ -14,7 +14,7 @@ from torch import Tensor
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import DrawKind
 from truedraft.drafters import DraftModel
-from truedraft.planning.siblings import ChainDraws, Draws, SingleDraws, TreeDraws, draws_of
+from truedraft.planning.siblings import ChainDraws, Draws, TreeDraws, draws_of
 from truedraft.planning.traces import trace_answers
 from truedraft.planning.walks import Walk, walk_along
 from truedraft.testing import MarkovModel
@@ -82,7 +82,7 @@ def test_chains_are_accepted_as_the_kernel_says(p: list[float], q: list[float]) 
             exact = by_the_kernel(target, draft, came, DrawKind.INDEPENDENT)
             for below in (1, 2, 3):
                 assert factors[came, below] * p[token] == pytest.approx(exact.get((token, below), 0.0), abs=1e-12)
-        single = SingleDraws()
+        single = TreeDraws((1,), seed=0)
         single.note(p[token], None, draft, token)
         assert single.survival(0, 1)[0] == pytest.approx(factors[1].sum(), abs=1e-12)
 
@@ -122,12 +122,12 @@ def test_survival_follows_the_chains_that_are_left() -> None:
 
 def test_which_draws_a_drafter_makes() -> None:
     _, small = pair()
-    made: dict[type[Draws], DraftModel] = {
-        SingleDraws: DraftModel(small, 3),
-        ChainDraws: DraftModel(small, 3, chains=2),
-        TreeDraws: DraftModel(small, branching=(2, 1)),
-    }
-    assert all(type(draws_of(drafter, 0)) is kind for kind, drafter in made.items())
+    made: list[tuple[type[Draws], DraftModel]] = [
+        (TreeDraws, DraftModel(small, 3)),
+        (ChainDraws, DraftModel(small, 3, chains=2)),
+        (TreeDraws, DraftModel(small, branching=(2, 1))),
+    ]
+    assert all(type(draws_of(drafter, 0)) is kind for kind, drafter in made)
 
 
 # ------------------------------------------------------------------------------- whole answers

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from truedraft.core.survival import Survival
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.planning.guesses import noise_behind
 from truedraft.planning.head_trees import raw_is_kept
 from truedraft.planning.survival_fit import fit_survival
 
-TRUE = Survival.of([[1.5, -1.5, -0.6, 0.8, -0.4], [0.5, -0.5, -0.2, 1.1, -0.2]])
+TRUE = AcceptanceOdds.of([[1.5, -1.5, -0.6, 0.8, -0.4], [0.5, -0.5, -0.2, 1.1, -0.2]])
 POSITIONS, RANKS = 4000, 12
 
 
-def drawn_by(survival: Survival) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn_by(survival: AcceptanceOdds) -> tuple[torch.Tensor, torch.Tensor]:
     """Log probabilities `[heads, positions, ranks]`, and ranks that are right as often as survival says."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(2, POSITIONS, 40, generator=generator) * 2.0
@@ -36,7 +36,7 @@ def test_odds_are_found_again() -> None:
         chance, found = TRUE(rows, depth).exp(), fitted(rows, depth).exp()
         kept = chance.sum(-1) < 1.0  # elsewhere they could not be drawn by
         assert (chance[kept] - found[kept]).abs().mean() < 0.01
-    raw = Survival.of([[0, 0, 0, 1, 0]])
+    raw = AcceptanceOdds.of([[0, 0, 0, 1, 0]])
     assert (raw(given[0], 1).exp() - TRUE(given[0], 1).exp()).abs().mean() > 0.03
 
 

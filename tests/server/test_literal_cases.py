@@ -144,9 +144,8 @@ def tools_of(*functions: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": each} for each in functions]
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "told", "field"),
-    [
+def test_what_is_sent_amiss_is_told_by_the_name_that_the_client_has_for_it(plain_server: Running) -> None:
+    for path, more, told, field in (
         ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens must", "max_completion_tokens"),
         ("responses", {"max_output_tokens": 0}, "max_output_tokens must", "max_output_tokens"),
         ("messages", {"stop_sequences": [""]}, "stop_sequences ", None),
@@ -210,16 +209,12 @@ def tools_of(*functions: dict[str, Any]) -> list[dict[str, Any]]:
             "tool_choice asks for web_search_20250305, a tool that this server has not",
             None,
         ),
-    ],
-)
-def test_what_is_sent_amiss_is_told_by_the_name_that_the_client_has_for_it(
-    plain_server: Running, path: str, more: dict[str, Any], told: str, field: str | None
-) -> None:
-    prompt = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path)
-    body = prompt or {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
-    status, _, found = post(plain_server.url, body | more, f"/v1/{path}")
-    error = found.get("error", {})
-    assert status == 400 and told in error["message"] and error.get("param") == field, found
+    ):
+        prompt = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path)
+        body = prompt or {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        status, _, found = post(plain_server.url, body | more, f"/v1/{path}")
+        error = found.get("error", {})
+        assert status == 400 and told in error["message"] and error.get("param") == field, found
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ PATHS = (
 @pytest.fixture(scope="module")
 def short(make_engine: Callable[..., Engine], template_file: Any) -> Iterator[Running]:
     """A server that ends long answers: valid requests may ask for thousands of tokens."""
-    with serving(make_engine(), chat_template=template_file, request_timeout_s=1.0) as found:
+    with serving(make_engine(), chat_template=template_file, request_timeout_s=0.3) as found:
         yield found
 
 
@@ -45,7 +45,7 @@ def test_whatever_is_sent_is_answered_as_documented(short: Running, path: str) -
     checks = schemathesis.checks
 
     @given(case=schema[path][method].as_strategy())
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     def send(case: Any) -> None:
         answer = case.call_and_validate(
             checks=[

@@ -135,9 +135,8 @@ def test_a_server_that_drains_answers_who_waits_for_a_form(make_engine: Callable
         assert asked.result()[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "field", "told"),
-    [
+def test_a_form_that_cannot_be_is_told_by_the_field_of_the_client(running: Running) -> None:
+    for path, more, field, told in (
         ("completions", {"structured_outputs": {"regex": "("}}, "structured_outputs", "expression (: unclosed group"),
         (
             "completions",
@@ -148,21 +147,17 @@ def test_a_server_that_drains_answers_who_waits_for_a_form(make_engine: Callable
         ("chat/completions", {"response_format": "SCHEMA"}, "response_format", 'at #/properties/a: "uniqueItems"'),
         ("chat/completions", {"tools": "SCHEMA", "tool_choice": "required"}, "tools", 'function "find" at #/'),
         ("responses", {"text": "SCHEMA"}, "text", 'at #/properties/a: "uniqueItems"'),
-    ],
-)
-def test_a_form_that_cannot_be_is_told_by_the_field_of_the_client(
-    running: Running, path: str, more: dict[str, Any], field: str, told: str
-) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    named = {"name": "n", "schema": schema}
-    filled = {
-        "response_format": {"type": "json_schema", "json_schema": named},
-        "tools": [{"type": "function", "function": {"name": "find", "parameters": schema}}],
-        "text": {"format": {"type": "json_schema"} | named},
-    }
-    body = {key: filled[key] if value == "SCHEMA" else value for key, value in more.items()}
-    prompt = {"completions": "prompt", "responses": "input"}.get(path, "messages")
-    body[prompt] = "x" if prompt != "messages" else [{"role": "user", "content": "x"}]
-    status, _, found = post(running.url, body, f"/v1/{path}")
-    assert status == 400 and found["error"]["param"] == field, json.dumps(found)
-    assert told in found["error"]["message"]
+    ):
+        schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+        named = {"name": "n", "schema": schema}
+        filled = {
+            "response_format": {"type": "json_schema", "json_schema": named},
+            "tools": [{"type": "function", "function": {"name": "find", "parameters": schema}}],
+            "text": {"format": {"type": "json_schema"} | named},
+        }
+        body = {key: filled[key] if value == "SCHEMA" else value for key, value in more.items()}
+        prompt = {"completions": "prompt", "responses": "input"}.get(path, "messages")
+        body[prompt] = "x" if prompt != "messages" else [{"role": "user", "content": "x"}]
+        status, _, found = post(running.url, body, f"/v1/{path}")
+        assert status == 400 and found["error"]["param"] == field, json.dumps(found)
+        assert told in found["error"]["message"]

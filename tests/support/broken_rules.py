@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from truedraft.core.proposal import Proposal
-from truedraft.verification import SpeculativeSampling
+from truedraft.verification import BlockVerification, SpeculativeSampling
 from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
 from truedraft.verification.walk import Number
 
@@ -48,11 +48,18 @@ class JudgesAnotherDist(SpeculativeSampling):
         flat = dist.sqrt()
         return flat / flat.sum(dim=-1, keepdim=True)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence) -> BatchVerdicts:
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence) -> BatchVerdicts:
         wrong = [replace(p, probs=None if p.probs is None else self._other(p.probs)) for p in proposals]
-        return super().decide(wrong, probs, noise)
+        return super().accept(wrong, probs, noise)
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         (row,) = group
         wrong = tuple(replace(d, q=self._other(d.q) if d.dist >= 0 else d.q) for d in row.draws)
         return super().outcomes([JudgedRow(row.p, wrong)])
+
+
+class PassesByWeight(BlockVerification):
+    """Each prefix passes with its weight, not with h."""
+
+    def pass_probability(self, weight: Number, mass: Number) -> Number:
+        return weight

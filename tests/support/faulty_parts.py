@@ -24,7 +24,7 @@ from truedraft.drafters.tree_builder import TreeBuilder
 from truedraft.models.base import LanguageModel
 from truedraft.testing import altered
 from truedraft.verification import Rule
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts
+from truedraft.verification.rule import BatchVerdicts
 
 # ------------------------------------------------------------------------------------------------ drafters
 
@@ -50,14 +50,8 @@ class GumbelTokens(Drawing):
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
         probs = L.probs_from_logits(logits, params)
-        noise = torch.stack([_gumbel(node.noise, node.depth, probs) for node in nodes])
+        noise = torch.stack([node.noise.gumbel(node.depth, probs.shape[-1], probs.device) for node in nodes])
         return (probs.double().log() + noise).argmax(dim=-1)[:, None], probs
-
-
-def _gumbel(noise: Noise, depth: int, probs: Tensor) -> Tensor:
-    found = noise.gumbel(depth, probs.shape[-1], probs.device)
-    assert found is not None
-    return found
 
 
 def draws_by_gumbel(drafter: Drafter) -> Drafter:
@@ -108,10 +102,10 @@ def _cut(chain: Proposal, least: float) -> Proposal:
 def replaced_probs(rule: Rule, change: Callable[[Tensor], Tensor]) -> Rule:
     """A rule that judges against other distributions than the engine made for it."""
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return rule.decide(proposals, [change(own) for own in probs], noise)
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return rule.accept(proposals, [change(own) for own in probs], noise)
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 def recovers_by_the_same_noise(rule: Rule) -> Rule:
@@ -123,24 +117,24 @@ def recovers_by_the_same_noise(rule: Rule) -> Rule:
         row = verdict.path[-1] + 1 if verdict.path else 0
         assert proposal.probs is not None
         left = L.residual(probs[row], proposal.probs[proposal.draws[row][0].dist])
-        token = int((left.double().log() + _gumbel(noise, len(verdict.path), left)).argmax())
+        token = int((left.double().log() + noise.gumbel(len(verdict.path), len(left), left.device)).argmax())
         return replace(verdict, tokens=(*verdict.tokens[:-1], token))
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         verdicts = rule.verify(proposals, probs, noise)
-        return HostVerdicts([redrawn(*each) for each in zip(verdicts, proposals, probs, noise, strict=True)])
+        return BatchVerdicts.made([redrawn(*each) for each in zip(verdicts, proposals, probs, noise, strict=True)])
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 def judges_at_one(rule: Rule, temperature: float) -> Rule:
     """Judges a q that was drawn at `temperature` as if at 1."""
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         wrong = [own if own.probs is None else replace(own, probs=at_one(own.probs, temperature)) for own in proposals]
-        return rule.decide(wrong, probs, noise)
+        return rule.accept(wrong, probs, noise)
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 def at_one(q: Tensor, temperature: float) -> Tensor:

@@ -14,7 +14,7 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 
 SHARPENED = [[3.0, -1.5, -1.4, 1.0, -1.0], [2.0, -1.0, -0.8, 0.9, -0.5]]
-"""Odds of acceptance as they are at temperature 0 where distributions are flat; see `core.survival.Odds`."""
+"""Odds of acceptance as they are at temperature 0 where distributions are flat; see `AcceptanceOdds`."""
 
 
 class MarkovWithHead(MarkovModel):

@@ -61,7 +61,7 @@ class NoiseRecord:
 def recorded(patch: pytest.MonkeyPatch) -> Iterator[NoiseRecord]:
     """Record all noise that is taken within; one request at a time, as requests of one seed share it."""
     record = NoiseRecord()
-    uniform, gumbel_key = KeyedNoise.uniform, KeyedNoise._gumbel_key
+    uniform, gumbel_key = KeyedNoise.uniform, KeyedNoise.gumbel_key
 
     def recording_uniform(noise: KeyedNoise, purpose: Purpose, depth: int, index: int = 0) -> float:
         number = uniform(noise, purpose, depth, index)
@@ -77,5 +77,5 @@ def recorded(patch: pytest.MonkeyPatch) -> Iterator[NoiseRecord]:
     with patch.context() as within:
         within.setattr(KeyedNoise, "uniform", recording_uniform)
         within.setattr("truedraft.core.noise._FEW", 1 << 30)  # all are made one by one
-        within.setattr(KeyedNoise, "_gumbel_key", recording_key)
+        within.setattr(KeyedNoise, "gumbel_key", recording_key)
         yield record

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from truedraft.drafters import DraftModel, ParallelDraft
-from truedraft.drafters.parallel import AheadDrafter
+from truedraft.drafters.parallel import AheadDrafter, DraftProcess
 from truedraft.drafters.parallel.ahead import Call, Reply
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
@@ -18,7 +18,7 @@ from truedraft.testing import MarkovModel, altered
 VOCAB = 6
 
 
-class SameProcess:
+class SameProcess(DraftProcess):
     """A worker that drafts here, ahead as soon as it was asked; all that it is told and tells is pickled on the way.
 
     Args:
@@ -30,7 +30,7 @@ class SameProcess:
 
     alive = True
 
-    def __init__(self, drafter: AheadDrafter) -> None:
+    def __init__(self, drafter: AheadDrafter) -> None:  # starts none
         self.drafter = drafter
         self.replies: list[Reply] = []
 
@@ -101,13 +101,16 @@ def failing_markov() -> LanguageModel:
     raise FileNotFoundError("no such draft")
 
 
-def broken_markov() -> LanguageModel:
-    """A draft all of whose forwards fail."""
+def broken_markov(forwards: int) -> LanguageModel:
+    """A draft that fails in its so-manieth forward."""
+    model, calls = near_markov(), iter(range(forwards))
 
     def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        raise RuntimeError("the draft is broken")
+        if next(calls, None) is None:
+            raise RuntimeError("the draft is broken")
+        return model.forward(segments)
 
-    return altered(markov(), forward=forward)
+    return altered(model, forward=forward)
 
 
 def off_by_one(target: MarkovModel) -> MarkovModel:

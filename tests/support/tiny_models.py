@@ -28,7 +28,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.errors import UnsupportedModelError
+from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
+from truedraft.models.base import LanguageModel
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import run_alone
 
 VOCAB = 97
 CONTEXT = 256
@@ -94,7 +99,7 @@ class Family:
 
     Attributes:
         config: its sizes.
-        seed: of its weights, one whose answers have no near tie (see `answer_margin`).
+        seed: of its weights, one whose answers have no near tie (see `greedy_with_lead`).
         spread: standard deviation of its weights.
     """
 
@@ -152,14 +157,23 @@ def packed(family: str, *, dtype: torch.dtype = torch.float32) -> HuggingFaceMod
     return HuggingFaceModel(stock(family, dtype=dtype), None, family)
 
 
-def noisy_stock(family: str, noise: float) -> PreTrainedModel:
-    """The family's model with noise added to its weights, as transformers runs it."""
-    model = stock(family)
+def encoder_decoder(model: PreTrainedModel, name: str) -> HuggingFaceModel:
+    """An encoder-decoder as `load_model` makes it, checked."""
+    return run_alone(model, None, name, UnsupportedModelError("asked so"), EncoderDecoderBackend)
+
+
+def with_noise(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """A model with noise added to its weights, in units of their spread: a draft that often, not always, agrees."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for weight in model.parameters():
             weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
     return model
+
+
+def noisy_stock(family: str, noise: float) -> PreTrainedModel:
+    """The family's model with noise added to its weights, as transformers runs it."""
+    return with_noise(stock(family), noise)
 
 
 def noisy(family: str, noise: float) -> HuggingFaceModel:
@@ -190,15 +204,24 @@ def stock_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
-def answer_margin(family: str, count: int = 128) -> float:
-    """The smallest lead of a chosen token over the next along the reference answers.
+def greedy_with_lead(model: PreTrainedModel, count: int = 128) -> tuple[list[list[int]], float]:
+    """Transformers' greedy answers to PROMPTS, and the smallest lead of a chosen token over the next.
 
     Rounding of float32 moves logits by about 1e-5, so below 1e-3 a divergence may be a near tie, not a fault.
     """
-    model = stock(family)
-    lead = torch.inf
-    for prompt, answer in zip(PROMPTS, reference(family, count), strict=True):
-        logits = stock_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]
-        top = logits.topk(2, dim=-1).values
+    answers, lead = [stock_greedy(model, prompt, count) for prompt in PROMPTS], torch.inf
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        top = stock_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1].topk(2, dim=-1).values
         lead = min(lead, float((top[:, 0] - top[:, 1]).min()))
-    return lead
+    return answers, lead
+
+
+DRAFTED = ("none", "prompt-lookup", "chain", "tree")
+
+
+def drafter_of(word: str, draft: LanguageModel) -> Drafter | None:
+    """One of DRAFTED."""
+    if word == "prompt-lookup":
+        return PromptLookup(min_ngram=1)
+    sizes: dict[str, Any] = {"chain": {"num_speculative_tokens": 4}, "tree": {"branching": (3, 2, 1)}}
+    return DraftModel(draft, **sizes[word]) if word in sizes else None

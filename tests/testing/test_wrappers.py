@@ -74,10 +74,10 @@ def test_a_rule_that_decides_otherwise_verifies_otherwise() -> None:
     rule = SpeculativeSampling()
     asked: list[int] = []
 
-    def decide(*given) -> BatchVerdicts:  # type: ignore[no-untyped-def]
+    def accept(*given) -> BatchVerdicts:  # type: ignore[no-untyped-def]
         asked.append(len(given[0]))
-        return rule.decide(*given)
+        return rule.accept(*given)
 
     given = [Proposal.deterministic(TokenTree.chain([1]))], [torch.full((2, 4), 0.25)], [KeyedNoise(1, 0, 0)]
-    assert altered(rule, decide=decide).verify(*given) == rule.verify(*given)
+    assert altered(rule, accept=accept).verify(*given) == rule.verify(*given)
     assert asked == [1]

@@ -35,28 +35,23 @@ def calling(**more: Any) -> list[dict[str, Any]]:
     return [*said("uwhat"), {"role": "assistant", "content": "look", "tool_calls": [CALL], **more}, RESULT]
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "form"),
-    [
+def test_a_template_that_refuses_gets_a_plainer_form() -> None:
+    for name, messages, form in (
         ("mistralai-Mistral-Nemo-Instruct-2407", said("srule", "uwhere", "uwhat"), said("srule", "uwhere\n\nwhat")),
         ("Qwen3.5-4B", said("srule", "uwhat", "slate"), said("srule", "uwhat\n\nlate")),
         ("", said("srule", "uwhat", "aso", "uand"), said("urule\n\nwhat", "aso", "uand")),
         ("openai-gpt-oss-120b", calling(reasoning_content="why"), calling()),
-    ],
-)
-def test_a_template_that_refuses_gets_a_plainer_form(
-    name: str, messages: list[dict[str, Any]], form: list[dict[str, Any]]
-) -> None:
-    template = (TEMPLATES / f"{name}.jinja").read_text() if name else NO_SYSTEM
-    tokenizer = Tokenizer(byte_level())
-    with pytest.raises(PromptError):
-        tokenizer.chat(messages, template=template)
-    taken = []
-    for each in plainer(messages):
-        with contextlib.suppress(PromptError):
-            taken.append((each, tokenizer.chat_text(each, template=template)))
-    told, text = taken[0]
-    assert told == form and all(message["content"] in text for message in form)
+    ):
+        template = (TEMPLATES / f"{name}.jinja").read_text() if name else NO_SYSTEM
+        tokenizer = Tokenizer(byte_level())
+        with pytest.raises(PromptError):
+            tokenizer.chat(messages, template=template)
+        taken = []
+        for each in plainer(messages):
+            with contextlib.suppress(PromptError):
+                taken.append((each, tokenizer.chat_text(each, template=template)))
+        told, text = taken[0]
+        assert told == form and all(message["content"] in text for message in form)
 
 
 def test_what_says_nothing_goes_and_pictures_stay_apart() -> None:

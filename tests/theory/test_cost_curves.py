@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.optimize import isotonic_regression
 
 from truedraft.errors import OptionError
+from truedraft.options import read_record
 from truedraft.theory import BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
 from truedraft.theory.cost_curves import isotonic, isotonic_grid
 
@@ -149,7 +151,7 @@ def test_a_draft_cost_is_monotone_though_its_measurements_are_not() -> None:
     "cost", [linear_costs(), DraftCost((DraftPoint(1, 3, 0.5),)), DraftCost(()), CostCurve((1.0, 2.0), (0.5, 0.7))]
 )
 def test_records_come_back_through_json(cost: Any) -> None:
-    assert type(cost).from_dict(json.loads(json.dumps(cost.to_dict()))) == cost
+    assert read_record(type(cost), json.loads(json.dumps(dataclasses.asdict(cost)))) == cost
 
 
 CURVE = {"sizes": [1], "seconds": [1.0]}
@@ -186,7 +188,7 @@ SURFACE = {"rows": [1], "contexts": [1], "seconds": [[0.0]]}
 )
 def test_what_is_no_record_is_refused(kind: Any, data: object) -> None:
     with pytest.raises(OptionError):
-        kind.from_dict(data)
+        read_record(kind, data)
 
 
 @pytest.mark.parametrize(

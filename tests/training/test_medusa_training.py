@@ -15,6 +15,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, same_weights, trained_in
 from truedraft import Engine, SamplingParams, files, load_model
 from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.guess_trees import LikeliestTrees
@@ -23,12 +24,11 @@ from truedraft.errors import CompositionError, DataError, OptionError, TrainingE
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.training import heads as heads_module
 from truedraft.training import loop as loop_module
-from truedraft.training.head_config import schedule_of
 from truedraft.training.head_objective import heads_optimizer
 from truedraft.training.heads import HeadJob, train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.medusa import MedusaTrainingConfig
-from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.workspace import TimeBudget
@@ -39,7 +39,7 @@ CONFIG = MedusaTrainingConfig(
     tokens=400,
     writing=WritingConfig(answer_tokens=16, batch=8),
     steps=7,
-    optimizer=OptimizerConfig(2e-2, 2e-2),
+    learning_rate=2e-2,
     positions_per_step=64,
     window=8,
     evaluate_every=3,
@@ -60,23 +60,11 @@ def prompts(stream):
 
 @pytest.fixture(scope="module")
 def trained(target_folder, prompts, tmp_path_factory):
-    """A folder after an uninterrupted training, with its result and what it said meanwhile."""
-    out = tmp_path_factory.mktemp("heads")
-    said = []
-    result = train_heads(target_folder, prompts, out, CONFIG, callbacks=Callbacks(lambda *words: said.append(words)))
-    return out, result, said
+    return trained_in(target_folder, prompts, tmp_path_factory.mktemp("heads"), CONFIG)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return MedusaHeads.load(folder).state_dict()
-
-
-def copied(trained, folder: Path) -> Path:
-    """What an interruption after the writing leaves: texts and vectors."""
-    shutil.copytree(trained[0] / "work", folder / "work")
-    for name in ("checkpoint.pt", "log.jsonl", "run.json"):
-        (folder / "work" / name).unlink()
-    return folder
 
 
 def test_what_it_leaves_behind(trained, target_folder):
@@ -119,7 +107,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
 
 def test_accuracy_on_held_out_answers_is_logged_as_it_goes(trained):
     out, _, said = trained
-    log = [json.loads(line) for line in (out / "work" / "log.jsonl").read_text().splitlines()]
+    log = log_of(out)
     measured = [entry["step"] for entry in log if "head_1_top_1" in entry]
     assert measured == [2, 5, 6]
     assert all(0.0 <= log[2][f"head_{head}_top_1"] <= log[2][f"head_{head}_top_5"] <= 1.0 for head in (1, 2))
@@ -131,7 +119,7 @@ def test_accuracy_on_held_out_answers_is_logged_as_it_goes(trained):
 def test_training_teaches(target_folder, prompts, tmp_path, trained):
     long = replace(CONFIG, steps=60, evaluate_every=60)
     result = train_heads(target_folder, prompts, copied(trained, tmp_path), long)
-    log = [json.loads(line) for line in (tmp_path / "work" / "log.jsonl").read_text().splitlines()]
+    log = log_of(tmp_path)
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
     new = MedusaHeads(MedusaConfig(32, 300, HEADS))
     assert any(not torch.equal(weights(tmp_path)[name].float(), new.state_dict()[name]) for name in new.state_dict())
@@ -142,24 +130,7 @@ def test_training_teaches(target_folder, prompts, tmp_path, trained):
 
 @pytest.mark.parametrize("killed_at", [1, 3, 5])
 def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_folder, prompts, tmp_path, killed_at):
-    class KilledError(Exception):
-        pass
-
-    def kill(what, done, total, remark):
-        if what == "training" and done == killed_at + 1:
-            raise KilledError
-
-    copied(trained, tmp_path)
-    with pytest.raises(KilledError):
-        train_heads(target_folder, prompts, tmp_path, CONFIG, callbacks=Callbacks(on_progress=kill))
-    train_heads(target_folder, prompts, tmp_path, CONFIG)
-    expected = weights(trained[0])
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
-    logs = [
-        [{k: v for k, v in json.loads(line).items() if k != "elapsed_s"} for line in text.splitlines()]
-        for text in ((folder / "work" / "log.jsonl").read_text() for folder in (trained[0], tmp_path))
-    ]
-    assert logs[0] == logs[1]
+    assert_resumed_equals_uninterrupted(trained, target_folder, prompts, tmp_path, CONFIG, killed_at)
 
 
 def test_an_interruption_of_the_writing_is_gone_on_with(trained, target_folder, prompts, tmp_path):
@@ -174,28 +145,21 @@ def test_an_interruption_of_the_writing_is_gone_on_with(trained, target_folder, 
         assert (tmp_path / "work" / name).read_bytes() == (trained[0] / "work" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"heads": 3}, "heads was 2 and is now 3"),
-        ({"law_share": 0.5}, "law_share was 1.0 and is now 0.5"),
-        ({"optimizer": OptimizerConfig(1e-2, 2e-2)}, "optimizer.matrix_rate was 0.02 and is now 0.01"),
-        ({"writing": WritingConfig(answer_tokens=15)}, "answer_tokens was 16 and is now 15"),
-    ],
-)
-def test_another_configuration_is_refused_by_name(trained, target_folder, prompts, tmp_path, changes, message):
+def test_another_configuration_is_refused_by_name(trained, target_folder, prompts, tmp_path):
     folder = tmp_path / "out"
     shutil.copytree(trained[0], folder)
     record = (folder / "work" / "run.json").read_text()
-    with pytest.raises(OptionError, match=message):
-        train_heads(target_folder, prompts, folder, replace(CONFIG, **changes))
-    assert (folder / "work" / "run.json").read_text() == record
-
-
-def test_other_prompts_are_refused(trained, target_folder, prompts, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "out")
+    for changes, message in (
+        ({"heads": 3}, "heads was 2 and is now 3"),
+        ({"law_share": 0.5}, "law_share was 1.0 and is now 0.5"),
+        ({"learning_rate": 1e-2}, "optimizer.matrix_rate was 0.02 and is now 0.01"),
+        ({"writing": WritingConfig(answer_tokens=15)}, "answer_tokens was 16 and is now 15"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            train_heads(target_folder, prompts, folder, replace(CONFIG, **changes))
     with pytest.raises(OptionError, match="prompts_sha256"):
-        train_heads(target_folder, replace(prompts, train=prompts.train[:-1]), tmp_path / "out", CONFIG)
+        train_heads(target_folder, replace(prompts, train=prompts.train[:-1]), folder, CONFIG)
+    assert (folder / "work" / "run.json").read_text() == record
 
 
 def test_answers_shorter_than_the_reach_are_refused(target_folder, prompts, tmp_path):
@@ -230,8 +194,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
         train_heads(target_folder, prompts, tmp_path, CONFIG)
     assert not [*(tmp_path / "work").glob("checkpoint.pt.*")]
     train_heads(target_folder, prompts, tmp_path, CONFIG)
-    expected = weights(trained[0])
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
+    assert same_weights(MedusaHeads, trained[0], tmp_path)
 
 
 def test_a_disk_that_fills_while_torch_writes(trained, target_folder, prompts, tmp_path, monkeypatch):
@@ -268,10 +231,9 @@ def test_free_outputs_are_trained_by_adam_and_start_at_the_lm_head(trained, targ
 
 
 def test_start_from_heads_that_fit(trained, target_folder, prompts, tmp_path):
-    more = replace(CONFIG, start_from=trained[0], steps=1, optimizer=OptimizerConfig(1e-9, 1e-9))
+    more = replace(CONFIG, start_from=trained[0], steps=1, learning_rate=1e-9)
     train_heads(target_folder, prompts, copied(trained, tmp_path), more)
-    expected = weights(trained[0])
-    assert all(torch.allclose(weight, expected[name], atol=1e-3) for name, weight in weights(tmp_path).items())
+    assert same_weights(MedusaHeads, trained[0], tmp_path, within=1e-3)
     with pytest.raises(CompositionError, match="ask for the same sizes"):
         train_heads(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
 
@@ -386,9 +348,8 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, w
     assert len(job.prompts.train) > 10 and job.prompts.text.dtype == np.uint32 and job.data == "a.txt"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_unusable_numbers():
+    for options, message in (
         ({"heads": 0}, "heads must be a whole number of 1 or more, got 0"),
         ({"stage": 3}, "stage must be 1 .* or 2"),
         ({"epochs": 0.0}, "epochs must be a number above 0"),
@@ -396,15 +357,13 @@ def test_data_files_become_prompts(target_folder, tokenizer, stream, tmp_path, w
         ({"law_share": 2.0}, r"law_share must be a number in \[0, 1\]"),
         ({"seed": -1}, "seed must be a whole number of 0 or more"),
         ({"place_decay": 0.0}, "place_decay must lie in"),
-    ],
-)
-def test_unusable_numbers(options, message):
-    with pytest.raises(OptionError, match=message):
-        MedusaTrainingConfig(**options)
+    ):
+        with pytest.raises(OptionError, match=message):
+            MedusaTrainingConfig(**options)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 1000])
 def test_schedules_have_the_steps_that_are_asked_for(steps):
-    schedule = schedule_of(steps, 0.4)
+    schedule = WarmupStableDecay.of(steps, 0.4)
     assert schedule.total_steps == steps and schedule.stable_steps >= 1
     assert all(0.0 < schedule(step) <= 1.0 for step in range(steps))

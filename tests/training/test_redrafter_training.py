@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from truedraft import Engine, SamplingParams, files, load_model
+from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, trained_in
+from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.heads.redrafter import Redrafter
-from truedraft.errors import CompositionError, DataError, ModelError, OptionError, TrainingError
+from truedraft.errors import ModelError, OptionError, TrainingError
 from truedraft.heads import HeadRecord, RedrafterHead
 from truedraft.planning import beam_trees
 from truedraft.training import evaluate
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
-from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
@@ -33,7 +33,7 @@ CONFIG = RedrafterTrainingConfig(
     writing=WritingConfig(answer_tokens=16, batch=8),
     steps=6,
     self_fed=0.3,
-    optimizer=OptimizerConfig(2e-2, 2e-2),
+    learning_rate=2e-2,
     positions_per_step=64,
     evaluate_every=3,
     checkpoint_every_s=0.0,
@@ -62,28 +62,11 @@ def prompts(stream):
 
 @pytest.fixture(scope="module")
 def trained(target_folder, prompts, tmp_path_factory):
-    """A folder after an uninterrupted training, with its result and what it said meanwhile."""
-    out = tmp_path_factory.mktemp("redrafter")
-    said = []
-    result = train_heads(target_folder, prompts, out, CONFIG, callbacks=Callbacks(lambda *words: said.append(words)))
-    return out, result, said
+    return trained_in(target_folder, prompts, tmp_path_factory.mktemp("redrafter"), CONFIG)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return RedrafterHead.load(folder).state_dict()
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    expected = weights(one)
-    return all(torch.equal(weight, expected[name]) for name, weight in weights(other).items())
-
-
-def copied(trained, folder: Path) -> Path:
-    """What an interruption after the writing leaves: texts and vectors."""
-    shutil.copytree(trained[0] / "work", folder / "work")
-    for name in ("checkpoint.pt", "log.jsonl", "run.json"):
-        (folder / "work" / name).unlink()
-    return folder
 
 
 def test_what_it_leaves_behind(trained, target_folder):
@@ -95,7 +78,7 @@ def test_what_it_leaves_behind(trained, target_folder):
     record = json.loads((out / "work" / "run.json").read_text())
     assert record["identity"]["self_fed"] == 0.3 and len(record["identity"]["text_sha256"]) == 64
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["steps"] == 6
-    log = [json.loads(line) for line in (out / "work" / "log.jsonl").read_text().splitlines()]
+    log = log_of(out)
     assert [entry["step"] for entry in log if "place_1_top_1" in entry] == [2, 5]
     assert all(0.0 <= log[2][f"place_{k}_top_1"] <= log[2][f"place_{k}_top_5"] <= 1.0 for k in (1, 2, 3))
     assert "places right" in next(remark for what, done, _, remark in said if what == "training" and done == 6)
@@ -132,31 +115,14 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
 def test_training_teaches(target_folder, prompts, tmp_path, trained, loss):
     long = replace(CONFIG, steps=40, evaluate_every=40, loss=loss, self_fed=0.0)
     result = train_heads(target_folder, prompts, copied(trained, tmp_path), long)
-    log = [json.loads(line) for line in (tmp_path / "work" / "log.jsonl").read_text().splitlines()]
+    log = log_of(tmp_path)
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
     before, after = (sum(each.report.facts["accuracy"].values()) for each in (trained[1], result))
     assert after > before + 0.1, (before, after)
 
 
-@pytest.mark.parametrize("killed_at", [1, 4])
-def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_folder, prompts, tmp_path, killed_at):
-    class KilledError(Exception):
-        pass
-
-    def kill(what, done, total, remark):
-        if what == "training" and done == killed_at + 1:
-            raise KilledError
-
-    copied(trained, tmp_path)
-    with pytest.raises(KilledError):
-        train_heads(target_folder, prompts, tmp_path, CONFIG, callbacks=Callbacks(on_progress=kill))
-    train_heads(target_folder, prompts, tmp_path, CONFIG)
-    assert same_weights(trained[0], tmp_path)
-    logs = [
-        [{k: v for k, v in json.loads(line).items() if k != "elapsed_s"} for line in text.splitlines()]
-        for text in ((folder / "work" / "log.jsonl").read_text() for folder in (trained[0], tmp_path))
-    ]
-    assert logs[0] == logs[1]
+def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_folder, prompts, tmp_path):
+    assert_resumed_equals_uninterrupted(trained, target_folder, prompts, tmp_path, CONFIG, killed_at=4)
 
 
 def test_distributions_are_stored_once_and_read_again(trained, target_folder, prompts, tmp_path):
@@ -178,36 +144,20 @@ def load_rows(out: Path) -> list[int]:
     return [id_ for line in lines for id_ in json.loads(line)["answer"]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_another_configuration_is_refused_by_name(trained, target_folder, prompts, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(trained[0], folder)
+    record = (folder / "work" / "run.json").read_text()
+    for changes, message in (
         ({"length": 4}, "length was 3 and is now 4"),
         ({"loss": "tv"}, "loss was kl and is now tv"),
         ({"self_fed": 0.0}, "self_fed was 0.3 and is now 0.0"),
         ({"laws": "stored"}, "laws was computed and is now stored"),
         ({"place_decay": 0.7}, "place_decay was 0.8 and is now 0.7"),
-    ],
-)
-def test_another_configuration_is_refused_by_name(trained, target_folder, prompts, tmp_path, changes, message):
-    folder = tmp_path / "out"
-    shutil.copytree(trained[0], folder)
-    with pytest.raises(OptionError, match=message):
-        train_heads(target_folder, prompts, folder, replace(CONFIG, **changes))
-
-
-def test_answers_shorter_than_the_reach_are_refused(target_folder, prompts, tmp_path):
-    short = replace(CONFIG, length=4, writing=WritingConfig(answer_tokens=4))
-    with pytest.raises(DataError, match="heads that reach 4 tokens ahead learn from answers of at least 5"):
-        train_heads(target_folder, prompts, tmp_path, short)
-
-
-def test_no_data(target_folder, prompts, tmp_path):
-    with pytest.raises(DataError, match=r"no text to cut prompts .* with --data FILE"):
-        train_heads(target_folder, [], tmp_path / "out", CONFIG)
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="holds no text"):
-        train_heads(target_folder, [tmp_path / "empty.txt"], tmp_path / "out", CONFIG)
-    assert not (tmp_path / "out").exists()
+    ):
+        with pytest.raises(OptionError, match=message):
+            train_heads(target_folder, prompts, folder, replace(CONFIG, **changes))
+    assert (folder / "work" / "run.json").read_text() == record
 
 
 def test_sizes_that_make_no_head_are_refused_before_the_target_writes(target_folder, prompts, tmp_path):
@@ -218,17 +168,11 @@ def test_sizes_that_make_no_head_are_refused_before_the_target_writes(target_fol
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("failing", ["checkpoint.pt", "train.laws"])
-def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, prompts, tmp_path, monkeypatch, failing):
-    opened, take_place = Path.open, files.take_place
-
-    def taken(partial, path):
-        if path.name == failing:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        take_place(partial, path)
+def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, prompts, tmp_path, monkeypatch):
+    opened = Path.open
 
     def full(path, mode="r", *rest, **more):
-        if path.name == failing and "r" not in mode:
+        if path.name.startswith("train.laws") and "r" not in mode:
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, mode, *rest, **more)
 
@@ -236,43 +180,22 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(trained, target_folder, p
     copied(trained, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
         patch.setattr(Path, "open", full)
-        patch.setattr(files, "take_place", taken)
         train_heads(target_folder, prompts, tmp_path, config)
     assert not [*(tmp_path / "work").glob("checkpoint.pt.*")]
     train_heads(target_folder, prompts, tmp_path, config)
     assert RedrafterHead.load(tmp_path).record.facts["steps"] == 2
 
 
-def test_start_from_a_head_that_fits(trained, target_folder, prompts, tmp_path):
-    more = replace(CONFIG, start_from=trained[0], steps=1, optimizer=OptimizerConfig(1e-9, 1e-9))
-    train_heads(target_folder, prompts, copied(trained, tmp_path), more)
-    expected = weights(trained[0])
-    assert all(torch.allclose(weight, expected[name], atol=1e-3) for name, weight in weights(tmp_path).items())
-    with pytest.raises(CompositionError, match="ask for the same sizes"):
-        train_heads(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
-
-
-def test_start_from_a_head_of_another_target_or_another_kind(trained, target_folder, prompts, tmp_path):
+def test_start_from_a_head_of_another_kind(trained, target_folder, prompts, tmp_path):
     RedrafterHead.load(trained[0]).save(tmp_path / "other", HeadRecord("another", "0" * 32))
-    with pytest.raises(CompositionError, match=r"were trained for another .* and the target is"):
-        train_heads(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
     record = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(record | {"kind": "medusa"}))
     with pytest.raises(ModelError, match="holds Medusa heads, not a recurrent drafter; use medusa:"):
         train_heads(target_folder, prompts, tmp_path / "b", replace(CONFIG, start_from=tmp_path / "other"))
 
 
-def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, target_folder, tmp_path):
-    RedrafterHead.load(trained[0]).save(tmp_path, HeadRecord("another", "0" * 32))
-    target = load_model(target_folder)
-    with pytest.raises(CompositionError, match="another") as caught:
-        Engine(target, Redrafter(RedrafterHead.load(tmp_path)), controller="fixed")
-    assert target.name in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_unusable_numbers():
+    for options, message in (
         ({"length": 0}, "length must be a whole number of 1 or more, got 0"),
         ({"state": 0}, "state must be a whole number of 1 or more"),
         ({"layers": -1}, "layers must be a whole number of 0 or more"),
@@ -283,8 +206,6 @@ def test_a_head_of_another_target_drafts_nothing_and_both_are_named(trained, tar
         ({"self_fed": 1.5}, r"self_fed must be a number in \[0, 1\]"),
         ({"place_decay": 0.0}, "place_decay must lie in"),
         ({"epochs": -1.0}, "epochs must be a number above 0"),
-    ],
-)
-def test_unusable_numbers(options, message):
-    with pytest.raises(OptionError, match=message):
-        RedrafterTrainingConfig(**options)
+    ):
+        with pytest.raises(OptionError, match=message):
+            RedrafterTrainingConfig(**options)

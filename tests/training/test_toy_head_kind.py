@@ -24,7 +24,6 @@ from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.losses import DistillationLoss, ForwardKL
-from truedraft.training.optimizer import OptimizerConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 
@@ -113,7 +112,7 @@ CONFIG = LinearTrainingConfig(
     tokens=400,
     writing=WritingConfig(answer_tokens=16, batch=8),
     steps=40,
-    optimizer=OptimizerConfig(2e-2, 2e-2),
+    learning_rate=2e-2,
     positions_per_step=64,
     evaluate_every=20,
 )

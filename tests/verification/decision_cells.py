@@ -5,19 +5,40 @@ These tests hold it against `small_worlds`, whose reference is in exact fraction
 
 from __future__ import annotations
 
+from small_worlds import World, every_proposal, gap
+
 from truedraft.certify.cells import BELOW_ONE, NEAR, Key, ScriptedNoise, completed, run
 from truedraft.certify.cells import cell_probs as cell_probs
 from truedraft.certify.cells import kernel_probs as kernel_dist
 from truedraft.certify.cells import step_probs as step_dist
+from truedraft.verification import Rule
+from truedraft.verification.exact import distance, emitted_dist, target_dist
 
 __all__ = [
     "BELOW_ONE",
     "NEAR",
     "Key",
     "ScriptedNoise",
+    "by_kernel",
+    "by_verify",
     "cell_probs",
     "completed",
     "kernel_dist",
     "run",
     "step_dist",
 ]
+
+
+def by_kernel(rule: Rule, world: World) -> float:
+    """Total variation of answers' first tokens from the target, by recursion over the rule's kernel."""
+    length = len(world.plans) + 1
+    dist = emitted_dist(rule, world.target.dist, world.scheme, length)
+    return distance(dist, target_dist(world.target.dist, length))
+
+
+def by_verify(rule: Rule, world: World) -> float:
+    """The same by one step of the shipped `verify`, in every decision cell; then the target itself goes on."""
+    length = len(world.plans) + 1
+    cases = every_proposal(world)
+    step = step_dist(cases, cell_probs(rule, cases))
+    return gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length))

@@ -14,7 +14,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
-from truedraft.verification import CoupledSampling, SpeculativeSampling
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.walk import Number
 
 VOCAB = 300
@@ -84,13 +84,14 @@ def test_speculative_sampling_reads_tensors_twice_for_any_batch_of_chains(waits:
     assert verdicts == alone
 
 
-def test_coupled_sampling_reads_tensors_once_for_any_batch(waits: Waits) -> None:
+@pytest.mark.parametrize("rule", [CoupledSampling(), ArgmaxRule()], ids=lambda rule: rule.name)
+def test_rules_that_compare_read_tensors_once_for_any_batch(rule: Rule, waits: Waits) -> None:
     proposals, probs, _ = chains(6)
-    noise = [KeyedNoise(i, 9, 2, greedy=i % 2 == 0) for i in range(6)]
+    noise = [KeyedNoise(i, 9, 2) for i in range(6)]
     waits.count = 0
-    verdicts = CoupledSampling().verify(proposals, probs, noise)
+    verdicts = rule.verify(proposals, probs, noise)
     assert waits.count == 1
-    alone = [CoupledSampling().verify([p], [dist], [n])[0] for p, dist, n in zip(proposals, probs, noise, strict=True)]
+    alone = [rule.verify([p], [dist], [n])[0] for p, dist, n in zip(proposals, probs, noise, strict=True)]
     assert verdicts == alone
 
 
@@ -116,8 +117,8 @@ def test_draft_distributions_of_another_width_of_float_are_judged_by_their_own_n
 # distributions
 
 
-def greedy_noise(count: int) -> list[KeyedNoise]:
-    return [KeyedNoise(i, 0, 0, greedy=True) for i in range(count)]
+def noises(count: int) -> list[KeyedNoise]:
+    return [KeyedNoise(i, 0, 0) for i in range(count)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -137,33 +138,20 @@ def test_greedy_requests_are_judged_by_their_logits_as_by_their_distributions(dt
     ]
     given = [table[: len(proposal.tree) + 1] for table, proposal in zip(tables, proposals, strict=True)]
     probs = [L.probs_from_logits(own, SamplingParams(temperature=0.0)) for own in given]
-    rule = CoupledSampling()
-    verdicts = rule.verify(proposals, given, greedy_noise(8))
-    assert verdicts == rule.verify(proposals, probs, greedy_noise(8))
-    assert verdicts == SpeculativeSampling().verify(proposals, probs, [KeyedNoise(i, 0, 0) for i in range(8)])
+    verdicts = ArgmaxRule().verify(proposals, given, noises(8))
+    for rule in (ArgmaxRule(), CoupledSampling(), SpeculativeSampling()):
+        assert verdicts == rule.verify(proposals, probs, noises(8))
     assert verdicts[1] == Verdict((0, 1, 2), tuple(best[1]), Origin.BONUS)
     assert verdicts[3] == Verdict((), (30,), Origin.RECOVERED) or best[3][0] != 30
     assert {len(verdict.path) for verdict in verdicts} >= {0, 1, 3}
 
 
-def test_logits_of_greedy_requests_beside_distributions_of_sampled_ones() -> None:
-    rule = CoupledSampling()
-    scores = logits(2, 3).bfloat16()
-    dist = L.probs_from_logits(logits(2, 4), SamplingParams(temperature=1.0))
-    token = int(scores[0].argmax())
-    batch = [fixed(torch.tensor([token])), fixed(torch.tensor([token]))]
-    noise = [KeyedNoise(1, 0, 0, greedy=True), KeyedNoise(2, 0, 0)]
-    together = rule.verify(batch, [scores, dist], noise)
-    assert together[0] == Verdict((0,), (token, int(scores[1].argmax())), Origin.BONUS)
-    assert together[1] == rule.verify(batch[1:], [dist], noise[1:])[0]
-
-
 def test_broken_logits_of_a_greedy_request_touch_no_other() -> None:
-    rule = CoupledSampling()
+    rule = ArgmaxRule()
     scores = logits(2, 5)
     broken = scores.clone()
     broken[0, 17] = torch.nan
     kept = fixed(scores[:1].argmax(dim=-1))
-    verdicts = rule.verify([kept, kept], [broken, scores], greedy_noise(2))
-    assert verdicts[1] == rule.verify([kept], [scores], greedy_noise(1))[0]
+    verdicts = rule.verify([kept, kept], [broken, scores], noises(2))
+    assert verdicts[1] == rule.verify([kept], [scores], noises(1))[0]
     assert 0 <= verdicts[0].tokens[0] < VOCAB

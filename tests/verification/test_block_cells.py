@@ -213,7 +213,7 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(transfers, "waits", lambda device: True)
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
-        decided = RULE.decide(hidden, probs, noise)
+        decided = RULE.accept(hidden, probs, noise)
     numbers = transfers.fetch(decided.wanted)
     for proposal in hidden:
         proposal.tree.keep_host_ids(proposal.tree.tokens.tolist())

@@ -30,6 +30,7 @@ from small_worlds import (
 )
 from torch import Tensor
 
+from support.broken_rules import PassesByWeight
 from truedraft.core.noise import Purpose
 from truedraft.core.proposal import DrawKind
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
@@ -218,13 +219,6 @@ class NeverCapped(BlockVerification):
 
     def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
         return above * p_x / (q_x + 1e-300)
-
-
-class PassesByWeight(BlockVerification):
-    """Each prefix passes with its weight, not with h."""
-
-    def pass_probability(self, weight: Number, mass: Number) -> Number:
-        return weight
 
 
 class TokenByTokenWalk(BlockHostWalk):

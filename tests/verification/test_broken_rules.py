@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from decision_cells import Key, ScriptedNoise, cell_probs, completed, kernel_dist, step_dist
+from decision_cells import Key, ScriptedNoise, by_kernel, by_verify, cell_probs, completed, kernel_dist, step_dist
 from small_worlds import A1, A2, A3, F1, F2, NODES, W2, W3, Case, World, build, every_proposal, gap
 from torch import Tensor
 
 from support.broken_rules import AcceptsAlways, AcceptsWithoutRatio, DrawsFromTarget, JudgesAnotherDist, RemovesNothing
 from truedraft.core.noise import Purpose
 from truedraft.core.proposal import Proposal
-from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
-from truedraft.verification.exact import distance, emitted_dist, target_dist
+from truedraft.verification import CoupledSampling, SpeculativeSampling
+from truedraft.verification.exact import target_dist
 from truedraft.verification.rule import JudgedRow, Outcome
 from truedraft.verification.walk import Number
 
@@ -65,19 +65,6 @@ BROKEN: list[tuple[type[SpeculativeSampling], World]] = [
     (JudgesAnotherDist, build("broken", 4, [W2])),
 ]
 NAMES = [f"{rule.__name__}-{i}" for i, (rule, _) in enumerate(BROKEN)]
-
-
-def by_kernel(rule: Rule, world: World) -> float:
-    length = len(world.plans) + 1
-    dist = emitted_dist(rule, world.target.dist, world.scheme, length)
-    return distance(dist, target_dist(world.target.dist, length))
-
-
-def by_verify(rule: Rule, world: World) -> float:
-    length = len(world.plans) + 1
-    cases = every_proposal(world)
-    step = step_dist(cases, cell_probs(rule, cases))
-    return gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length))
 
 
 @pytest.mark.parametrize(("broken", "world"), BROKEN, ids=NAMES)

@@ -13,6 +13,7 @@ from decision_cells import cell_probs
 from small_worlds import A1, A2, COUPLED, F2, W2, Case, Table, World, build, every_proposal, gap, one_hot
 from torch import Tensor
 
+from support.coupled_choice import coupled_choice
 from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose
@@ -22,7 +23,6 @@ from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError
 from truedraft.verification import CoupledSampling, SpeculativeSampling
-from truedraft.verification.coupled import coupled_choice
 from truedraft.verification.exact import target_dist
 
 EXACT = 1e-12
@@ -211,7 +211,7 @@ def test_agreement_is_the_exponential_race() -> None:
 
 def test_choice_by_hand() -> None:
     dist = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.9, 0.0]], dtype=torch.float64)
-    assert coupled_choice(dist, None).tolist() == [0, 1]  # greedy: the argmax, ties to the lowest id
+    assert L.most_likely(dist).tolist() == [0, 1]  # greedy: the argmax, ties to the lowest id
     assert coupled_choice(dist, torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)).tolist() == [1, 1]
     assert coupled_choice(dist, torch.tensor([[0.0, 1.0, 9.0], [3.0, 0.0, 9.0]], dtype=torch.float64)).tolist() == [
         1,
@@ -225,7 +225,7 @@ def test_greedy_ties_go_to_the_lowest_id_everywhere() -> None:
         for first in {0, 1, vocab // 2, vocab - 2} - {-1}:
             dist = torch.zeros(3, vocab)
             dist[:, [first, vocab - 1]] = 0.5
-            assert coupled_choice(dist, None).tolist() == [first] * 3
+            assert L.most_likely(dist).tolist() == [first] * 3
 
 
 def follow(proposal: Proposal, probs: Tensor, noise: KeyedNoise) -> Verdict:
@@ -304,13 +304,12 @@ def test_a_row_that_is_no_distribution_gives_some_token() -> None:
         assert 0 <= verdict.tokens[0] < vocab
 
 
-def test_greedy_requests_beside_sampled_ones() -> None:
+def test_greedy_requests_follow_the_argmax() -> None:
     proposal = Proposal.deterministic(TokenTree.from_paths([[1, 0], [0]]))
     probs = torch.tensor([[0.3, 0.4, 0.3], [0.5, 0.5, 0.0], [0.2, 0.2, 0.6], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    greedy, sampled = KeyedNoise(1, 0, 0, greedy=True), KeyedNoise(1, 0, 0)
-    verdicts = RULE.verify([proposal] * 2, [probs] * 2, [greedy, sampled])
-    assert verdicts[0] == Verdict((0, 1), (1, 0, 2), Origin.BONUS)
-    assert verdicts[1] == follow(proposal, probs, sampled)
+    noise = KeyedNoise(1, 0, 0)
+    assert RULE.greedy_form.verify([proposal], [probs], [noise]) == [Verdict((0, 1), (1, 0, 2), Origin.BONUS)]
+    assert RULE.verify([proposal], [probs], [noise]) == [follow(proposal, probs, noise)]
 
 
 def any_proposal(

@@ -36,7 +36,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Draw, DrawKind, Proposal, merge
 from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.core.verdict import Origin, Verdict
-from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.rule import BatchVerdicts
 from truedraft.verification.walk import Number
 
@@ -268,8 +268,12 @@ def test_verdicts_of_a_device_follow_the_distribution() -> None:
 
 def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
     proposals, probs, noise = batch(40, 11, seed=2)
-    coupled = [KeyedNoise(i, 3, 1, greedy=i % 2 == 0) for i in range(40)]
-    expected = RULE.verify(proposals, probs, noise), CoupledSampling().verify(proposals, probs, coupled)
+    rules: list[tuple[Rule, list[KeyedNoise]]] = [
+        (RULE, noise),
+        (CoupledSampling(), [KeyedNoise(i, 3, 1) for i in range(40)]),
+        (ArgmaxRule(), noise),
+    ]
+    expected = [rule.verify(proposals, probs, own) for rule, own in rules]
     on_device = [TokenTree(proposal.tree.tokens, proposal.tree.shape) for proposal in proposals]
     read: list[int] = []
     with monkeypatch.context() as patch:
@@ -277,24 +281,22 @@ def test_nothing_is_read_before_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden = [Proposal(tree, p.draws, p.probs) for tree, p in zip(on_device, proposals, strict=True)]
         for name in ("tolist", "item", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} of {tensor.shape}"))
-        decided: list[BatchVerdicts] = [RULE.decide(hidden, probs, noise)]
         patch.setattr("truedraft.verification.coupled.most_likely", lambda scores: scores.argmax(dim=-1))
-        decided.append(CoupledSampling().decide(hidden, probs, coupled))
+        decided: list[BatchVerdicts] = [rule.accept(hidden, probs, own) for rule, own in rules]
 
         def counted(tensor: Tensor) -> object:
             read.append(tensor.numel())
             return torch._C.TensorBase.tolist(tensor)
 
         patch.setattr(Tensor, "tolist", counted)
-        wants = [*(tree.tokens for tree in on_device), *decided[0].wanted, *decided[1].wanted]
+        wants = [*(tree.tokens for tree in on_device), *(each for own in decided for each in own.wanted)]
         numbers = transfers.fetch(wants)
         assert read == [sum(each.numel() for each in wants)]
     for tree, ids in zip(on_device, numbers, strict=False):
         tree.keep_host_ids([int(token) for token in ids])
-    numbers = numbers[len(on_device) :]
-    first = len(decided[0].wanted)
-    assert decided[0].verdicts(hidden, numbers[:first]) == expected[0]
-    assert decided[1].verdicts(hidden, numbers[first:]) == expected[1]
+    read_back = iter(numbers[len(on_device) :])
+    for own, verdicts in zip(decided, expected, strict=True):
+        assert own.verdicts(hidden, [next(read_back) for _ in own.wanted]) == verdicts
 
 
 def test_no_requests_have_no_verdicts() -> None:

@@ -28,8 +28,9 @@ from small_worlds import (
     repeated,
 )
 
+from support.broken_rules import DrawsFromTarget, RemovesNothing
 from truedraft.core.proposal import DrawKind
-from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import PlannedDraw, distance, emitted_dist, target_dist
 from truedraft.verification.rule import DrawnToken, JudgedRow
 
@@ -91,6 +92,11 @@ def test_trees_that_mix_kinds_by_depth(plans: tuple, bare: int) -> None:
         assert_exact(SpeculativeSampling(), build("mix", 2, plans, p, q, bare), 4)
 
 
+def test_the_argmax_is_the_distribution_of_greedy_requests() -> None:
+    for plans in ([], [A1, A1], [F2], [C2, A1]):
+        assert_exact(ArgmaxRule(), build("greedy", 3, plans, "one-hot", "dense"), 3)
+
+
 @pytest.mark.parametrize("vocab", [2, 3, 4, 5])
 def test_coupled_draws_under_the_coupled_rule(vocab: int) -> None:
     for p, q in STYLES:
@@ -129,16 +135,6 @@ class AcceptsHalf(SpeculativeSampling):
         return 0.5
 
 
-class FromTarget(SpeculativeSampling):
-    def rejected(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return p
-
-
-class KeepsRemoved(SpeculativeSampling):
-    def removed(self, q: torch.Tensor, token: int) -> torch.Tensor:
-        return q
-
-
 @pytest.mark.parametrize("name", ["chain", "siblings with repeats", "tree without replacement", "all kinds"])
 def test_the_reference_also_predicts_what_wrong_rules_emit(name: str) -> None:
     """Agreement above is no accident of both being exact: wrong parts give the same wrong distribution on both
@@ -146,8 +142,8 @@ def test_the_reference_also_predicts_what_wrong_rules_emit(name: str) -> None:
     world = REFERENCE_WORLDS[name]
     wrong = [
         (AcceptsHalf(), Reference(world, accept=lambda p_x, q_x: Fraction(1, 2))),
-        (FromTarget(), Reference(world, rejected=lambda p, q: p)),
-        (KeepsRemoved(), Reference(world, take_out=lambda q, token: q)),
+        (DrawsFromTarget(), Reference(world, rejected=lambda p, q: p)),
+        (RemovesNothing(), Reference(world, take_out=lambda q, token: q)),
     ]
     for rule, reference in wrong:
         assert gap(emitted(rule, world, 2), reference.emitted(2)) < EXACT

@@ -11,6 +11,7 @@ from small_worlds import A1, A2, A3, F1, F2, F3, NODES, STYLES, W1, W2, W3, Case
 
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose
+from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
@@ -166,7 +167,7 @@ def test_at_temperature_zero_what_is_near_the_largest_stays() -> None:
     probs = torch.tensor([[0.4, 0.2, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
     rule = LenientSampling(0.5).greedy_form
     chain = Proposal.deterministic(TokenTree.chain([1, 1]))  # 0.2 >= 0.5 * 0.4, twice
-    noise = [KeyedNoise(1, 0, 0, greedy=True)]
+    noise = [KeyedNoise(1, 0, 0)]
     assert rule.verify([chain], [probs], noise) == [Verdict((0, 1), (1, 1, 0), Origin.BONUS)]
     stricter = LenientSampling(0.51).greedy_form
     assert stricter.verify([chain], [probs], noise) == [Verdict((), (0,), Origin.RECOVERED)]
@@ -190,7 +191,7 @@ def test_at_temperature_zero_a_strict_lenience_follows_the_argmax() -> None:
 def test_the_form_at_temperature_zero_is_one_object() -> None:
     rule = LenientSampling(0.5)
     assert rule.greedy_form is rule.greedy_form  # requests of one rule are judged together
-    assert SpeculativeSampling().greedy_form.lossless
+    assert rule.greedy_form.options(SamplingParams()) == SamplingParams(temperature=1.0)
 
 
 def test_a_device_gives_the_same_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:

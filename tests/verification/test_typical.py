@@ -9,17 +9,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from decision_cells import cell_probs, completed, kernel_dist, step_dist
-from small_worlds import A1, COUPLED, F1, F2, F3, W2, Case, World, build, every_proposal, gap, repeated
+from decision_cells import by_kernel, by_verify, cell_probs, kernel_dist
+from small_worlds import A1, COUPLED, F1, F2, F3, W2, Case, build, every_proposal, gap, repeated
 from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
-from truedraft.core.verdict import Origin, TokenDivergence, Verdict
+from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.lossy import LenientArgmax
 
 EXACT, CAUGHT = 1e-12, 0.01
@@ -123,18 +122,6 @@ def test_how_a_token_was_drafted_plays_no_part() -> None:
 # ------------------------------------------------------------------------------- its distribution
 
 
-def by_kernel(rule: Rule, world: World) -> float:
-    length = len(world.plans) + 1
-    return distance(emitted_dist(rule, world.target.dist, world.scheme, length), target_dist(world.target.dist, length))
-
-
-def by_verify(rule: Rule, world: World) -> float:
-    length = len(world.plans) + 1
-    cases = every_proposal(world)
-    step = step_dist(cases, cell_probs(rule, cases))
-    return gap(completed(step, world.target.dist, length), target_dist(world.target.dist, length))
-
-
 MEDUSA = (F3, F2, F1)  # the top tokens of each head, fewer with depth
 WORLDS = {
     "drawn chain": build("typical", 3, [A1, A1]),
@@ -190,7 +177,7 @@ def test_divergence_is_that_of_a_certain_token() -> None:
     first, last = verdict.divergence
     assert first.total_variation == pytest.approx(1 - p_x) and first.kl == pytest.approx(-math.log(p_x))
     assert first.total_variation_greedy == 0.5 and first.kl_greedy == pytest.approx(math.log(2))
-    assert last == TokenDivergence.of_choice(0.2, 0.2)
+    assert last == Divergence.of_choice(0.2, 0.2)
     assert last.total_variation == last.total_variation_greedy == 0.8
 
 

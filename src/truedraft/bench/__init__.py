@@ -6,22 +6,20 @@ from truedraft.bench.prompts import is_question_file, read_questions, spread
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import OutputFolder
 from truedraft.bench.runs import Failure, Group, Results, Row, System, SystemOutput, grouped, run_all, time_without_core
-from truedraft.bench.suite import ENTROPY, PEERS, PLAIN, OurEngine, Suite, check_peers, load_suite
+from truedraft.bench.suite import ENTROPY, PLAIN, OurEngine, Suite, check_peers, load_suite
 from truedraft.bench.summary import Ratio, Summary, differing_answers, shown, summarise
-from truedraft.bench.tables import TextTable, all_tables, decisions_table
-from truedraft.bench.trees import DraftedTree, drafted_trees
+from truedraft.bench.tables import all_tables, decisions_table
+from truedraft.bench.trees import drafted_trees
 from truedraft.bench.vocabularies import AnsweredPrompt, VocabularyCost, answered_prompts, vocabulary_costs
 
 __all__ = [
     "ENTROPY",
     "PARTS",
-    "PEERS",
     "PLAIN",
     "AnsweredPrompt",
     "Circumstances",
     "CurveCosts",
     "Difference",
-    "DraftedTree",
     "Failure",
     "Group",
     "MachineCosts",
@@ -34,7 +32,6 @@ __all__ = [
     "Summary",
     "System",
     "SystemOutput",
-    "TextTable",
     "VocabularyCost",
     "all_tables",
     "answered_prompts",

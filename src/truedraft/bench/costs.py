@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from truedraft.bench.suite import Suite
 from truedraft.bench.trees import size_trees
@@ -13,7 +12,7 @@ from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
 from truedraft.engine import StepRecord
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.planning import ratio_of_steps
+from truedraft.planning import Footprint, footprint_of, ratio_of_steps
 from truedraft.progress import Progress
 from truedraft.theory import DraftCost, TargetCost
 
@@ -59,42 +58,17 @@ class CurveCosts:
         return self._of_nodes[name, each]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSize:
-    """Bytes.
-
-    Attributes:
-        weights: read once in each forward of few tokens.
-        cached_token: keys and values of one cached token over all layers.
-    """
-
-    weights: int
-    cached_token: int
-
-    def of(self, forwards: int, context_tokens: int) -> int:
-        """Bytes of so many forwards that read so many cached tokens in all."""
-        return forwards * self.weights + context_tokens * self.cached_token
-
-
-def read_size(model: LanguageModel) -> ReadSize | None:
-    """What a forward of a model reads; None where it depends on the tokens (mixtures of experts), or is not known.
+def reads_alike(model: LanguageModel) -> bool:
+    """Whether it is known what a forward reads, and does not depend on its tokens, as that of a mixture of experts.
 
     Windows of attention are not looked at: with one, the cached tokens that it leaves out are counted too.
     """
     config = getattr(getattr(model, "module", None), "config", None)
-    if config is None or not model.weight_bytes:
-        return None
-    text = config.get_text_config()
-    if any(getattr(text, name, None) for name in _MIXTURES):
-        return None
-    return ReadSize(model.weight_bytes, _cached_values(text) * model.dtype.itemsize)
-
-
-def _cached_values(config: Any) -> int:
-    """Numbers cached for a token: a key and a value for each head of each layer."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(config.num_hidden_layers) * int(heads) * int(width)
+    return (
+        bool(model.weight_bytes)
+        and config is not None
+        and not any(getattr(config.get_text_config(), name, None) for name in _MIXTURES)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +82,8 @@ class Memory:
     """
 
     bandwidth: float
-    target: ReadSize
-    draft: ReadSize | None = None
+    target: Footprint
+    draft: Footprint | None = None
 
 
 @dataclass(slots=True)
@@ -132,14 +106,16 @@ class MachineCosts:
 
     def memory(self, suite: Suite) -> dict[str, Memory]:
         """What use of memory bandwidth is computed from, for each system."""
-        target = read_size(suite.target)
-        if self.bandwidth is None or target is None:
+        if self.bandwidth is None or not reads_alike(suite.target):
             return {}
+        target = footprint_of(suite.target)
         drafts = {each.name: each.draft_model for each in suite.ours}
         shared = next((model for model in drafts.values() if model is not None), None)
         drafts |= {each.name: shared for each in suite.peers}  # their draft forwards are counted as well
         return {
-            name: Memory(self.bandwidth, target, None if model is None else read_size(model))
+            name: Memory(
+                self.bandwidth, target, Footprint(model.weight_bytes) if model and reads_alike(model) else None
+            )
             for name, model in drafts.items()
         }
 
@@ -162,7 +138,7 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
     measured = MachineCosts()
     progress(0, "reading memory")
     try:
-        measured.bandwidth = read_bandwidth(suite.target.device).bytes_per_s
+        measured.bandwidth = read_bandwidth(suite.target.device)
     except OptionError as error:
         measured.warnings.append(f"{error}; without it there is no use of memory bandwidth")
     forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=refresh)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from truedraft.core.tree import chain_shape
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import LanguageModel
+from truedraft.planning import outputs_along
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +16,7 @@ class Candidate:
     Attributes:
         id: None where the answer had ended.
         text: what it looks like.
-        logit: of the target, by one plain forward over everything before it.
+        logit: of the target, by plain forwards over everything before it.
     """
 
     id: int | None
@@ -67,7 +65,8 @@ def find_difference(
     shortest = min(len(plain), len(speculative))
     position = next((i for i in range(shortest) if plain[i] != speculative[i]), shortest)
     before = [*prompt, *plain[:position]]
-    logits = _logits_after(target, before)
+    *_, last = outputs_along(target, before, len(prompt) - 1)
+    logits: list[float] = last.logits[-1].float().tolist()
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:2]
     return Difference(
         position,
@@ -76,18 +75,6 @@ def find_difference(
         (_candidate(target, logits, order, 0), _candidate(target, logits, order, 1)),
         logits[order[0]] - logits[order[1]],
     )
-
-
-def _logits_after(target: LanguageModel, tokens: Sequence[int]) -> list[float]:
-    """The target's logits after these tokens, by one plain forward."""
-    cache = target.new_cache()
-    try:
-        ids = torch.tensor(tokens, device=target.device)
-        output = target.forward([Segment(cache, ids, chain_shape(len(tokens)), (len(tokens) - 1,))])
-        logits: list[float] = output.logits[0].float().tolist()
-        return logits
-    finally:
-        target.release_cache(cache)
 
 
 def _candidate(target: LanguageModel, logits: Sequence[float], tokens: Sequence[int], place: int) -> Candidate:

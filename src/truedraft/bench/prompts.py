@@ -34,19 +34,6 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class QuestionSet:
-    """A published set.
-
-    Attributes:
-        name: of the set.
-        questions: in the file's order.
-    """
-
-    name: str
-    questions: Sequence[Question]
-
-
-@dataclass(frozen=True, slots=True)
 class _Format:
     """A file format, known by its fields.
 
@@ -95,8 +82,8 @@ def is_question_file(path: Path) -> bool:
         return False
 
 
-def read_questions(path: Path) -> QuestionSet:
-    """The questions in a file, or in a folder that holds one such file; the test part where there is also another.
+def read_questions(path: Path) -> tuple[str, list[Question]]:
+    """A set's name and questions, of a file or a folder that holds one; of its test part where there is another, too.
 
     Raises:
         DataError: there is no such file, several that could be meant, or a broken one; says which line.
@@ -114,7 +101,7 @@ def read_questions(path: Path) -> QuestionSet:
         questions.append(form.read(record, len(questions) + 1))
     if form is None:
         raise DataError(f"the question file {str(file)!r} is empty; fetch it again")
-    return QuestionSet(_set_name(form, questions), questions)
+    return _set_name(form, questions), questions
 
 
 def spread(items: Sequence[T], count: int | None) -> list[T]:

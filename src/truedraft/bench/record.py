@@ -15,6 +15,9 @@ from truedraft.bench.trees import DraftedTree
 from truedraft.bench.vocabularies import VocabularyCost
 from truedraft.core.stats import Counters
 
+_DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
+"""How far the distributions of emitted tokens were from the target's, by `Counters`; None after a lossless rule."""
+
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
@@ -166,17 +169,14 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "ours": summary.ours,
         "groups": summary.groups,
         "tokens": summary.tokens,
-        "tokens_per_s": summary.tokens_per_s.median,
-        "tokens_per_s_quartiles": _quartiles(summary.tokens_per_s),
-        "decode_tokens_per_s": summary.decode_tokens_per_s.median,
-        "decode_tokens_per_s_quartiles": _quartiles(summary.decode_tokens_per_s),
-        "first_token_s": None if summary.first_token_s is None else summary.first_token_s.median,
-        "first_token_s_quartiles": None if summary.first_token_s is None else _quartiles(summary.first_token_s),
+        **_spread("tokens_per_s", summary.tokens_per_s),
+        **_spread("decode_tokens_per_s", summary.decode_tokens_per_s),
+        **_spread("first_token_s", summary.first_token_s),
         "target_calls": summary.target_calls,
         "mean_acceptance_length": summary.mean_acceptance_length,
         "draft_acceptance_rate": None if summary.counters is None else summary.counters.draft_acceptance_rate,
         "acceptance_per_position": list(summary.acceptance_per_position),
-        "counters": None if summary.counters is None else _counts(summary.counters),
+        "counters": None if summary.counters is None else dataclasses.asdict(summary.counters),
         "speedup": None if summary.speedup is None else summary.speedup.mean,
         "speedup_spread": _ratio(summary.speedup),
         "decode_speedup": None if summary.decode_speedup is None else summary.decode_speedup.mean,
@@ -191,7 +191,7 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "compared_groups": summary.compared_groups if told else None,
         "lossless": not summary.lossy if summary.ours else None,
         "decisions": None if summary.decisions is None else summary.decisions.as_dict(),
-        **_divergence(summary.counters),
+        **{name: getattr(summary.counters or Counters(), name) for name in _DIVERGENCES},
     }
 
 
@@ -201,24 +201,10 @@ def _impossible(summary: Summary) -> list[str]:
     return [name for name, share in found.items() if is_impossible(share)]
 
 
-def _divergence(counters: Counters | None) -> dict[str, float | None]:
-    """How far the distributions of the emitted tokens were from the target's; null after a lossless rule, and for
-    peers."""
-    known = Counters() if counters is None else counters
-    return {
-        "mean_total_variation": known.mean_total_variation,
-        "mean_kl": known.mean_kl,
-        "mean_total_variation_greedy": known.mean_total_variation_greedy,
-        "mean_kl_greedy": known.mean_kl_greedy,
-    }
-
-
-def _counts(counters: Counters) -> dict[str, Any]:
-    return dataclasses.asdict(counters)
-
-
-def _quartiles(spread: Spread) -> list[float]:
-    return [spread.low, spread.high]
+def _spread(name: str, spread: Spread | None) -> dict[str, Any]:
+    if spread is None:
+        return {name: None, f"{name}_quartiles": None}
+    return {name: spread.median, f"{name}_quartiles": [spread.low, spread.high]}
 
 
 def _ratio(ratio: Ratio | None) -> dict[str, float] | None:

@@ -308,9 +308,9 @@ def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
         return None
     read = 0
     for row in rows:
-        read += memory.target.of(row.output.forwards, row.output.context_tokens)
+        read += memory.target.read(row.output.forwards, row.output.context_tokens)
         if memory.draft is not None:
-            read += memory.draft.of(row.output.draft_forwards, 0)
+            read += memory.draft.read(row.output.draft_forwards, 0)
     return read / seconds / memory.bandwidth
 
 

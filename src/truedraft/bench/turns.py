@@ -296,7 +296,14 @@ class Contest(Generic[Group]):
         return status is not None
 
 
-def take_turns(contests: Iterable[Contest[Group]], seconds: float, clock: Clock = time.perf_counter) -> None:
+class Visited(Protocol):
+    """Whatever is measured a bit at a time, as a contest is."""
+
+    def visit(self, most_s: float) -> bool:
+        """A bit more; returns whether that was the end."""
+
+
+def take_turns(contests: Iterable[Visited], seconds: float, clock: Clock = time.perf_counter) -> None:
     """Visit contests in turns, a round each, until all are over or the time is."""
     end = clock() + seconds
     left = list(contests)

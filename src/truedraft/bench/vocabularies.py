@@ -10,7 +10,6 @@ they are shares of places.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,12 @@ from truedraft.bench.runs import Group, Row
 from truedraft.bench.suite import PLAIN
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import overlap, probs_from_logits
-from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter
 from truedraft.errors import TruedraftError
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import LanguageModel
+from truedraft.planning import outputs_along
 
 _PLACES = 1024
-_READ = 512
-_ROWS = 32  # of large vocabularies at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,27 +140,10 @@ def _at_places(target: LanguageModel, draft: LanguageModel, answered: AnsweredPr
     unshared = torch.ones(target.vocab_size, dtype=torch.float64)
     unshared[draft.shared_ids] = 0.0
     found = []
-    theirs, ours = _logits(target, answered, answered.params.adapter), _logits(draft, answered, None)
-    for p_logits, q_logits in zip(theirs, ours, strict=True):
-        p, q = (probs_from_logits(each.double().cpu(), answered.params) for each in (p_logits, q_logits))
+    ids, first = [*answered.prompt, *answered.answer[:-1]], len(answered.prompt) - 1
+    theirs, ours = outputs_along(target, ids, first, answered.params.adapter), outputs_along(draft, ids, first)
+    for outputs in zip(theirs, ours, strict=True):
+        p, q = (probs_from_logits(each.logits.double().cpu(), answered.params) for each in outputs)
         q = q.nan_to_num(0.0)  # where it has no mass at all nothing is proposed
         found.append(torch.stack([p @ unshared, overlap(p, q)]))
     return torch.cat(found, dim=1)
-
-
-def _logits(model: LanguageModel, answered: AnsweredPrompt, adapter: str | None) -> Iterator[Tensor]:
-    """Logits `[rows, vocab]` before each token of the answer, some at a time."""
-    ids, first = [*answered.prompt, *answered.answer[:-1]], len(answered.prompt) - 1
-    cache = model.new_cache()
-    edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
-    try:
-        for start, end in itertools.pairwise(edges):
-            count = end - start
-            rows, prompt = ((), count) if start < first else (range(count), 0)
-            tokens = torch.tensor(ids[start:end])
-            output = model.forward([Segment(cache, tokens, chain_shape(count), rows, prompt=prompt, adapter=adapter)])
-            cache.commit(range(count))
-            if start >= first:
-                yield output.logits
-    finally:
-        model.release_cache(cache)

@@ -3,7 +3,7 @@
 from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
 from truedraft.cache.buffers import WIDEST_GAP, Buffers, key_span
 from truedraft.cache.family import FamilyState
-from truedraft.cache.prefixes import FEW, Prefixes
+from truedraft.cache.prefixes import FEW, PrefixCache
 from truedraft.cache.request import CachePool, RequestCache
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Buffers",
     "CachePool",
     "FamilyState",
-    "Prefixes",
+    "PrefixCache",
     "RequestCache",
     "key_span",
 ]

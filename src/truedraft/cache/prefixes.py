@@ -72,7 +72,7 @@ class _Block:
         return sum(keys.nbytes + values.nbytes for keys, values in self.entries) + bytes_of(self.states or {})
 
 
-class Prefixes:
+class PrefixCache:
     """What requests of one model begin with.
 
     Args:
@@ -116,6 +116,10 @@ class Prefixes:
         """
         self._members[number] = _Member(cache, tokens, scope, prompt)
 
+    def text(self, number: int) -> Sequence[int]:
+        """What is read of a request that runs."""
+        return self._members[number].tokens
+
     def leave(self, number: int) -> None:
         """A request is over; its cache is given back behind this."""
         self._members.pop(number, None)
@@ -132,7 +136,7 @@ class Prefixes:
         """
         own = self._members[number]
         best, most = None, own.cache.length + FEW
-        for other in among if self.shares else ():
+        for other in among if self.shares and own.last > most else ():  # of short texts it is never worth waiting
             member = self._members.get(other)
             if member is None or member.scope != own.scope or member is own:
                 continue

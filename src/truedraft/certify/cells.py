@@ -61,7 +61,7 @@ class ScriptedNoise:
             self.script[key] = self._elsewhere(key)
         return self.script[key]
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
         """Not to be asked for: rules that are judged by cells draw by uniform numbers."""
         raise AssertionError("this rule needs no Gumbel noise")
 

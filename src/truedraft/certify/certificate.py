@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, now, share_of
+from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, check_run, now, share_of
 from truedraft.certify.controls import ComparedControls, SampledControls, SeededControls
 from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality, EqualityInFloat32
@@ -51,7 +51,7 @@ def certify(
         OptionError: no prompts, an unusable batch or time, options that shape logits, or a seed with a lossy rule.
         TruedraftError: the target failed.
     """
-    _refuse_unusable(stack, prompts, params, batch, seconds)
+    check_run(prompts, stack.target.context_length - 2, batch, seconds)
     began, stack = now(), stack.but(entropy=entropy)
     checks = checks_of(stack, params, in_float32)
     findings: list[Finding] = []
@@ -83,7 +83,12 @@ def certify(
 
 
 def checks_of(stack: Stack, params: SamplingParams, in_float32: Callable[[], Stack] | None = None) -> list[Check]:
-    """The checks that make a certificate for a stack and options, in their order."""
+    """The checks that make a certificate for a stack and options, in their order.
+
+    Raises:
+        OptionError: options that shape logits, or a seed with a lossy rule.
+    """
+    _refuse_unusable(stack, params)
     if not stack.rule.lossless:
         return [Exact(), LossyDivergence(), Invariance(), DraftState()]
     equality: list[Check] = [Equality(), *([] if in_float32 is None else [EqualityInFloat32(in_float32)])]
@@ -94,9 +99,7 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: Callable[[], Sta
     return [Exact(), *equality, *tests, Invariance(), DraftState()]
 
 
-def _refuse_unusable(
-    stack: Stack, prompts: Sequence[Sequence[int]], params: SamplingParams, batch: int, seconds: float
-) -> None:
+def _refuse_unusable(stack: Stack, params: SamplingParams) -> None:
     if params.seeded:
         stack.rule.check_seed()
     if params.shapes_logits:
@@ -104,18 +107,6 @@ def _refuse_unusable(
             "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
             "banned tokens, min_tokens and structured, whose exactness docs/options.md shows"
         )
-    if not prompts:
-        raise OptionError("there is nothing to certify with: give at least one prompt")
-    if batch < 1:
-        raise OptionError(f"batch must be 1 or more, got {batch}")
-    if not 0.0 < seconds < float("inf"):
-        raise OptionError(f"the time for a certificate must be above 0, got {seconds} seconds")
-    for number, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < stack.target.context_length - 1:
-            raise OptionError(
-                f"prompt {number} has {len(prompt)} tokens; give 1 to {stack.target.context_length - 2}, so that the "
-                "target has room to answer"
-            )
 
 
 @contextmanager

@@ -10,20 +10,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from truedraft.control import Controller, InTurn
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.drafters import Drafter
 from truedraft.engine import Answer, Engine, Request
-from truedraft.errors import DrafterError, ModelError
+from truedraft.errors import DrafterError, ModelError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
 PATIENCE = 4.0
 """So many times its time a check may take to come to the least evidence that says anything; then it says so."""
 _SEEDS = 1 << 64
+_Item = TypeVar("_Item")
 
 # ---------------------------------------------------------------------------------------- checks and their findings
 
@@ -179,6 +180,30 @@ class Check(ABC):
         """
 
 
+def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, seconds: float) -> None:
+    """Refuse what leaves nothing to check, or no time.
+
+    Args:
+        prompts: token ids.
+        most_tokens: of a prompt, so that the model has room to answer.
+        batch: requests that are answered together.
+        seconds: that it may take.
+
+    Raises:
+        OptionError: says what.
+    """
+    if not prompts:
+        raise OptionError("there is nothing to certify with: give at least one prompt")
+    if batch < 1:
+        raise OptionError(f"must be 1 or more, got {batch}", field="batch")
+    if not 0.0 < seconds < math.inf:
+        raise OptionError(f"the time must be above 0, got {seconds} seconds")
+    for number, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= most_tokens:
+            most = f"give 1 to {most_tokens}, so that the model has room to answer"
+            raise OptionError(f"prompt {number} has {len(prompt)} tokens; {most}")
+
+
 # ---------------------------------------------------------------------------------------- time, and answers within it
 
 
@@ -221,6 +246,26 @@ class Deadline:
         if self.over:
             raise OutOfTimeError
         engine.step()
+
+
+def one_by_one(items: Sequence[_Item], seconds: float, work: Callable[[_Item, Deadline], None], tell: Tell) -> None:
+    """Do some work on one item after another while there is time, of which the first may have several times as much.
+
+    Args:
+        items: in their order.
+        seconds: for all.
+        work: on an item until a deadline; where that raises `OutOfTimeError` it is over.
+        tell: is told the fraction that is done.
+    """
+    deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
+    for number, item in enumerate(items):
+        try:
+            work(item, deadline if number else patience)
+        except OutOfTimeError:
+            return
+        tell(max(deadline.fraction, (number + 1) / len(items)))
+        if deadline.over:
+            return
 
 
 def answered_in_time(

@@ -39,19 +39,22 @@ class JudgedCase:
 
     Attributes:
         case: proposal and distributions.
-        noise: of the step.
+        noise: of the step; None of a greedy request.
         expected: the verdict by plain Python.
-        greedy: whether there is no noise.
     """
 
     case: Case
-    noise: KeyedNoise
+    noise: KeyedNoise | None
     expected: Verdict
-    greedy: bool
+
+    @property
+    def greedy(self) -> bool:
+        """Whether its greedy form judges it."""
+        return self.noise is None
 
 
-def expected_verdict(case: Case, noise: KeyedNoise) -> Verdict:
-    """Take argmax(log p + G), the lowest id among equals, and go on below the child that carries it, if one does."""
+def expected_verdict(case: Case, noise: KeyedNoise | None) -> Verdict:
+    """Take argmax(log p + G), or argmax p, the lowest id among equals, and go on below the child that carries it."""
     ids, parents = case.proposal.tree.host_ids, case.proposal.tree.shape.parents
     row = 0
     path: list[int] = []
@@ -66,13 +69,11 @@ def expected_verdict(case: Case, noise: KeyedNoise) -> Verdict:
         row = carrying[0] + 1
 
 
-def _slow_choice(p: Tensor, noise: KeyedNoise, depth: int) -> int:
+def _slow_choice(p: Tensor, noise: KeyedNoise | None, depth: int) -> int:
     scores = p.tolist()
-    gumbel = noise.gumbel(depth, len(scores), _HOST)
-    if gumbel is not None:
-        scores = [
-            math.log(share) + g if share > 0 else -math.inf for share, g in zip(scores, gumbel.tolist(), strict=True)
-        ]
+    if noise is not None:
+        gumbel = noise.gumbel(depth, len(scores), _HOST).tolist()
+        scores = [math.log(share) + g if share > 0 else -math.inf for share, g in zip(scores, gumbel, strict=True)]
     return scores.index(max(scores))
 
 
@@ -89,9 +90,7 @@ def judged_cases() -> list[JudgedCase]:
             single = Case(case.probability, case.proposal, case.probs.float())
             found.append(_judged(single if extra % 2 else case, noise))
             found += [_judged(each, noise) for each in _coupled(world, noise, number + extra)]
-        found += [
-            _judged(each, KeyedNoise(number, 7, 0, greedy=True), greedy=True) for each in (case, *_as_logits(case))
-        ]
+        found += [_judged(each, None) for each in (case, *_as_logits(case))]
     return found
 
 
@@ -101,22 +100,30 @@ def wide_cases() -> list[JudgedCase]:
     found = []
     for number in range(_WIDE_CASES):
         probs = torch.softmax(2.0 ** (number % 5 - 2) * torch.randn(3, _WIDE, generator=chance), dim=-1)
-        noise = KeyedNoise(number, position=3, step=1, greedy=number % 4 == 0)
+        noise = KeyedNoise(number, position=3, step=1) if number % 4 else None
         tokens = [_slow_choice(probs[depth], noise, depth) for depth in range(2)]
         tokens[1] = (tokens[1] + (number % 3 == 0)) % _WIDE
         case = Case(1.0, Proposal.deterministic(TokenTree.chain(tokens)), probs)
-        found.append(_judged(case, noise, greedy=noise.greedy))
+        found.append(_judged(case, noise))
     return found
 
 
 def disagreements(rule: Rule, cases: Sequence[JudgedCase], device: torch.device) -> list[tuple[JudgedCase, Verdict]]:
-    """Cases that the rule judges otherwise, with its verdicts; all are judged in one batch on a device."""
-    verdicts = verdicts_of(rule, [each.case.to(device) for each in cases], [each.noise for each in cases])
-    return [(each, verdict) for each, verdict in zip(cases, verdicts, strict=True) if verdict != each.expected]
+    """Cases that the rule, or of greedy requests its greedy form, judges otherwise, with the verdicts.
+
+    All that one of them judges is one batch on a device.
+    """
+    found = []
+    for judge, greedy in ((rule, False), (rule.greedy_form, True)):
+        own = [each for each in cases if each.greedy is greedy]
+        noise = [each.noise or KeyedNoise(0, 0, 0) for each in own]
+        verdicts = verdicts_of(judge, [each.case.to(device) for each in own], noise)
+        found += [(each, verdict) for each, verdict in zip(own, verdicts, strict=True) if verdict != each.expected]
+    return found
 
 
-def _judged(case: Case, noise: KeyedNoise, *, greedy: bool = False) -> JudgedCase:
-    return JudgedCase(case, noise, expected_verdict(case, noise), greedy)
+def _judged(case: Case, noise: KeyedNoise | None) -> JudgedCase:
+    return JudgedCase(case, noise, expected_verdict(case, noise))
 
 
 def _listed() -> list[World]:
@@ -162,7 +169,6 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
         draws.append(())
         if len(path) < depth:
             gumbel = noise.gumbel(len(path), table.vocab, _HOST)
-            assert gumbel is not None
             scores = [
                 math.log(weight) + g if weight else -math.inf
                 for weight, g in zip(table.weights(path), gumbel.tolist(), strict=True)

@@ -94,7 +94,7 @@ class Guesses:
         self.caches: list[CacheDifference] = []
         self._asked: set[int] = set()
         self._drafter = drafter
-        self._model = drafter.model if checks_caches else None
+        self._models = drafter.held.models[:1] if checks_caches else ()
 
         def begin(request: DraftRequest) -> None:
             self.of[request.id] = []
@@ -113,7 +113,7 @@ class Guesses:
 
         # What is asked of the given drafter needs the target that it is checked against, too.
         self.drafter = altered(
-            drafter, check=drafter.check, begin=begin, propose=propose, observe=observe, told_late=False
+            drafter, check=drafter.check, begin=begin, propose=propose, observe=observe, observes_lazily=False
         )
 
     def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
@@ -122,9 +122,9 @@ class Guesses:
         guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path), asked)
         self.of[request.id].append(guess)
         # A draft made of the target has none of its own, and one in another process has it there.
-        cache = self._drafter.caches.get(request.id)
-        if self._model is not None and cache is not None and cache.length and len(outcome.proposal.tree):
-            self.caches.append(_cache_difference(self._model, cache, self._drafter.reads(request)))
+        for own in self._models:
+            if (cache := own.caches[request.id]).length and len(outcome.proposal.tree):
+                self.caches.append(_cache_difference(own.model, cache, own.prefixes.text(request.id)))
 
 
 class DraftState(Check):

@@ -14,7 +14,7 @@ give logits there that differ by up to 0.006. A margin below 0.012 is a near tie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.checks import (
-    PATIENCE,
     Check,
     Context,
     Deadline,
     Finding,
-    OutOfTimeError,
     Part,
     Stack,
     Status,
+    Tell,
     answers_in_time,
     numbered,
+    one_by_one,
     recovered,
+    share_of,
 )
 from truedraft.certify.rounding import Rounding, compare_shapes, measure_rounding
 from truedraft.core.noise import KeyedNoise
@@ -43,7 +44,6 @@ from truedraft.core.stats import Counters
 from truedraft.engine import Answer, Engine
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
-from truedraft.verification.coupled import coupled_choice
 
 _MOST_FAULTS = 4
 """Faults that are traced; one is enough to fail, and a broken stack parts from plain decoding everywhere."""
@@ -87,8 +87,9 @@ class Equality(Check):
                 findings.append(_lossy(stack, label))
                 continue
             answers = _Answers(replace(context, params=options))
-            for done in answers.compare(seconds):
-                context.tell((number + done) / len(kinds) * (1.0 - _ROUNDING_SHARE))
+            answers.compare(
+                seconds, share_of(lambda done: context.tell(done * (1.0 - _ROUNDING_SHARE)), number, len(kinds))
+            )
             findings += [
                 _finding(f"{kind}, batch {size}, {label}", comparison, stack, least=size)
                 for size, comparison in answers.comparisons.items()
@@ -164,18 +165,10 @@ class _Answers:
         self.comparisons = {size: Comparison() for size in self._engines}
         self.texts: list[list[int]] = []
 
-    def compare(self, seconds: float) -> Iterator[float]:
-        """Go on while there is time; gives the fraction that is done."""
-        deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
-        for first in range(0, len(self._prompts), self._batch):
-            group = range(first, min(first + self._batch, len(self._prompts)))
-            try:
-                self._compare_group(group, deadline if first else patience)
-            except OutOfTimeError:
-                return
-            yield max(deadline.fraction, (group[-1] + 1) / len(self._prompts))
-            if deadline.over:
-                return
+    def compare(self, seconds: float, tell: Tell) -> None:
+        """Go on while there is time."""
+        numbers = range(len(self._prompts))
+        one_by_one([numbers[i : i + self._batch] for i in numbers[:: self._batch]], seconds, self._compare_group, tell)
 
     def _compare_group(self, group: Sequence[int], deadline: Deadline) -> None:
         """Each prompt plainly and by itself, then all of them together."""
@@ -444,7 +437,7 @@ def chooser(params: SamplingParams, position: int, row: Tensor) -> Callable[[Ten
     assert params.seed is not None
     noise = KeyedNoise(params.seed, position, 0)
     gumbel = noise.gumbel(0, len(row), row.device)
-    return lambda logits: int(coupled_choice(probs_from_logits(logits[None], params), gumbel))
+    return lambda logits: int(most_likely(probs_from_logits(logits[None], params).double().log_().add_(gumbel)))
 
 
 def _judged(margin: float, rounding: Rounding) -> tuple[bool, str]:

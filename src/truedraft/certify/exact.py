@@ -50,7 +50,7 @@ class Exact(Check):
 
     def run(self, context: Context) -> list[Finding]:
         stack, params = context.stack, context.params
-        rule = stack.rule.greedy_form if params.greedy else stack.rule
+        rule = stack.rule if stack.rule.lossless or not params.greedy else stack.rule.greedy_form
         kinds = stack.drafter.kinds_for(rule.judges)
         own = kinds if DrawKind.COUPLED in rule.judges else kinds - {DrawKind.COUPLED}
         rule.check(own, "to be certified")

@@ -27,8 +27,8 @@ from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.models.base import LanguageModel
 from truedraft.testing import ScriptedDrafter, altered
-from truedraft.verification import CoupledSampling, Rule
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule
+from truedraft.verification.rule import BatchVerdicts
 
 if TYPE_CHECKING:
     from truedraft.certify.samplers.worlds import SamplerWorld
@@ -49,13 +49,15 @@ def accepts_always(rule: Rule) -> Rule:
 
 def coupled_accepts_always() -> Rule:
     """The same for greedy and seeded requests."""
-    rule = CoupledSampling()
 
-    def last(p: Tensor, noise: Noise, depth: int) -> int:
-        (verdict,) = rule.verify([Proposal.empty()], [p], [_AtOtherKeys(noise, deeper=depth)])
-        return verdict.tokens[0]
+    def accepting(rule: Rule) -> Rule:
+        def last(p: Tensor, noise: Noise, depth: int) -> int:
+            (verdict,) = rule.verify([Proposal.empty()], [p], [_AtOtherKeys(noise, deeper=depth)])
+            return verdict.tokens[0]
 
-    return _accepting(rule, last)
+        return _accepting(rule, last)
+
+    return altered(accepting(CoupledSampling()), greedy_form=accepting(ArgmaxRule()))
 
 
 def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
@@ -70,10 +72,10 @@ def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
         kept = (proposal.tree.host_ids[node] for node in path)
         return Verdict(tuple(path), (*kept, last(probs[row : row + 1], noise, len(path))), Origin.BONUS)
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return HostVerdicts([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return BatchVerdicts.made([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 def residual_is_target(rule: Rule) -> Rule:
@@ -86,11 +88,11 @@ def residual_is_target(rule: Rule) -> Rule:
         token = _drawn(probs[row : row + 1], noise.uniform(Purpose.RECOVERED, len(verdict.path)))
         return replace(verdict, tokens=(*verdict.tokens[:-1], token))
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         verdicts = rule.verify(proposals, probs, noise)
-        return HostVerdicts([redrawn(*each) for each in zip(verdicts, probs, noise, strict=True)])
+        return BatchVerdicts.made([redrawn(*each) for each in zip(verdicts, probs, noise, strict=True)])
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 def judges_another_temperature(rule: Rule, temperature: float) -> Rule:
@@ -99,10 +101,10 @@ def judges_another_temperature(rule: Rule, temperature: float) -> Rule:
     def wrong(own: Proposal) -> Proposal:
         return own if own.probs is None else replace(own, probs=forms.at_temperature(temperature, own.probs))
 
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return rule.decide([wrong(own) for own in proposals], probs, noise)
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return rule.accept([wrong(own) for own in proposals], probs, noise)
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 def one_key_twice(rule: Rule) -> Rule:
@@ -116,10 +118,10 @@ def coupled_one_key() -> Rule:
 
 
 def _with_noise(rule: Rule, wrong: Callable[[Noise], Noise]) -> Rule:
-    def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return rule.decide(proposals, probs, [wrong(own) for own in noise])
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        return rule.accept(proposals, probs, [wrong(own) for own in noise])
 
-    return altered(rule, decide=decide)
+    return altered(rule, accept=accept)
 
 
 class _AtOtherKeys:
@@ -143,7 +145,7 @@ class _AtOtherKeys:
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         return self._inner.uniform(self._recovered if purpose is Purpose.RECOVERED else purpose, depth, index)
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
         return self._inner.gumbel(depth * self._depths + self._deeper, vocab, device)
 
     def inside(self, turn: int, depth: int) -> Noise:

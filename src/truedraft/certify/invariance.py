@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from truedraft.certify.checks import (
-    PATIENCE,
     Check,
     Context,
     Deadline,
@@ -20,6 +19,7 @@ from truedraft.certify.checks import (
     Status,
     answer_of,
     numbered,
+    one_by_one,
 )
 from truedraft.certify.equality import Comparison, enough_prompts
 from truedraft.certify.rounding import measure_rounding
@@ -66,15 +66,7 @@ class Invariance(Check):
                 batch=together,
             )
         )
-        deadline, patience = Deadline(context.seconds), Deadline(PATIENCE * context.seconds)
-        for number in range(len(context.prompts)):
-            try:
-                asking.compare(number, deadline if number else patience)
-            except OutOfTimeError:
-                break
-            context.tell(max(deadline.fraction, (number + 1) / len(context.prompts)))
-            if deadline.over:
-                break
+        one_by_one(range(len(context.prompts)), context.seconds, asking.compare, context.tell)
         context.tell(1.0)
         return asking.findings()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Status, check_sound, open_ended
-from truedraft.certify.sampling import TOKENS, Decision, Scored, plain_probs
+from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Status
+from truedraft.certify.sampling import Decision, scored_answers
 from truedraft.certify.statistics import TokenTests
 from truedraft.core.verdict import Divergence
 
@@ -54,23 +53,13 @@ class LossyDivergence(Check):
 
     def run(self, context: Context) -> list[Finding]:
         stack, params, batch = context.stack, context.params, context.batch
-        engine = stack.engine(batch)
-        turn = itertools.cycle(context.prompts)
         found: list[Divergence] = []
         tests = TokenTests(stack.target.vocab_size, 1, 0.0)
         deadline = Deadline(context.seconds)
-        while True:
-            asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
-            room = stack.target.context_length
-            options = [open_ended(params, min(TOKENS, room - len(prompt))) for prompt in asked]
-            answers = engine.generate(asked, options)
-            for answer in answers:
-                check_sound(answer, stack.drafter.name)
-            found += [answer.stats.divergence for answer in answers if answer.stats.divergence is not None]
-            if not params.greedy:
-                texts = [(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)]
-                for probs, (prompt, tokens) in zip(plain_probs(stack.target, texts, params), texts, strict=True):
-                    tests.add(Scored(probs, tokens, prompt, [_UNKNOWN] * len(tokens), 0, coupled=False))
+        for answers in scored_answers(stack, context.prompts, params, batch):
+            found += [scored.divergence for scored in answers if scored.divergence is not None]
+            for scored in () if params.greedy else answers:
+                tests.add(replace(scored, decisions=[_UNKNOWN] * len(scored.tokens)))
             context.tell(deadline.fraction)
             if deadline.over and (len(found) > batch or not found):
                 break

@@ -19,6 +19,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import Proposal
 from truedraft.core.tree import chain_shape
+from truedraft.core.verdict import Divergence
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.testing import altered
@@ -27,9 +28,6 @@ from truedraft.verification.rule import BatchVerdicts
 
 TOKENS = 64
 """Most tokens of an answer, unless fewer are asked for: many places, and prompts taken in turn."""
-_BEGINNING = 16
-_WHOLE = 8
-"""Of so many prompts one is taken whole, the others cut to their beginning: a prefill tests nothing."""
 _CHUNK = 256
 """Tokens of a text in one forward, as in the engine's prefill."""
 _ENTRIES = 1 << 25
@@ -75,13 +73,13 @@ class Recorder:
             self._note(batch, outcomes)
             drafter.observe(batch, outcomes)
 
-        def decide(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
             assert rule is not None
             self._given.extend(own.clone() for own in probs)
-            return rule.decide(proposals, probs, noise)
+            return rule.accept(proposals, probs, noise)
 
-        self.drafter = altered(drafter, observe=observe, told_late=False)
-        self.rule = None if rule is None else altered(rule, decide=decide)
+        self.drafter = altered(drafter, observe=observe, observes_lazily=False)
+        self.rule = None if rule is None else altered(rule, accept=accept)
 
     def taken(self, request: int) -> list[Decision]:
         """What was noted of a request, for each of its emitted tokens; forgotten here from now on."""
@@ -124,6 +122,7 @@ class Scored:
         decisions: what the drafter knew, for each token.
         place: the request's number in its batch.
         coupled: whether the drafter may have seen the noise that decides.
+        divergence: of a lossy rule, what its verdicts say.
     """
 
     probs: Tensor
@@ -132,6 +131,7 @@ class Scored:
     decisions: Sequence[Decision]
     place: int
     coupled: bool
+    divergence: Divergence | None = None
 
 
 def scored_answers(
@@ -161,9 +161,9 @@ def scored_answers(
     recorder = Recorder(stack.drafter, stack.rule if records_probs else None)
     engine = stack.but(drafter=recorder.drafter, rule=recorder.rule or stack.rule).engine(batch)
     room = stack.target.context_length
-    turn = itertools.cycle(_cut(prompts))
+    turn = itertools.cycle(prompts)
     for first in itertools.count(0, batch):
-        asked = list(itertools.islice(turn, batch))
+        asked = [list(prompt) for prompt in itertools.islice(turn, batch)]
         options = [
             open_ended(numbered(params, first + place), min(length, room - len(prompt)))
             for place, prompt in enumerate(asked)
@@ -176,14 +176,14 @@ def scored_answers(
         texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(asked, requests, strict=True)]
         probs = plain_probs(judge or stack.target, texts, params)
         yield [
-            Scored(own, tokens, prompt, recorder.taken(request.id), place, params.seeded)
-            for place, (own, (prompt, tokens), request) in enumerate(zip(probs, texts, requests, strict=True))
+            Scored(own, tokens, prompt, recorder.taken(each.id), place, params.seeded, answer_of(each).stats.divergence)
+            for place, (own, (prompt, tokens), each) in enumerate(zip(probs, texts, requests, strict=True))
         ]
 
 
-def _cut(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Prompts of several lengths."""
-    return [list(prompt) if i % _WHOLE == 0 else list(prompt)[:_BEGINNING] for i, prompt in enumerate(prompts)]
+def beginnings(prompts: Sequence[Sequence[int]], length: int, whole: int) -> list[list[int]]:
+    """Prompts cut to so many tokens, but for one of so many: a prefill tests nothing."""
+    return [list(prompt) if i % whole == 0 else list(prompt)[:length] for i, prompt in enumerate(prompts)]
 
 
 # ---------------------------------------------------------------------------------------- the target's distributions

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,10 +30,11 @@ from truedraft.certify.checks import (
     Tell,
     check_sound,
     numbered,
+    open_ended,
 )
 from truedraft.certify.e_process import POWER_SIGMAS, Events, EventTests, TestResult, holm
 from truedraft.certify.rounding import measure_rounding
-from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
+from truedraft.certify.sampling import Scored, beginnings, plain_logits, plain_probs, scored_answers
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.portfolio import with_members
 from truedraft.models.base import LanguageModel
@@ -48,6 +49,7 @@ _ROUNDING = 0.045
 _ROUNDING_TEXTS = 4
 _JOINT = 0.25
 """Share of the time for joint distributions."""
+_BEGINNING, _WHOLE = 16, 8
 _SHOWN = 5
 _ENOUGH = 0.06
 """Total variation that must be detectable: controls are to be three times as large, and few reach more than 0.2."""
@@ -97,7 +99,8 @@ class Statistics(Check):
         tests = TokenTests(context.stack.target.vocab_size, context.batch, allowance)
         deadline = Deadline(context.seconds * (1.0 - _JOINT))
         patience = Deadline(PATIENCE * context.seconds)
-        for answers in scored_answers(context.stack, context.prompts, context.params, context.batch):
+        prompts = beginnings(context.prompts, _BEGINNING, _WHOLE)
+        for answers in scored_answers(context.stack, prompts, context.params, context.batch):
             for scored in answers:
                 tests.add(scored)
             context.tell((1.0 - _JOINT) * deadline.fraction)
@@ -313,7 +316,7 @@ def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResul
     number = {token: place for place, token in enumerate(kept)}
     counts = torch.zeros(joint.shape, dtype=torch.int64)
     calls = accepted = impossible = 0
-    asked = replace(params, max_tokens=_LENGTH, ignore_eos=True, stop=(), stop_token_ids=())
+    asked = open_ended(params, _LENGTH)
     for first in itertools.count(0, _BATCH):
         many = [numbered(asked, first + place) for place in range(_BATCH)]
         for answer in engine.generate([list(prompt)] * _BATCH, many):

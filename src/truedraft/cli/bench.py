@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts, user_path
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts
 from truedraft.cli.session import (
     CONTROLLER_HELP,
     DRAFTER_HELP,
@@ -24,6 +24,7 @@ from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import DataError, PromptError, errors_about
+from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
@@ -152,9 +153,9 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
 
     path = user_path(options.what.prompts)
     if options.what.prompts != HELDOUT and (path.is_dir() or is_question_file(path)):
-        questions = read_questions(path)
-        chosen = spread(questions.questions, options.runs.limit)
-        return questions.name, [NamedPrompt(each.name, each.text) for each in chosen]
+        name, questions = read_questions(path)
+        chosen = spread(questions, options.runs.limit)
+        return name, [NamedPrompt(each.name, each.text) for each in chosen]
     if options.what.prompts != HELDOUT and not path.suffix and not path.exists():
         raise DataError(
             f"there is no prompt set {options.what.prompts!r}; give {HELDOUT}, a .jsonl or .txt file, or a folder with "

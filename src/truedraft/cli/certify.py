@@ -14,12 +14,13 @@ from xml.etree import ElementTree
 
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, InterruptedCommandError, UndecidedError, exit_status
 from truedraft.cli.failures import report as report_error
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts, user_path
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import visible
 from truedraft.control.specs import controller_from_spec
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError, errors_about
+from truedraft.files import user_path
 from truedraft.options import MachineOptions, flag, group, option
 
 if TYPE_CHECKING:

@@ -244,22 +244,17 @@ class _Here:
             turn: is filled in.
             show: of no use here, where tokens are painted.
         """
-        from truedraft.cli.generate import stream_answer
+        from truedraft.cli.generate import stream_answer, watching
         from truedraft.cli.painting import writer
-        from truedraft.planning.decisions import Decisions
 
         prompt: str | list[int]
         if self.chats:
             prompt = self._tokenizer.chat(messages, trust_control_tokens=self._talk.trust_control_tokens)
         else:
             prompt = "".join(each["content"] for each in messages)
-        decisions = Decisions(self._engine.forwards())
-        self._engine.listeners.append(decisions)
         write = writer(self._tokenizer, self._terminal, self._talk.show_drafts)
-        try:
+        with watching(self._engine, self._terminal) as decisions:
             answer = stream_answer(self._engine, prompt, self._params, write)
-        finally:
-            self._engine.listeners.remove(decisions)
         turn.text = answer.text or ""
         turn.tokens = len(answer.token_ids)
         turn.tokens_per_call = answer.stats.mean_acceptance_length

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from truedraft.bench import (
     PLAIN,
@@ -36,12 +34,15 @@ from truedraft.cli.generate import GenerateOptions, remark, write_answer
 from truedraft.cli.report import counts_dict, divergence_words
 from truedraft.cli.session import StackOptions, encoded
 from truedraft.cli.streams import say, visible
+from truedraft.cli.terminal import print_table
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.engine import Engine
 from truedraft.machine import dtype_name
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from truedraft.cli.prompts import Asked, NamedPrompt
     from truedraft.cli.terminal import Terminal
 
@@ -290,7 +291,7 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
     params = [pair.group.params for pair in comparison.pairs]
     line = _where_and_how(engine, drafter, params, comparison.runs)
     terminal.out.print(line, style="dim", soft_wrap=True)
-    terminal.out.print(_table(comparison))
+    _print_table(comparison, terminal.out)
     if many:
         faster = sum(pair.sides.ratio.mean > 1 for pair in comparison.pairs)
         terminal.out.print(
@@ -337,24 +338,18 @@ def _drawing(each: Sequence[SamplingParams]) -> str:
     return (how.pop() if len(how) == 1 else "each prompt by its own options") + seed
 
 
-def _table(comparison: Comparison) -> Table:
+def _print_table(comparison: Comparison, to: Console) -> None:
     sides = comparison.all.plain, comparison.all.speculative
     counts = [side.counters or Counters() for side in sides]
     label = "tokens per second, median" if len(comparison.pairs) > 1 else "tokens per second"
-    rows = {
-        label: [f"{side.tokens_per_s.median:.1f}" for side in sides],
-        "target calls": [f"{each.target_calls:,}" for each in counts],
-        "mean acceptance length": [f"{each.mean_acceptance_length:.2f}" for each in counts],
-        "acceptance rate": [f"{each.draft_acceptance_rate:.2f}" if each.draft_tokens else "-" for each in counts],
-        "tokens": [f"{each.emitted_tokens + each.prefill_tokens:,}" for each in counts],
-    }
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for side in sides:
-        table.add_column(side.name, justify="right")
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
+    rows = [
+        [label, *(f"{side.tokens_per_s.median:.1f}" for side in sides)],
+        ["target calls", *(f"{each.target_calls:,}" for each in counts)],
+        ["mean acceptance length", *(f"{each.mean_acceptance_length:.2f}" for each in counts)],
+        ["acceptance rate", *(f"{each.draft_acceptance_rate:.2f}" if each.draft_tokens else "-" for each in counts)],
+        ["tokens", *(f"{each.emitted_tokens + each.prefill_tokens:,}" for each in counts)],
+    ]
+    print_table(("", *(side.name for side in sides)), rows, to)
 
 
 def _verdict(comparison: Comparison) -> str:

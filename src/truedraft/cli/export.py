@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truedraft.cli.failures import DONE
-from truedraft.cli.prompts import user_path
 from truedraft.cli.session import ReportOptions
 from truedraft.errors import errors_about
+from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, group, option
 
 

@@ -131,9 +131,9 @@ def _answer(
     from truedraft.cli.explain import explain
     from truedraft.cli.report import answers_record, drafter_lines, stats_line
 
-    watching = _watching(engine, terminal) if options.report.explain else contextlib.nullcontext()
+    watched = watching(engine, terminal) if options.report.explain else contextlib.nullcontext()
     answer = _answer_one if len(prompts) == 1 else _answer_many
-    with watching as decisions:
+    with watched as decisions:
         answered = answer(engine, prompts, terminal, options.report.show_drafts)
     remark([warning for each in answered.answers for warning in each.warnings], options, terminal)
     if answered.answers:
@@ -153,7 +153,7 @@ def _answer(
 
 
 @contextlib.contextmanager
-def _watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
+def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
     """Counts what is decided meanwhile; what a plain step takes may have to be measured first."""
     from truedraft.cli.session import waiting
     from truedraft.planning.decisions import Decisions

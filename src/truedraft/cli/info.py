@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
 from truedraft.errors import ModelNotFoundError, errors_about
+from truedraft.files import parameters_in
 from truedraft.options import group, option
 
 if TYPE_CHECKING:
@@ -143,17 +142,10 @@ def _embedded(name: str, folder_of: Callable[[str], Path]) -> dict[str, Any]:
     return {
         "name": f"embedded:{name}",
         "installed": True,
-        "parameters": sum(map(_parameters, weights)),
+        "parameters": sum(map(parameters_in, weights)),
         "bytes": sum(path.stat().st_size for path in weights),
         "card": _summary(folder / "README.md"),
     }
-
-
-def _parameters(path: Path) -> int:
-    """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def _summary(card: Path) -> str | None:

@@ -203,12 +203,12 @@ def _simulate(options: PlanOptions, file: Path) -> int:
     batch = options.what.batch
     found, now = made.best(batch, what_if), made.best()
     recommended = made.recommended(batch, what_if)
-    as_made = {each.drafting.words: each for each in now}
+    as_made = {each.drafting.drafter: each for each in now}
     rows = [
         (
-            each.option.words,
-            f"{each.option.tokens.value:.2f}",
-            f"{as_made[each.drafting.words].speedup.value:.2f}",
+            each.option.drafter,
+            f"{each.option.tokens_per_call.value:.2f}",
+            f"{as_made[each.drafting.drafter].speedup.value:.2f}",
             _interval(each.speedup),
             _break_even(made, each, what_if),
         )
@@ -260,9 +260,9 @@ def _plan(options: PlanOptions) -> int:
     planned, kept_back = _split(options, target, asked)
     made = _made(options, target, planned, params, terminal)
     best = made.best()
-    predicted = next((each for each in best if each.option.words == made.recommended()), best[0])
+    predicted = next((each for each in best if each.option.drafter == made.recommended()), best[0])
     _print_plan(made, best, terminal)
-    results = _run(target, predicted.option.words, kept_back, options.what.runs, terminal)
+    results = _run(target, predicted.option.drafter, kept_back, options.what.runs, terminal)
     checked = _check(results, predicted, target, params)
     _print_check(checked, terminal)
     for failure in results.failures:
@@ -378,7 +378,7 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
     rows: dict[str, dict[tuple[str, ...], list[Row]]] = {}
     for row in results.rows:
         rows.setdefault(row.system, {}).setdefault(row.prompts, []).append(row)
-    plain, drafted = rows.get(PLAIN, {}), rows.get(predicted.option.words, {})
+    plain, drafted = rows.get(PLAIN, {}), rows.get(predicted.option.drafter, {})
     both = [key for key in drafted if key in plain]
     pairs = [(_rate(drafted[key]), _rate(plain[key])) for key in both]
     pairs = [pair for pair in pairs if pair[0][0] and pair[1][0]]
@@ -387,14 +387,14 @@ def _check(results: Results, predicted: Prediction, target: LanguageModel, param
     counters = sum((each for each in counted if each is not None), Counters())
     agree = params.greedy or params.seeded
     same = all(each.output.token_ids == plain[key][0].output.token_ids for key in both for each in drafted[key])
-    factor = predicted.speedup.value / predicted.option.tokens.value
+    factor = predicted.speedup.value / predicted.option.tokens_per_call.value
     tokens, seconds = (sum(pair[0][part] for pair in pairs) for part in range(2))
     return {
-        "drafter": predicted.option.words,
+        "drafter": predicted.option.drafter,
         "prompts": sum(map(len, both)),
         "predicted_speedup": dataclasses.asdict(predicted.speedup),
         "speedup": None if speedup is None else dataclasses.asdict(speedup) | (_NO_INTERVAL if len(pairs) < 2 else {}),
-        "predicted_tokens_per_call": dataclasses.asdict(predicted.option.tokens),
+        "predicted_tokens_per_call": dataclasses.asdict(predicted.option.tokens_per_call),
         "tokens_per_call": counters.mean_acceptance_length,
         "predicted_at_measured_tokens": factor * counters.mean_acceptance_length,
         "measured_over_predicted": None if speedup is None else speedup.value / predicted.speedup.value,
@@ -415,8 +415,8 @@ def _rate(rows: Sequence[Any]) -> tuple[float, float]:
 def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> None:
     rows = [
         (
-            each.option.words,
-            _interval(each.option.tokens),
+            each.option.drafter,
+            _interval(each.option.tokens_per_call),
             _interval(each.speedup),
             _break_even(made, each),
             f"{_MILLI * (each.step_s - each.plain_s):+.2f}",
@@ -437,10 +437,10 @@ def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> N
     titles = ("drafter, best size", "tokens per call", "predicted speed-up", "no gain from batch")
     print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal.out)
     terminal.out.print(f"recommended: {made.recommended()}", style="bold", soft_wrap=True)
-    ways = made.ways(best[0].drafting.words)
+    ways = made.ways(best[0].drafting.drafter)
     if len(ways) > 1:
         told = "; ".join(
-            f"{each.option.words} {each.option.tokens.value:.2f}, {each.speedup.value:.2f}" for each in ways
+            f"{each.option.drafter} {each.option.tokens_per_call.value:.2f}, {each.speedup.value:.2f}" for each in ways
         )
         terminal.out.print(
             f"the best of each way to draft it, tokens per call and predicted speed-up: {told}",
@@ -497,7 +497,7 @@ def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) 
         "tokens_per_s": checked["decode_tokens_per_s"],
         "identical": checked["identical"],
         "predicted": predicted,
-        "ways": [prediction_record(each) for each in made.ways(best[0].drafting.words)],
+        "ways": [prediction_record(each) for each in made.ways(best[0].drafting.drafter)],
         "check": dict(checked),
         "model": dict(made.model),
         "machine": dict(made.machine),
@@ -514,13 +514,13 @@ def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) 
 def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput) -> None:
     """Survival by depth, cost curves, and speed-up over batch size, of each drafter's best size."""
     survival = {
-        each.drafting.words: [(float(depth), share) for depth, share in enumerate(each.drafting.survival, 1)]
+        each.drafting.drafter: [(float(depth), share) for depth, share in enumerate(each.drafting.survival, 1)]
         for each in best
     }
     output.draw("survival", survival, ("Survival by depth", "drafted token", "share of steps in which it is accepted"))
     costs = {"the target's forward, by rows": [(n, _MILLI * made.forwards(n, [made.context])) for n in range(1, 33)]}
     for each in best:
-        costs[f"{each.drafting.words}, by depth"] = [
+        costs[f"{each.drafting.drafter}, by depth"] = [
             (point.depth, _MILLI * point.seconds) for point in each.drafting.cost.points
         ]
     output.draw("costs", costs, ("What forwards and proposals cost", "rows, or depth", "milliseconds"))
@@ -530,7 +530,9 @@ def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput) -> None:
 def _draw_batches(
     made: Plan, best: Sequence[Prediction], output: PlanOutput, name: str, what_if: WhatIf | None = None
 ) -> None:
-    over = {each.option.words: [(float(n), factor) for n, factor in made.over_batches(each, what_if)] for each in best}
+    over = {
+        each.option.drafter: [(float(n), factor) for n, factor in made.over_batches(each, what_if)] for each in best
+    }
     labels = ("Predicted speed-up over batch size", "requests answered together", "times plain decoding")
     output.draw(name, over, labels, log=True, even=True)
 

@@ -7,14 +7,13 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from truedraft.cli.streams import typed_text
 from truedraft.core.params import SamplingParams
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, OptionError, PromptError, errors_about
-from truedraft.files import object_in, text_of
+from truedraft.files import object_in, text_of, user_path
 from truedraft.options import flag, option
 
 if TYPE_CHECKING:
@@ -143,18 +142,6 @@ def _read_file(name: str, own_options: bool) -> list[NamedPrompt]:
     if not prompts:
         raise DataError(f"the prompts file {name!r} holds no prompt; give at least one line that is not empty")
     return prompts
-
-
-def user_path(name: str) -> Path:
-    """A path as a user types it.
-
-    Raises:
-        DataError: it names the home folder of nobody.
-    """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{name!r} names the home folder of nobody here; give the whole path") from error
 
 
 def _text_lines(content: str) -> list[NamedPrompt]:

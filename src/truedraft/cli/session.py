@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import warn
-from truedraft.cli.prompts import Asked, NamedPrompt, user_path
+from truedraft.cli.prompts import Asked, NamedPrompt
 from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
+from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, option, read_bytes
 
 if TYPE_CHECKING:

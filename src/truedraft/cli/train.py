@@ -37,7 +37,7 @@ _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "He
 _WORK = "work"  # what is in the folder that is written once a training has started
 _CHECKPOINTS = (Path(_WORK) / "joint", Path("stage-1") / _WORK, Path(_WORK))  # the latest stage first
 _QUIET_S = 120.0  # between two lines on one kind of work, where there is no terminal
-_LENGTH, _DECAY_LENGTH, _DECAY_SHARE, _WARMUP_STEPS = 512, 2048, 0.2, 20  # of a draft
+_LENGTH, _DECAY_LENGTH, _DECAY_SHARE = 512, 2048, 0.2  # of a draft
 
 # What the library's configurations call otherwise than it is typed here.
 _NAMES = {
@@ -141,13 +141,6 @@ class DraftRunOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class HeadRateOptions(RunOptions):
-    """The same, and how fast heads learn."""
-
-    learning_rate: float = option(0.01, "The highest rate of the heads.", "RATE")
-
-
-@dataclass(frozen=True)
 class JointOptions:
     """Stage 2: heads and target together."""
 
@@ -180,7 +173,7 @@ class MedusaOptions:
     text: TextOptions = group(_TEXT)
     writing: WritingOptions = group(_TEXT)
     size: MedusaSizeOptions = group(_HEADS)
-    run: HeadRateOptions = group(_RUN)
+    run: RunOptions = group(_RUN)
     learning: MedusaRunOptions = group(_RUN)
     joint: JointOptions = group("Stage 2")
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
@@ -201,7 +194,7 @@ class RedrafterOptions:
     text: TextOptions = group(_TEXT)
     writing: WritingOptions = group(_TEXT)
     size: RedrafterSizeOptions = group(_HEADS)
-    run: HeadRateOptions = group(_RUN)
+    run: RunOptions = group(_RUN)
     learning: RedrafterRunOptions = group(_RUN)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
@@ -223,34 +216,30 @@ class NgramOptions:
 
 def draft(options: DraftOptions) -> int:
     """Train a small model to guess what a target would say; measures how often it is right."""
-    job = options.job
-    if job.clean:
-        return _clean(job, options.report)
-    budget = _time_budget(options.run)
-    run, lengths = options.run, _lengths(options.run)
-    check_positive("learning_rate", run.learning_rate)
-    if not job.data:
-        raise DataError("there is nothing to train on; name at least one text file with --data FILE")
-    _check_folder(job, job.out / _WORK / "checkpoint.pt")
+    job, run = options.job, options.run
 
-    def train(told: Callbacks) -> Any:
-        from truedraft.machine import pick_device
+    def check() -> None:
+        _lengths(run)
+        check_positive("learning_rate", run.learning_rate)
+        if not job.data:
+            raise DataError("there is nothing to train on; name at least one text file with --data FILE")
+
+    def train(told: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.drafts import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
         from truedraft.training.texts.data import Curriculum
 
-        decay = round(run.steps * _DECAY_SHARE)
         config = DraftConfig(
             **dataclasses.asdict(options.size),
-            schedule=WarmupStableDecay(min(_WARMUP_STEPS, run.steps - decay), run.steps - decay, decay),
+            schedule=WarmupStableDecay.of(run.steps, _DECAY_SHARE),
             optimizer=OptimizerConfig(run.learning_rate, run.learning_rate),
-            curriculum=Curriculum(*lengths, run.tokens_per_step, run.tokens_per_step),
+            curriculum=Curriculum(*_lengths(run), run.tokens_per_step, run.tokens_per_step),
             seed=run.seed,
-            device=str(pick_device(options.machine.device)),
+            device=device,
         )
         return train_draft(job.model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
-    return _run("draft", options, train)
+    return _run("draft", options, train, check)
 
 
 def _lengths(run: DraftRunOptions) -> tuple[int, int]:
@@ -320,33 +309,24 @@ def _train_heads(
         TruedraftError: they cannot be trained.
     """
     job = options.job
-    if job.clean:
-        return _clean(job, options.report)
-    budget = _time_budget(options.run)
-    _check_folder(job, job.out / _WORK)
-    _check_stage(job, stage)
 
-    def train(told: Callbacks) -> Any:
-        from truedraft.machine import pick_device
+    def train(told: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.heads import train_heads
-        from truedraft.training.optimizer import OptimizerConfig
         from truedraft.training.texts.answer_writer import WritingConfig
 
-        rate, writing = options.run.learning_rate, dataclasses.asdict(options.writing)
-        check_positive("learning_rate", rate)
+        writing = dataclasses.asdict(options.writing)
         common: dict[str, Any] = {
             **dataclasses.asdict(options.text),
             **dataclasses.asdict(options.size),
             **dataclasses.asdict(options.learning),
             "writing": WritingConfig(**writing, seed=max(0, options.learning.seed)),
-            "optimizer": OptimizerConfig(rate, rate),
-            "device": str(pick_device(options.machine.device)),
+            "device": device,
         }
         return train_heads(
             job.model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
         )
 
-    return _run(kind, options, train)
+    return _run(kind, options, train, lambda: _check_stage(job, stage))
 
 
 def ngram(options: NgramOptions) -> int:
@@ -355,13 +335,8 @@ def ngram(options: NgramOptions) -> int:
     It replaces a table that is in --out, which whoever drafts with it keeps until it ends.
     """
     job = options.job
-    if job.clean:
-        return _clean(job, options.report)
-    budget = _time_budget(options.run)
-    _check_folder(job, job.out / _WORK, table=True)
 
-    def train(told: Callbacks) -> Any:
-        from truedraft.machine import pick_device
+    def train(told: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.ngrams import NgramConfig, train_ngrams
         from truedraft.training.texts.answer_writer import WritingConfig
 
@@ -370,7 +345,7 @@ def ngram(options: NgramOptions) -> int:
             **dataclasses.asdict(options.text),
             answers=WritingConfig(**dataclasses.asdict(options.writing), seed=options.seed) if job.answers else None,
             seed=options.seed,
-            device=str(pick_device(options.machine.device)),
+            device=device,
         )
         return train_ngrams(job.model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
@@ -380,14 +355,16 @@ def ngram(options: NgramOptions) -> int:
 def _run(
     kind: str,
     options: DraftOptions | MedusaOptions | RedrafterOptions | NgramOptions,
-    train: Callable[[Callbacks], Any],
+    train: Callable[[Callbacks, TimeBudget, str], Any],
+    check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Train, report, and give the exit status.
+    """Train or clean up, report, and give the exit status.
 
     Args:
         kind: of drafter, as it is typed.
         options: as they were typed.
-        train: is given whom to tell.
+        train: is given whom to tell, the time for all of it, and a device.
+        check: refuses options of this kind that cannot be used.
 
     Raises:
         TruedraftError: it cannot be trained.
@@ -395,14 +372,23 @@ def _run(
     from truedraft.cli import train_report
     from truedraft.cli.session import quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
+    from truedraft.machine import pick_device
     from truedraft.training.loop import Callbacks
+    from truedraft.training.workspace import TimeBudget
 
+    job = options.job
+    if job.clean:
+        return _clean(job, options.report)
+    budget = TimeBudget(options.run.minutes)
+    check()
+    _check_folder(kind, job)
     set_threads(options.machine.threads)
-    terminal, job = Terminal(), options.job
+    terminal, device = Terminal(), str(pick_device(options.machine.device))
     note = _notes(terminal)
     try:
         with quiet_hub(), _Bars(terminal) as bars:
-            result = train(Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal)))
+            told = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
+            result = train(told, budget, device)
     except KeyboardInterrupt as stop:
         terminal.end_line()
         say(how_to_go_on(job, keeps_answers=kind != "draft"))
@@ -437,24 +423,8 @@ def _register(terminal: Terminal, folder: Path) -> bool:
     return True
 
 
-def _time_budget(run: RunOptions) -> TimeBudget:
-    """The time for a command that has just begun.
-
-    Raises:
-        OptionError: the minutes are no number above 0.
-    """
-    from truedraft.training.workspace import TimeBudget
-
-    return TimeBudget(run.minutes)
-
-
-def _check_folder(job: JobOptions, work: Path, *, table: bool = False) -> None:
+def _check_folder(kind: str, job: JobOptions) -> None:
     """Refuse a folder that holds other things than what is asked to go on with.
-
-    Args:
-        job: names the folder.
-        work: what is there, a file or a folder, once a training has started in it.
-        table: whether a table of n-grams is to be written.
 
     Raises:
         OptionError: says what is in the way: also another process that is training there.
@@ -462,12 +432,12 @@ def _check_folder(job: JobOptions, work: Path, *, table: bool = False) -> None:
     from truedraft.drafters.registry import TABLE
     from truedraft.training.workspace import refuse_busy
 
-    out, resume = job.out, job.resume
+    out, resume, table = job.out, job.resume, kind == "ngram"
     problem = None
     if out.exists() and not out.is_dir():
         raise OptionError(f"{str(out)!r} is a file; name a folder", field="out")
     refuse_busy(out / _WORK)
-    started = work.exists()
+    started = (out / _WORK / ("checkpoint.pt" if kind == "draft" else "")).exists()
     if started and not resume:
         problem = "holds a training; add --resume to go on with it, or name a new folder"
     if resume and not started:

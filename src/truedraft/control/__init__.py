@@ -3,7 +3,6 @@
 from truedraft.control.base import Controller, FixedBudget, StepTimes
 from truedraft.control.goodput import Goodput
 from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
-from truedraft.control.survival import Exploration, Thompson, UpperBound
 from truedraft.core.budget import Budget, Decision, Hint, RequestView
 from truedraft.core.stats import StepRecord
 
@@ -13,7 +12,6 @@ __all__ = [
     "ConfidenceStop",
     "Controller",
     "Decision",
-    "Exploration",
     "FixedBudget",
     "Goodput",
     "Hint",
@@ -22,6 +20,4 @@ __all__ = [
     "Schedule",
     "StepRecord",
     "StepTimes",
-    "Thompson",
-    "UpperBound",
 ]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from truedraft.control.base import Controller, FixedBudget
 from truedraft.control.goodput import Goodput
 from truedraft.control.heuristics import AssistedHeuristic, ConfidenceStop, InTurn, Schedule
-from truedraft.control.survival import Exploration, Thompson, UpperBound
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, called, read_whole
 
@@ -56,13 +55,10 @@ def controller_help() -> str:
     return ".\n\n".join(kinds) + "."
 
 
-def _goodput(explore: str = "ucb", probing: float = 0.01) -> Controller:
-    explorations: dict[str, Callable[[], Exploration]] = {"ucb": UpperBound, "thompson": Thompson}
-    if explore not in explorations:
-        raise UnknownOptionError.nearest("explore", explore, tuple(explorations))
+def _goodput(probing: float = 0.01) -> Controller:
     if not 0.0 <= probing <= 0.5:
         raise OptionError(f"must be a share of time in [0, 0.5], got {probing:g}", field="probing")
-    return Goodput(explorations[explore](), probing=probing)
+    return Goodput(probing=probing)
 
 
 def _schedule(lengths: Mapping[str, str]) -> Controller:
@@ -71,7 +67,7 @@ def _schedule(lengths: Mapping[str, str]) -> Controller:
 
 KINDS: Mapping[str, ControllerKind] = {
     "goodput": ControllerKind(
-        {"explore": "ucb|thompson", "probing": "0.01"},
+        {"probing": "0.01"},
         "at each step the drafters and lengths from which most tokens a second are expected, from measured costs and "
         "running acceptance, or plain decoding; so much of the time goes into trying others",
         _goodput,

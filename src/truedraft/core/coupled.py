@@ -44,7 +44,7 @@ from truedraft.core.noise import (
 )
 
 Place = tuple[Noise, int]
-"""The noise of a request that is not greedy, and the depth at which it decides."""
+"""The noise of a request, and the depth at which it decides."""
 
 _FEW = 1024
 """So many tokens are judged by the definition at once: finding those that may win would cost more."""
@@ -97,14 +97,7 @@ def _noise_of_rows(places: Sequence[Place], vocab: int, device: torch.device) ->
     known = [signed(key) for key in keys if key is not None]
     if len(known) == len(keys):
         return gumbel_of(transfers.upload(known, device)[:, None], torch.arange(vocab, device=device))
-    return torch.stack([_given(place, vocab, device) for place in places])
-
-
-def _given(place: Place, vocab: int, device: torch.device) -> Tensor:
-    noise, depth = place
-    numbers = noise.gumbel(depth, vocab, device)
-    assert numbers is not None, "a greedy request takes the argmax of its distribution"
-    return numbers
+    return torch.stack([noise.gumbel(depth, vocab, device) for noise, depth in places])
 
 
 # ------------------------------------------------------------------------------- on the CPU
@@ -199,7 +192,8 @@ def _settle(rows: Sequence[_Row]) -> None:
     noise = gumbel_of_each(np.repeat(np.array([row.key or 0 for row in rows], np.uint64), counts), ids)
     for row, start, end in zip(rows, [0, *ends[:-1]], ends, strict=True):
         if row.key is None:
-            noise[start:end] = _given(row.place, end - start, torch.device("cpu")).numpy()
+            own, depth = row.place
+            noise[start:end] = own.gumbel(depth, end - start, torch.device("cpu")).numpy()
     scores = torch.from_numpy(masses).log_().numpy() + noise
     for row, start, end in zip(rows, [0, *ends[:-1]], ends, strict=True):
         _best(scores[start:end], row.found, row.out)

@@ -51,8 +51,8 @@ class Noise(Protocol):
         """A number in (0, 1) for one decision; `index` tells decisions of one purpose at one depth apart."""
         ...
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
-        """Standard Gumbel noise `[vocab]` of a position, float64, or None when the request is greedy (G = 0)."""
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
+        """Standard Gumbel noise `[vocab]` of a position, float64."""
         ...
 
     def inside(self, turn: int, depth: int) -> Noise:
@@ -87,26 +87,22 @@ class KeyedNoise:
         position: absolute position of the first token that the step decides.
         step: the request's target calls so far.
         sample: which of several answers to the same prompt.
-        greedy: whether Gumbel noise is 0, as at temperature 0.
         member: which drafter of several draws with it; 0 is also the noise of verdicts.
     """
 
-    def __init__(
-        self, seed: int, position: int, step: int, sample: int = 0, *, greedy: bool = False, member: int = 0
-    ) -> None:
+    def __init__(self, seed: int, position: int, step: int, sample: int = 0, *, member: int = 0) -> None:
         self._root = self._shared_root = mix(mix(GOLDEN, seed), sample)
         self._position = position
         self._step = step
         self._member = member
-        self.greedy = greedy
         self._uniform_keys: dict[tuple[int, int], int] = {}  # by purpose and depth
         self._gumbel: dict[tuple[int, int, torch.device], Tensor] = {}
 
     @classmethod
-    def of_key(cls, key: NoiseKey, *, greedy: bool) -> KeyedNoise:
+    def of_key(cls, key: NoiseKey) -> KeyedNoise:
         """The noise that has a `key`: the same numbers, as in another process."""
         root, position, step, member, shared = key
-        noise = cls(0, position, step, greedy=greedy, member=member)
+        noise = cls(0, position, step, member=member)
         noise._root, noise._shared_root = root, shared
         return noise
 
@@ -143,25 +139,15 @@ class KeyedNoise:
         own._uniform_keys, own._gumbel = {}, {}
         return own
 
-    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor | None:
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
         """Gumbel noise `[vocab]` of a position, keyed by (seed, sample, position, token); kept for the step."""
-        if self.greedy:
-            return None
         place = (depth, vocab, device)
         if place not in self._gumbel:
-            self._gumbel[place] = gumbel_of(self._gumbel_key(depth), torch.arange(vocab, device=device))
+            self._gumbel[place] = gumbel_of(self.gumbel_key(depth), torch.arange(vocab, device=device))
         return self._gumbel[place]
 
-    def gumbel_key(self, depth: int) -> int | None:
-        """The key for which `gumbel_of` gives the Gumbel noise of a position, so that few tokens' can be worked out.
-
-        None when the request is greedy, and in a subclass with a `gumbel` of its own.
-        """
-        if self.greedy or type(self).gumbel is not KeyedNoise.gumbel:
-            return None
-        return self._gumbel_key(depth)
-
-    def _gumbel_key(self, depth: int) -> int:
+    def gumbel_key(self, depth: int) -> int:
+        """The key for which `gumbel_of` gives the Gumbel noise of a position, so that few tokens' can be worked out."""
         return mix(mix(self._shared_root, self._position + depth), int(Purpose.COUPLED))
 
 
@@ -177,14 +163,11 @@ def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDA
     return _open_units(bits)
 
 
-def is_greedy(noise: Noise, vocab: int, device: torch.device) -> bool:
-    """Whether the noise of a request has no Gumbel numbers; without working any out where that can be."""
-    return noise.greedy if type(noise) is KeyedNoise else noise.gumbel(0, vocab, device) is None
-
-
 def gumbel_key(noise: Noise, depth: int) -> int | None:
-    """The key of the Gumbel noise of a position; None where there is none, and for noise of any other kind."""
-    return noise.gumbel_key(depth) if isinstance(noise, KeyedNoise) else None
+    """The key of the Gumbel noise of a position; None for noise whose numbers are not those of a key."""
+    if isinstance(noise, KeyedNoise) and type(noise).gumbel is KeyedNoise.gumbel:
+        return noise.gumbel_key(depth)
+    return None
 
 
 def mix(state: int, part: int) -> int:

@@ -12,6 +12,7 @@ float64, so it does not depend on how many tokens stand behind it, and a row's n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,7 @@ def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
     Returns:
         Distributions `[rows, vocab]` in float32, or float64 when the logits are float64, without gradient. Other rows
-        give one that is not finite; see `finite_rows`.
+        give one that is not finite.
     """
     logits = logits.detach() if logits.dtype == torch.float64 else logits.detach().float()
     if params.greedy:
@@ -90,25 +91,24 @@ def most_likely(scores: Tensor) -> Tensor:
     return torch.as_tensor(wide.numpy().argmax(axis=-1))
 
 
-def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[Tensor]:
+def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
     """Distributions of a packed batch: consecutive groups of rows, each with its own options.
 
     Args:
         logits: `[total_rows, vocab]`, the groups' rows one behind another.
-        rows: for each group its options and its number of rows.
+        rows: for each group its options and its number of rows; without options its logits stay what they are.
 
     Returns:
         For each group its distributions `[rows of the group, vocab]`. Neighbouring groups with equal distributions
         share one computation.
     """
     probs: list[Tensor] = []
-    start = first = 0
-    for i, (params, count) in enumerate(rows):
-        start += count
-        if i + 1 == len(rows) or params.probs_key != rows[i + 1][0].probs_key:
-            counts = [n for _, n in rows[len(probs) : i + 1]]
-            probs.extend(probs_from_logits(logits[first:start], params).split(counts))
-            first = start
+    start = 0
+    for _, alike in itertools.groupby(rows, key=lambda group: None if group[0] is None else group[0].probs_key):
+        params, counts = zip(*alike, strict=True)
+        own = logits[start : start + sum(counts)]
+        start += len(own)
+        probs += (own if params[0] is None else probs_from_logits(own, params[0])).split(counts)
     return probs
 
 
@@ -129,12 +129,6 @@ def usable_rows(logits: Tensor, sound: Tensor) -> Tensor:
     usable = logits.masked_fill(~sound[:, None], -torch.inf)
     usable[:, 0].masked_fill_(~sound, 0.0)
     return usable
-
-
-def finite_rows(dist: Tensor) -> Tensor:
-    """Which rows of distributions `[rows, vocab]` are distributions at all: bool `[rows]`, False where logits were NaN
-    or +inf."""
-    return dist.sum(dim=-1).isfinite()
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,48 +11,17 @@ from truedraft.core.sums import summed
 
 
 @dataclass(frozen=True, slots=True)
-class TokenDivergence:
-    """The distribution of one emitted token, given the text before it, against the target's distribution p at that
-    place.
+class Divergence:
+    """How far emitted tokens' distributions, each given the text before it, are from the target's p at their places.
+
+    Of one token, or the sums over all that a lossy rule judged, the prefill's token included.
 
     Attributes:
+        tokens: how many.
         total_variation: half the L1 distance of the two distributions, a fraction.
         kl: KL(emitted distribution || p), in nats.
         total_variation_greedy: the same distance for greedy decoding, whose distribution is one-hot: 1 - max p.
         kl_greedy: likewise: -log max p, in nats.
-    """
-
-    total_variation: float
-    kl: float
-    total_variation_greedy: float
-    kl_greedy: float
-
-    @classmethod
-    def of(cls, total_variation: float, kl: float, largest_p: float) -> TokenDivergence:
-        """From the two measures and max p; rounding below 0 counts as 0."""
-        return cls(max(total_variation, 0.0), max(kl, 0.0), *_of_a_point(largest_p))
-
-    @classmethod
-    def of_choice(cls, p_x: float, largest_p: float) -> TokenDivergence:
-        """Where nothing was left to chance: a one-hot distribution at a token of probability `p_x`, above 0."""
-        return cls(*_of_a_point(p_x), *_of_a_point(largest_p))
-
-
-def _of_a_point(p_x: float) -> tuple[float, float]:
-    """Total variation and KL of a one-hot distribution at a token x against p: 1 - p(x) and -log p(x)."""
-    return max(1.0 - p_x, 0.0), max(-math.log(p_x), 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """Sums over the emitted tokens that a lossy rule judged, the prefill's token included.
-
-    Attributes:
-        tokens: how many.
-        total_variation: sum of the tokens' total variations.
-        kl: sum of their divergences in nats.
-        total_variation_greedy: the sum that greedy decoding would have at the same places.
-        kl_greedy: likewise, in nats.
     """
 
     tokens: int = 0
@@ -62,18 +31,27 @@ class Divergence:
     kl_greedy: float = 0.0
 
     @classmethod
-    def of(cls, tokens: Iterable[TokenDivergence]) -> Divergence:
+    def of_token(cls, total_variation: float, kl: float, largest_p: float) -> Divergence:
+        """Of one token, from the two measures and max p; rounding below 0 counts as 0."""
+        return cls(1, max(total_variation, 0.0), max(kl, 0.0), *_of_a_point(largest_p))
+
+    @classmethod
+    def of_choice(cls, p_x: float, largest_p: float) -> Divergence:
+        """Where nothing was left to chance: a one-hot distribution at a token of probability `p_x`, above 0."""
+        return cls(1, *_of_a_point(p_x), *_of_a_point(largest_p))
+
+    @classmethod
+    def of(cls, tokens: Collection[Divergence]) -> Divergence:
         """The sums over some tokens."""
-        each = list(tokens)
-        return cls(
-            len(each),
-            math.fsum(one.total_variation for one in each),
-            math.fsum(one.kl for one in each),
-            math.fsum(one.total_variation_greedy for one in each),
-            math.fsum(one.kl_greedy for one in each),
-        )
+        measures = cls.__slots__[1:]
+        return cls(len(tokens), *(math.fsum(getattr(each, name) for each in tokens) for name in measures))
 
     __add__ = summed
+
+
+def _of_a_point(p_x: float) -> tuple[float, float]:
+    """Total variation and KL of a one-hot distribution at a token x against p: 1 - p(x) and -log p(x)."""
+    return max(1.0 - p_x, 0.0), max(-math.log(p_x), 0.0)
 
 
 class Origin(Enum):
@@ -101,7 +79,7 @@ class Verdict:
     path: tuple[int, ...]
     tokens: tuple[int, ...]
     final: Origin
-    divergence: tuple[TokenDivergence, ...] | None = field(default=None, compare=False)
+    divergence: tuple[Divergence, ...] | None = field(default=None, compare=False)
 
     @property
     def origins(self) -> tuple[Origin, ...]:

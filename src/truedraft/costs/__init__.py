@@ -1,6 +1,6 @@
 """What speculation costs on this machine: measured when first asked for, kept, and held to what steps then take."""
 
-from truedraft.costs.bandwidth import ReadBandwidth, read_bandwidth
+from truedraft.costs.bandwidth import read_bandwidth
 from truedraft.costs.kept import (
     STEPS,
     CurveCheck,
@@ -20,7 +20,6 @@ __all__ = [
     "CurveCheck",
     "Effort",
     "Measured",
-    "ReadBandwidth",
     "RunningTimes",
     "StepCosts",
     "drafter_cost",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,26 +15,10 @@ _GIBIBYTE = 1 << 30
 _CALLS_ON_CUDA = 20  # one call is over before the host has seen it start
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBandwidth:
-    """Measured reads.
+def read_bandwidth(device: str | torch.device = "cpu", *, size_bytes: int = _GIBIBYTE, repetitions: int = 4) -> float:
+    """Bytes per second of reading a block of memory with all of torch's threads.
 
-    Attributes:
-        by_kind: bytes per second of each kind of read, the best of its repetitions.
-    """
-
-    by_kind: dict[str, float]
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Of the fastest kind."""
-        return max(self.by_kind.values())
-
-
-def read_bandwidth(
-    device: str | torch.device = "cpu", *, size_bytes: int = _GIBIBYTE, repetitions: int = 4
-) -> ReadBandwidth:
-    """Read a block of memory in three ways with all of torch's threads: float32 sum and maximum, int64 sum.
+    It is read in three ways, a sum and a maximum of float32 and a sum of int64, of which the fastest counts.
 
     Args:
         device: whose memory.
@@ -58,17 +41,11 @@ def read_bandwidth(
             f"no {size_bytes / _GIBIBYTE:.2f} GiB of memory are free on {place} to measure reads; free some"
         ) from error
     whole = block.view(torch.int64)
-    kinds: dict[str, Callable[[], Tensor]] = {
-        "sum of float32": block.sum,
-        "maximum of float32": block.amax,
-        "sum of int64": whole.sum,
-    }
     calls = _CALLS_ON_CUDA if place.type == "cuda" else 1
-    fastest = dict.fromkeys(kinds, float("inf"))
-    for _ in range(repetitions + 1):  # the first round warms up, and is never the fastest
-        for kind, read in kinds.items():
-            fastest[kind] = min(fastest[kind], _seconds(read, calls, place))
-    return ReadBandwidth({kind: size_bytes / seconds for kind, seconds in fastest.items()})
+    # The first round warms up, and is never the fastest.
+    return size_bytes / min(
+        _seconds(read, calls, place) for _ in range(repetitions + 1) for read in (block.sum, block.amax, whole.sum)
+    )
 
 
 def _seconds(read: Callable[[], Tensor], calls: int, device: torch.device) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import StepRecord
@@ -25,12 +25,7 @@ _PARTED = 0.15
 _SHORT_TARGET, _SHORT_DRAFTER = Effort(1.0, 3, 25), Effort(0.5, 3, 40)
 _SHORT = "short"
 
-
-class _Cost(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-Cost = TypeVar("Cost", bound=_Cost)
+Cost = TypeVar("Cost", DraftCost, TargetCost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ def target_cost(
     """
     return _kept_or_measured(
         target_key(model),
-        TargetCost.from_dict,
+        TargetCost,
         lambda: measure_target(model, effort=effort, progress=progress),
         store or CostStore(),
         refresh,
@@ -109,7 +104,7 @@ def drafter_cost(
     params = params or SamplingParams()
     return _kept_or_measured(
         drafter_key(drafter, target, params),
-        DraftCost.from_dict,
+        DraftCost,
         lambda: measure_drafter(drafter, target, params=params, effort=effort, progress=progress),
         store or CostStore(),
         refresh,
@@ -117,15 +112,15 @@ def drafter_cost(
 
 
 def _kept_or_measured(
-    key: CostKey, parse: Callable[[object], Cost], measure: Callable[[], Cost], store: CostStore, refresh: bool
+    key: CostKey, kind: type[Cost], measure: Callable[[], Cost], store: CostStore, refresh: bool
 ) -> Measured[Cost]:
-    found, warning = (None, None) if refresh else store.load(key, parse)
+    found, warning = (None, None) if refresh else store.load(key, kind)
     if found is not None:
         return Measured(found, True, 0.0, store.path(key))
     started = time.perf_counter()
     cost = measure()
     seconds = time.perf_counter() - started
-    warnings = (warning, store.save(key, cost.to_dict()))
+    warnings = (warning, store.save(key, asdict(cost)))
     return Measured(cost, False, seconds, store.path(key), tuple(each for each in warnings if each is not None))
 
 
@@ -175,7 +170,7 @@ class StepCosts:
             ModelError: the model failed.
         """
         if self._forwards is None and not self._refresh:
-            self._forwards = self._store.load(self._target_key, TargetCost.from_dict)[0]
+            self._forwards = self._store.load(self._target_key, TargetCost)[0]
         if self._forwards is None:
             found = target_cost(
                 self.target,

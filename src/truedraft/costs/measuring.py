@@ -358,7 +358,7 @@ class _Rehearsal:
             request = self._start()
         limits = self._drafter.limits
         budget = Budget(depth, limits.width, limits.nodes, limits.min_probability)
-        noise = KeyedNoise(0, len(request.tokens), self._steps, greedy=self._params.greedy)
+        noise = KeyedNoise(0, len(request.tokens), self._steps)
         self._steps += 1
         self._run_target()
         self._read_on(request)
@@ -392,7 +392,7 @@ class _Rehearsal:
         self._seen = [*self._target.opening, *map(self._text, range(self._prompt))]
         inputs = self._target.opening_inputs
         request = DraftRequest(-self._begun, self._params, TokenView(self._seen), inputs=inputs, kept=False)
-        if self._drafter.target_cache:
+        if self._drafter.held.in_target:
             request = replace(request, cache=self._target.new_cache())
         self._request = request
         self._drafter.begin(request)

@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -20,7 +19,7 @@ from truedraft.errors import TruedraftError
 from truedraft.theory import ForwardTable
 
 _log = logging.getLogger(__name__)
-_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_LARGEST = 256  # size of which something is known apart
 _STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # that say how busy the machine is: at most, at least, and for how long
 _FADES_S = 5.0  # in which what was measured counts 1 / e as much, where nothing more was
 _SHAPE = 0.04  # share by which one step moves what holds for one size
@@ -28,8 +27,6 @@ _MOST = 0.5  # log ratio that one step may count for; beyond it lies a step that
 _FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted for together
 _READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with something
 _LEARN = 0.2
-_UNLIKE = 8  # of steps behind one of another kind so many are passed over, where no others come
-_PAUSE_S, _ALL_OF = 0.02, 3  # between steps that are looked at, behind the first ones: of faster ones some will do
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -50,7 +47,7 @@ class Corrected:
         self._clock = clock
         self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # when, and log of measured / expected
         self.common = 0.0  # their median
-        self._shape = [0.0] * len(_KNOTS)
+        self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
         """Measured over expected seconds at a size (rows, or requests).
@@ -67,26 +64,31 @@ class Corrected:
 
     def _shape_at(self, size: float) -> float:
         left, share = _between(size)
-        shape = self._shape[left]
-        return shape + share * (self._shape[left + 1] - shape) if share else shape
+        return (1.0 - share) * self._shape[left] + share * self._shape[left + 1]
 
     @property
     def known(self) -> bool:
         """Whether any step was looked at."""
         return bool(self._recent)
 
-    def learn(self, size: float, measured_s: float, expected_s: float) -> None:
-        """One step took `measured_s` where the curve alone says `expected_s`."""
+    def learn(self, size: float, measured_s: float, expected_s: float, usual: bool = True) -> None:
+        """One step took `measured_s` where the curve alone says `expected_s`.
+
+        Args:
+            size: of it.
+            measured_s: seconds.
+            expected_s: seconds.
+            usual: whether it may say something of this size alone.
+        """
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
         now, recent = self._clock(), self._recent
         ratio = math.log(measured_s / expected_s) - self._shape_at(size)
         left, share = _between(size)
-        if recent:
+        if recent and usual:
             error = max(-_MOST, min(_MOST, ratio - self.common)) * _SHAPE
             self._shape[left] += error * (1.0 - share)
-            if share:
-                self._shape[left + 1] += error * share
+            self._shape[left + 1] += error * share
         recent.append((now, ratio))
         while len(recent) > _FEWEST and now - recent[0][0] > _LONGEST_S:
             recent.popleft()
@@ -94,14 +96,12 @@ class Corrected:
 
 
 def _between(size: float) -> tuple[int, float]:
-    """The knot at or below a size, and the share of the next one, by logarithm.
+    """The logarithm of a size to base 2: its whole part, and the rest.
 
-    Worked example: 3 lies behind knot 1, which is 2, and 0.58 on the way to 4.
+    Worked example: 3 lies 0.58 of the way from 2, which is 1, to 4.
     """
-    if size >= _KNOTS[-1]:
-        return len(_KNOTS) - 1, 0.0
-    left = max(bisect_right(_KNOTS, size) - 1, 0)
-    return left, max(math.log2(max(size, 1.0) / _KNOTS[left]), 0.0) / math.log2(_KNOTS[left + 1] / _KNOTS[left])
+    place = math.log2(min(max(size, 1.0), _LARGEST))
+    return int(place), place - int(place)
 
 
 class RunningTimes:
@@ -126,11 +126,8 @@ class RunningTimes:
         # compared with plain decoding must be what plain decoding took itself.
         self._steps = {kind: Corrected(clock) for kind in itertools.product((False, True), repeat=2)}
         self._drafting = {name: Corrected(clock) for name in drafters}
+        self._kind = False, False  # of the last step, as in `_steps`
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
-        self._next = 0.0
-        self._kind: tuple[bool, bool] | None = None  # of the last step, as in `_steps`; None of a part of a prompt
-        self._alike = 0  # steps of that kind before it
-        self._unlike = dict.fromkeys(self._steps, 0)  # steps of each kind, behind others, since one was looked at
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
         self._forward_s = ForwardTable(lambda rows, contexts: costs.forwards()(rows, contexts))
         self._check = CurveCheck(self._forward_s, lambda ratio: costs.judge(ratio))
@@ -186,22 +183,15 @@ class RunningTimes:
     def observe(self, record: StepRecord) -> None:
         asked = len(self._forward_s) or self._proposals or self._read_s
         if record.prefill or not asked:  # who never asked needs no answers
-            self._kind = None
             return
         rows, requests = record.rows, record.requests
-        kind = rows > len(requests), all(step.greedy for step in requests)
-        # A step behind one of another kind finds the processor's caches cold, and takes longer than among its own.
-        self._alike, self._kind = (self._alike + 1 if kind == self._kind else 0), kind
-        self._unlike[kind] += not self._alike
-        now = self._clock()
-        if (not self._alike and self._unlike[kind] < _UNLIKE) or (self._alike > _ALL_OF and now < self._next):
-            return
-        self._next, self._unlike[kind] = now + _PAUSE_S, 0
-        drafted, greedy = kind
+        before, self._kind = self._kind, (rows > len(requests), all(step.greedy for step in requests))
+        drafted, greedy = self._kind
         # Deciding is a price of drafting: plain steps are decided for long beforehand.
         measured = record.total_s - record.draft_s - (0.0 if drafted else record.decide_s)
         forward_s = self._forward_s(rows, record.contexts)
-        self._steps[kind].learn(rows, measured, forward_s)
+        # A step behind one of another kind finds the processor's caches cold, and takes longer than among its own.
+        self._steps[drafted, greedy].learn(rows, measured, forward_s, usual=self._kind == before)
         self._check(record)
         for each in record.drafting:
             self._observe_drafting(each, greedy)

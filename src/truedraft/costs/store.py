@@ -19,6 +19,7 @@ from truedraft.errors import OptionError
 from truedraft.files import written_whole
 from truedraft.machine import cache_folder, could_not_be_kept, this_machine
 from truedraft.models.base import LanguageModel
+from truedraft.options import read_record
 
 Value = TypeVar("Value")
 _FORMAT = 1
@@ -70,12 +71,12 @@ class CostStore:
         """The file of a key, whether or not it exists."""
         return self.folder / key.file_name
 
-    def load(self, key: CostKey, parse: Callable[[object], Value]) -> tuple[Value | None, str | None]:
+    def load(self, key: CostKey, kind: type[Value]) -> tuple[Value | None, str | None]:
         """What was kept, or None; and a warning if a file is there but is of no use.
 
         Args:
             key: what the cost belongs to.
-            parse: makes it from what was kept; raises OptionError when that is no cost.
+            kind: of cost, a dataclass.
         """
         path = self.path(key)
         try:
@@ -93,7 +94,7 @@ class CostStore:
             taken = f"steps took {kept.get('parted')} times what they say"
             return None, f"the kept costs of {key.what} are measured again, for {taken}"
         try:
-            return parse(kept.get("cost")), None
+            return read_record(kind, kept.get("cost")), None
         except OptionError as error:
             return None, f"the kept costs of {key.what} in {path} are damaged ({error}); they are measured again"
 
@@ -173,7 +174,7 @@ def drafter_key(drafter: Drafter, target: LanguageModel, params: SamplingParams)
 def _place(model: LanguageModel) -> dict[str, Any]:
     """Machine, threads, device, model, dtype and fast paths: another of these is another cost, not a newer one."""
     return {
-        "machine": asdict(this_machine(model.device)),
+        "machine": this_machine(model.device),
         "model": model.name,
         "dtype": str(model.dtype),
         "fast_paths": list(model.fast_paths),

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from truedraft.cache import Prefixes, RequestCache
+from truedraft.cache import RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
+from truedraft.drafters.held import Held
 from truedraft.drafters.measured_trees import MeasuredTrees
-from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel
 
 
@@ -114,14 +113,10 @@ class Drafter(ABC):
         name: for reports.
         limits: upper limits on what it proposes; a controller decides within them.
         features: what `observe` must be given of the target's forward; None is the tokens alone.
-        told_late: whether it need not be told of every step in which it proposed nothing: only, before it next
-            proposes, of the last of them.
-        target_cache: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
-        is_inner: whether it may draft inside a cascade, whose texts lose tokens again (`rewind`).
+        observes_lazily: whether `observe` may leave out steps in which it proposed nothing; of several in a row it is
+            then called with the last, before the next `propose`.
         model: the model that drafts, of a drafter that has one beside the target.
-        caches: of that model, by id of request; after `propose` and `observe` they hold what a fresh computation would.
-        prefixes: what requests begin with, of that model; None where nothing is shared.
-        request_bytes: that it holds for each request beside these caches.
+        held: what it holds for requests.
         trees: what is known of its trees, of a drafter whose trees somebody measured.
         branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
         levels: forwards, one behind another, that the last `propose` took; None where each level of depth takes one.
@@ -133,13 +128,9 @@ class Drafter(ABC):
     branching: tuple[int, ...] = ()
     levels: int | None = None
     features: ClassVar[Features | None] = None
-    told_late: bool = False
-    target_cache: bool = False
-    is_inner: ClassVar[bool] = True
+    observes_lazily: bool = False
     model: LanguageModel | None = None
-    caches: Mapping[int, RequestCache] = MappingProxyType({})
-    prefixes: Prefixes | None = None
-    request_bytes: int = 0
+    held: Held = Held()
 
     @property
     def members(self) -> Mapping[str, Drafter]:
@@ -170,56 +161,13 @@ class Drafter(ABC):
             CompositionError: says why.
         """
 
-    def reads(self, request: DraftRequest) -> Sequence[int]:
-        """What its model reads of a request, in its own ids."""
-        return request.tokens
-
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request starts; its prompt is in `request.tokens`, and behind it what was already answered, if any."""
 
     @property
     def holding(self) -> Collection[int]:
-        """Ids of requests that it keeps something for: none of them may be over."""
-        return self.caches.keys()
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes that it holds for requests now; what it keeps of earlier ones is counted apart (`prefixes`)."""
-        caches = list(self.caches.values())  # who asks may do so while a step runs
-        return self.request_bytes * len(self.holding) + sum(cache.n_bytes for cache in caches)
-
-    def cache_tokens(self, tokens: int) -> int:
-        """The most tokens in its model's cache for a request of so many, drafted ones included; 0 without a model."""
-        if self.model is None:
-            return 0
-        return min(tokens, self.model.context_length) + self.limits.nodes
-
-    def model_caches(self, number: int, tokens: int) -> Iterator[tuple[LanguageModel, RequestCache | None, int]]:
-        """Its models, each with its cache of a request, if there is one, and the most tokens that may come there.
-
-        Args:
-            number: of the request, its id.
-            tokens: of the request, at most.
-        """
-        if self.model is not None:
-            yield self.model, self.caches.get(number), self.cache_tokens(tokens)
-
-    def prefix_stores(self) -> Iterator[tuple[LanguageModel, Prefixes]]:
-        """What it keeps of what requests begin with, of each of its models that keeps something."""
-        if self.model is not None and self.prefixes is not None:
-            yield self.model, self.prefixes
-
-    def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
-        """Caches of its model, which verifies what another drafts in the middle of a cascade; they hold all of each
-        text but its last few tokens, at least one.
-
-        Raises:
-            CompositionError: it has no model that verifies.
-        """
-        raise CompositionError(
-            f"{self.name!r} has no model that could verify; the last member of a cascade is a draft model or "
-            "self:int8, as in cascade(prompt-lookup;draft)"
-        )
+        """Ids of requests that it holds something for: none of them may be over."""
+        return self.held.requests
 
     @property
     def report(self) -> Mapping[str, float]:
@@ -259,7 +207,7 @@ class NoDrafter(Drafter):
 
     name: ClassVar[str] = "none"
     limits: Budget = NO_DRAFT
-    told_late = True
+    observes_lazily = True
 
     @property
     def kinds(self) -> frozenset[DrawKind]:

@@ -15,7 +15,7 @@ from truedraft.drafters.base import Drafter, DraftRequest
 class CandidateDrafter(Drafter):
     """Proposes trees of candidates. They are deterministic, so every rule judges them exactly at every temperature."""
 
-    told_late = True
+    observes_lazily = True
 
     @abstractmethod
     def candidates(self, request: DraftRequest, budget: Budget) -> TokenTree:

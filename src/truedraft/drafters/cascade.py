@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from truedraft.cache import Prefixes, RequestCache
+from truedraft.cache import RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import Budget, Hint, check_nodes
 from truedraft.core.noise import Noise
@@ -22,9 +22,10 @@ from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree, TreeShape, shape_of
 from truedraft.core.verdict import Verdict
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.held import Held
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
+from truedraft.verification import ArgmaxRule, CoupledSampling, Rule, SpeculativeSampling
 
 _LIKELY, _LIKELY_WEIGHT = 0.35, 8.0  # share of tokens that guesses give, until it is known, and tokens that it is worth
 _MEMORY, _OWN_MEMORY = 2000.0, 64.0  # tokens, of all requests and of one
@@ -134,7 +135,8 @@ class Cascade(Drafter):
 
     Args:
         drafter: guesses what the middle model writes.
-        middle: a drafter with a model that can verify: a draft model, or the target itself in fewer bits.
+        middle: a drafter with a model that can verify: a draft model, or the target itself in fewer bits. It has a
+            method `caught_up`: caches of its model, which hold all of each text but its last few tokens, at least one.
         num_speculative_tokens: length of the chain.
 
     Raises:
@@ -143,63 +145,48 @@ class Cascade(Drafter):
     """
 
     name: ClassVar[str] = "cascade"
-    told_late = True
+    observes_lazily = True
     levels = 0
 
     def __init__(self, drafter: Drafter, middle: Drafter, num_speculative_tokens: int = 8) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
-        middle.caught_up(())  # raises where it cannot verify
-        assert middle.model is not None
-        if drafter.features is not None or list(drafter.members.values()) != [drafter] or not drafter.is_inner:
+        caught_up = getattr(middle, "caught_up", None)
+        if middle.model is None or caught_up is None:
             raise CompositionError(
-                f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, looks at the target's own "
-                "vectors, or drafts ahead of them (async); use a drafter that reads tokens alone"
+                f"{middle.name!r} has no model that could verify; the last member of a cascade is a draft model or "
+                "self:int8, as in cascade(prompt-lookup;draft)"
             )
-        if drafter.target_cache and not middle.target_cache:
+        if drafter.features is not None or list(drafter.members.values()) != [drafter]:
+            raise CompositionError(
+                f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, or looks at the target's own "
+                "vectors; use a drafter that reads tokens alone"
+            )
+        if drafter.held.in_target and not middle.held.in_target:
             raise CompositionError(
                 f"{drafter.name!r} reads what the target read, and {middle.name!r} keeps a text of its own; put "
                 "another drafter first, or self last"
             )
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
         self.model: LanguageModel = middle.model
-        self.target_cache = middle.target_cache
         self.drafter = drafter
         self.middle = middle
-        self._sampling, self._coupled = SpeculativeSampling(), CoupledSampling()
+        self._caught_up: Callable[[Sequence[DraftRequest]], list[RequestCache]] = caught_up
+        self._sampling, self._coupled, self._argmax = SpeculativeSampling(), CoupledSampling(), ArgmaxRule()
         self._sampling.check(drafter.kinds, drafter.name)
         self._hears = middle.model.opening_inputs is not None
         self._texts: dict[int, _Text] = {}
+        ahead = self.limits.depth + drafter.limits.nodes
+        self.held = Held(
+            [each.ahead(ahead) for member in (middle, drafter) for each in member.held.models],
+            [self._texts, *middle.held.noted, *drafter.held.noted],
+            drafter.held.request_bytes + middle.held.request_bytes,
+            in_target=middle.held.in_target,
+        )
         self._guessed = _Guessed(_MEMORY)
-
-    @property
-    def caches(self) -> Mapping[int, RequestCache]:  # type: ignore[override]
-        """Of the middle model."""
-        return self.middle.caches
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
         return frozenset({DrawKind.INDEPENDENT})
-
-    @property
-    def holding(self) -> set[int]:
-        return {*self._texts, *self.drafter.holding, *self.middle.holding}
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.drafter.cache_bytes + self.middle.cache_bytes
-
-    @property
-    def request_bytes(self) -> int:  # type: ignore[override]
-        return self.drafter.request_bytes + self.middle.request_bytes
-
-    def model_caches(self, number: int, tokens: int) -> Iterator[tuple[LanguageModel, RequestCache | None, int]]:
-        ahead = tokens + self.limits.depth + self.drafter.limits.nodes
-        yield from self.middle.model_caches(number, ahead)
-        yield from self.drafter.model_caches(number, ahead)
-
-    def prefix_stores(self) -> Iterator[tuple[LanguageModel, Prefixes]]:
-        yield from self.middle.prefix_stores()
-        yield from self.drafter.prefix_stores()
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target that the middle model does not fit, or a drafter that does not fit that model."""
@@ -212,10 +199,6 @@ class Cascade(Drafter):
     def hint(self, request: DraftRequest) -> Hint:
         own = self._texts[request.id].guessed
         return Hint(behind=self.middle.hint(request).behind, guessed=own.share(self._guessed.share()))
-
-    def reads(self, request: DraftRequest) -> Sequence[int]:
-        """All that the middle model wrote, too, until it was judged."""
-        return self.middle.reads(self._texts[request.id].request)
 
     def begin(self, request: DraftRequest) -> None:
         tokens = list(request.tokens)
@@ -253,7 +236,7 @@ class Cascade(Drafter):
         texts = [self._texts[batch[place].id] for place in drafting]
         for place, text in zip(drafting, texts, strict=True):
             self._bring_up(text, batch[place])
-        caches = self.middle.caught_up([text.request for text in texts])
+        caches = self._caught_up([text.request for text in texts])
         chains = [
             _Chain(text, cache, cache.length, lengths[place], noise[place], batch[place].shaping)
             for place, text, cache in zip(drafting, texts, caches, strict=True)
@@ -261,7 +244,7 @@ class Cascade(Drafter):
         try:
             self._write(chains)
         finally:
-            if self.target_cache:  # the target computes these positions again, in full
+            if self.held.in_target:  # the target computes these positions again, in full
                 for chain in chains:
                     chain.cache.rollback(chain.first)
         for place, chain in zip(drafting, chains, strict=True):
@@ -316,7 +299,7 @@ class Cascade(Drafter):
     def _budget(self, chain: _Chain) -> Budget:
         """Of a round, which adds a token of the middle model's own; no rows that the target's cache has no room for."""
         most = self.drafter.limits.cut(chain.left - 1)
-        return replace(most, nodes=min(most.nodes, chain.left - 1)) if self.target_cache else most
+        return replace(most, nodes=min(most.nodes, chain.left - 1)) if self.held.in_target else most
 
     def _checked(
         self, chains: Sequence[_Chain], budgets: Sequence[Budget], guesses: Sequence[Proposal]
@@ -396,7 +379,9 @@ class Cascade(Drafter):
         return [verdicts[place] for place in range(len(chains))]
 
     def _rule_of(self, chain: _Chain) -> Rule:
-        return self._coupled if chain.params.greedy or chain.params.seeded else self._sampling
+        if chain.params.greedy:
+            return self._argmax
+        return self._coupled if chain.params.seeded else self._sampling
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep of what was written what the target accepted."""

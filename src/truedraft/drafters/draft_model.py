@@ -8,13 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.cache import FEW, Prefixes, RequestCache
+from truedraft.cache import FEW, PrefixCache, RequestCache
 from truedraft.core import transfers
 from truedraft.core.budget import Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.sibling_chains import SiblingChains
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
@@ -44,7 +45,7 @@ class DraftModel(Drafter):
     """
 
     name: ClassVar[str] = "draft"
-    told_late = True
+    observes_lazily = True
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class DraftModel(Drafter):
         )
         self.model: LanguageModel = model
         self.caches: dict[int, RequestCache] = {}
-        self.prefixes: Prefixes = Prefixes()
+        self.prefixes = PrefixCache()
+        self.held = Held([ModelCaches(model, self.caches, self.prefixes, self.limits.nodes)])
         self._hears = model.opening_inputs is not None
 
     def with_chains(self, chains: int, length: int) -> DraftModel:
@@ -144,15 +146,9 @@ class DraftModel(Drafter):
             return SiblingChains(cache, request, budget, noise, self.chains, device)
         return TreeBuilder(cache, request, budget, noise, self.branching, device)
 
-    def within(self, budget: Budget, request: DraftRequest, further: int = 0) -> Budget:
-        """The budget cut to the options, and to what fits the draft model's own context.
-
-        Args:
-            budget: of a proposal.
-            request: it is for.
-            further: tokens that the request's text will have gained by then.
-        """
-        return budget.within(self.limits).cut(self.model.most_drafted(request.tokens) - further)
+    def within(self, budget: Budget, request: DraftRequest) -> Budget:
+        """The budget of a request's proposal, cut to the options and to what fits the draft model's own context."""
+        return budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
 
     def _missed(self, request: DraftRequest) -> int:
         """Tokens of a text that the draft has not seen."""

@@ -14,6 +14,7 @@ from truedraft.core.probs import most_likely
 from truedraft.core.tree import TokenTree, merged_paths
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.held import Held
 from truedraft.errors import OptionError
 
 MOST_KEYS = 1024
@@ -174,15 +175,12 @@ class Lookahead(CandidateDrafter):
             )
         # A window's nodes have at most two children, the chain's next token and a column's first.
         self.limits = Budget(max(chain_length(window, ngram), rest), candidates + 2 * (window > 0), nodes)
-        self.request_bytes = MOST_KEYS * (_KEY_BYTES + candidates * (_NGRAM_BYTES + _TOKEN_BYTES * rest))
+        request_bytes = MOST_KEYS * (_KEY_BYTES + candidates * (_NGRAM_BYTES + _TOKEN_BYTES * rest))
         self._columns = window
         self._ngram = ngram
         self._candidates = candidates
         self._states: dict[int, _State] = {}
-
-    @property
-    def holding(self) -> frozenset[int]:
-        return frozenset(self._states)
+        self.held = Held(noted=[self._states], request_bytes=request_bytes)
 
     def begin(self, request: DraftRequest) -> None:
         """Start an empty pool; the text is read at the first proposal."""

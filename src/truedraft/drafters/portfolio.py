@@ -19,8 +19,8 @@ from truedraft.models.base import LanguageModel
 class Portfolio(Drafter):
     """Drafters that stand by for one target. An engine asks its members, by the names under which they stand here.
 
-    Members observe their own proposals; one that must be told of merged ones says that it is not `told_late`. It can be
-    no member of another one.
+    Members observe their own proposals; one that must be told of merged ones does not observe lazily. It can be no
+    member of another one.
 
     Args:
         members: in the order in which their proposals are merged; a list names them by their own names, and a second
@@ -31,7 +31,7 @@ class Portfolio(Drafter):
     """
 
     name: ClassVar[str] = "portfolio"
-    told_late = True
+    observes_lazily = True
 
     def __init__(self, members: Mapping[str, Drafter] | Sequence[Drafter]) -> None:
         named = dict(members) if isinstance(members, Mapping) else _named(members)

@@ -14,6 +14,7 @@ from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.held import Held
 from truedraft.drafters.portfolio import Portfolio
 
 _FOLLOWED = (1, 4, 16)
@@ -61,6 +62,7 @@ class PredictionDrafter(_RequestDrafter):
     def __init__(self, num_speculative_tokens: int = 32) -> None:
         super().__init__(num_speculative_tokens)
         self._followers: dict[int, _Follower] = {}
+        self.held = Held(noted=[self._followers])
 
     def serves(self, request: DraftRequest) -> bool:
         return bool(request.prediction)
@@ -77,10 +79,6 @@ class PredictionDrafter(_RequestDrafter):
         if place is None:
             return NOTHING_FOUND
         return _FOUND[bisect_right(_FOLLOWED, followed)]
-
-    @property
-    def holding(self) -> frozenset[int]:
-        return frozenset(self._followers)
 
     def end(self, request: DraftRequest) -> None:
         self._followers.pop(request.id, None)

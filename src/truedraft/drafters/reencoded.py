@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-from truedraft.cache import Prefixes, RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.params import SamplingParams
@@ -14,6 +14,7 @@ from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.held import Held
 from truedraft.errors import VocabularyMismatchError
 from truedraft.models.base import LanguageModel
 from truedraft.models.translated import refuse_encoder
@@ -44,7 +45,7 @@ class ReencodedDraft(Drafter):
     """
 
     name: ClassVar[str] = "reencoded"
-    told_late = True
+    observes_lazily = True
 
     def __init__(self, model: LanguageModel, target: LanguageModel, num_speculative_tokens: int = 4) -> None:
         if model.tokenizer is None or target.tokenizer is None:
@@ -57,7 +58,6 @@ class ReencodedDraft(Drafter):
         self._inner = DraftModel(model, num_speculative_tokens)
         self.limits = self._inner.limits
         self.model: LanguageModel = model
-        self.prefixes: Prefixes = self._inner.prefixes
         ends = target.eos_token_ids, model.eos_token_ids
         sizes = target.vocab_size, model.vocab_size
         self._translation = Translation.between(target.tokenizer, model.tokenizer, sizes, ends)
@@ -71,22 +71,9 @@ class ReencodedDraft(Drafter):
         self._meaning = {own: meant for own, meant in pairs if self._read.surfaces[own] is None}
         self._texts: dict[int, FollowedText] = {}
         self._inside: dict[int, DraftRequest] = {}  # requests as the draft sees them
+        models = [replace(each, per_token=_MOST_PER_TOKEN) for each in self._inner.held.models]
+        self.held = Held(models, [self._texts])
         self._vocabulary = target.tokenizer.fingerprint
-
-    @property
-    def caches(self) -> Mapping[int, RequestCache]:  # type: ignore[override]
-        """Of the draft, which holds its own ids."""
-        return self._inner.caches
-
-    @property
-    def holding(self) -> Collection[int]:
-        return self._texts.keys()
-
-    def cache_tokens(self, tokens: int) -> int:
-        return self._inner.cache_tokens(_MOST_PER_TOKEN * tokens)
-
-    def reads(self, request: DraftRequest) -> Sequence[int]:
-        return self._inside[request.id].tokens
 
     def check(self, target: LanguageModel) -> None:
         """Refuse another target than the one that it was made for.
@@ -117,7 +104,7 @@ class ReencodedDraft(Drafter):
                     drafting.append(place)
         within = [Budget(budgets[place].depth, 1, budgets[place].depth) for place in drafting]
         inside = [self._inside[batch[place].id] for place in drafting]
-        quiet = [KeyedNoise(0, len(each.tokens), 0, greedy=True) for each in inside]
+        quiet = [KeyedNoise(0, len(each.tokens), 0) for each in inside]
         proposals = [Proposal.empty() for _ in batch]
         drafted = self._inner.propose(inside, within, quiet) if inside else []
         for place, own in zip(drafting, drafted, strict=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.embedded import embedded_drafters
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
-from truedraft.files import written_whole
+from truedraft.files import user_path, written_whole
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -207,7 +207,7 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
     if model is not None:
         yield from _in_folder(Path(model) / _FOLDER_OF_MODEL, "the model's own folder")
     for each in drafters_dir:
-        folder = _expanded(each)
+        folder = user_path(each, OptionError)
         if not folder.is_dir():
             raise OptionError(f"must be a folder of drafters, and {str(each)!r} is no folder", field="drafters_dir")
         alone = TrainedDrafter.read(folder, "--drafters-dir")
@@ -225,13 +225,6 @@ def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:
         return []
     found = (TrainedDrafter.read(each, source) for each in inner)
     return [each for each in found if each is not None]
-
-
-def _expanded(folder: str | Path) -> Path:
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError:  # the home of nobody
-        return Path(folder)
 
 
 def _figures(folder: Path) -> dict[str, Any]:

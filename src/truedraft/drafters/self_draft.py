@@ -14,6 +14,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest
+from truedraft.drafters.held import Held
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
@@ -40,8 +41,7 @@ class SelfDraft(Drafter):
     """
 
     name: ClassVar[str] = "self"
-    told_late = True
-    target_cache = True
+    observes_lazily = True
 
     def __init__(self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
@@ -52,7 +52,8 @@ class SelfDraft(Drafter):
                 "target.quantized(4)"
             )
         self.model: LanguageModel = model
-        self.caches: dict[int, RequestCache] = {}  # of requests that come without one of the target's
+        self._caches: dict[int, RequestCache] = {}  # of requests that come without one of the target's
+        self.held = Held(noted=[self._caches], in_target=True)
         self._target = target
 
     @property
@@ -75,18 +76,15 @@ class SelfDraft(Drafter):
         """Not where its weights could not be made, which is not tried again."""
         return self.model.failure is None
 
-    def cache_tokens(self, tokens: int) -> int:
-        """None: drafted tokens lie where the target's own will."""
-        return 0
-
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Draw level by level, and leave caches as they were."""
-        builders = [
-            TreeBuilder(self._cache(request), request, cut, each, (1,) * self.limits.depth, self.model.device, behind=1)
-            for request, cut, each in zip(batch, self._within(batch, budgets), noise, strict=True)
-        ]
+        builders = []
+        for request, budget, each in zip(batch, budgets, noise, strict=True):
+            cut = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
+            shape = (1,) * self.limits.depth
+            builders.append(TreeBuilder(self._cache(request), request, cut, each, shape, self.model.device, behind=1))
         level = [builder for builder in builders if not builder.budget.is_zero]
         try:
             logits = self._forward_last(level) if level else None
@@ -97,11 +95,6 @@ class SelfDraft(Drafter):
             for builder in builders:
                 builder.cache.rollback(builder.cache.length)
         return [builder.proposal() for builder in builders]
-
-    def _within(self, batch: Sequence[DraftRequest], budgets: Sequence[Budget]) -> list[Budget]:
-        """The budgets cut to the options and to the context."""
-        rooms = [self.model.most_drafted(request.tokens) for request in batch]
-        return [budget.within(self.limits).cut(room) for budget, room in zip(budgets, rooms, strict=True)]
 
     def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the last token of each text; logits `[requests, vocab]` behind it."""
@@ -115,9 +108,9 @@ class SelfDraft(Drafter):
         """The target's, which holds all tokens but the last; where nobody gives it, as in a replay, one filled here."""
         if request.cache is not None:
             return request.cache
-        if request.id not in self.caches:
-            self.caches[request.id] = self._target.new_cache()
-        cache, end = self.caches[request.id], len(request.tokens) - 1
+        if request.id not in self._caches:
+            self._caches[request.id] = self._target.new_cache()
+        cache, end = self._caches[request.id], len(request.tokens) - 1
         cache.rollback(min(cache.length, end))
         while cache.length < end:
             ids = request.tokens[cache.length : end][:_READ_TOKENS]
@@ -129,12 +122,12 @@ class SelfDraft(Drafter):
         return [self._cache(request) for request in batch]
 
     def rewind(self, request: DraftRequest) -> None:
-        cache = self.caches.get(request.id)
+        cache = self._caches.get(request.id)
         if cache is not None:
             cache.rollback(min(cache.length, len(request.tokens)))
 
     def end(self, request: DraftRequest) -> None:
         """Give back what was filled for it."""
-        cache = self.caches.pop(request.id, None)
+        cache = self._caches.pop(request.id, None)
         if cache is not None:
             self._target.release_cache(cache)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import truedraft.drafters
 from truedraft.drafters.registry import find_drafters
 from truedraft.embedded import embedded_heads
-from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelError, errors_about
+from truedraft.errors import CompositionError, OptionError, UnknownOptionError, UnsupportedModelError, errors_about
 from truedraft.options import Words, called, read_whole
 
 if TYPE_CHECKING:
@@ -224,14 +224,23 @@ def _portfolio(words: Words, target: LanguageModel) -> Portfolio:
     from truedraft.drafters.portfolio import Portfolio
 
     words.check((), takes_members=True)
+    members = _members(words, "portfolio(draft;prompt-lookup): each step chooses among them, or to draft nothing")
+    return Portfolio([_made(member, target) for member in members])
+
+
+def _members(words: Words, example: str) -> list[Words]:
+    """The words of a drafter's members.
+
+    Raises:
+        OptionError: one is no single drafter.
+    """
     members = [Words.parse("drafter", member) for member in words.members]
     for member in members:
         if member.kind in (_AUTO, _PORTFOLIO, _NONE):
             raise OptionError(
-                f"drafter 'portfolio' has {member.kind!r} as a member; name single drafters, as in "
-                "portfolio(draft;prompt-lookup): each step chooses among them, or to draft nothing"
+                f"drafter {words.kind!r} has {member.kind!r} as a member; name single drafters, as in {example}"
             )
-    return Portfolio([_made(member, target) for member in members])
+    return members
 
 
 def _cascade(words: Words, target: LanguageModel) -> Drafter:
@@ -242,15 +251,14 @@ def _cascade(words: Words, target: LanguageModel) -> Drafter:
     """
     from truedraft.drafters.cascade import Cascade
 
-    members = [Words.parse("drafter", member) for member in words.members]
-    for member in members:
-        if member.kind in (_AUTO, _PORTFOLIO, _NONE):
-            raise OptionError(
-                f"drafter 'cascade' has {member.kind!r} as a member; name single drafters, as in "
-                "cascade(prompt-lookup;draft): the first one drafts, and the next one verifies before the target does"
-            )
+    example = "cascade(prompt-lookup;draft): the first one drafts, and the next one verifies before the target does"
+    members = _members(words, example)
     if len(members) < 2:
         raise OptionError("drafter 'cascade' needs two members or more, as in cascade(prompt-lookup;draft)")
+    if members[0].options.get("async") == "1":
+        raise CompositionError(
+            "'draft' cannot draft inside a cascade with async: no round asks for what was drafted ahead; leave it out"
+        )
     lengths = [_written_by(member) for member in members[1:]]
     if words.options:
         lengths[-1] = {name: read_whole(name, value) for name, value in words.options.items()}
@@ -310,11 +318,6 @@ def _loading(path: str | None, target: LanguageModel) -> Callable[[], LanguageMo
     dtype = dtype_name(target.dtype)
     fast = bool(target.fast_paths)  # who turned them off for the target wants to see plain forwards
     return partial(load_model, path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
-
-
-def _own_ids(path: str | None, target: LanguageModel) -> LanguageModel:
-    """The draft model that a word names, which reads and writes ids of its own."""
-    return _loading(path, target)()
 
 
 def _shared_ids(path: str | None, target: LanguageModel) -> LanguageModel:
@@ -473,7 +476,7 @@ KINDS: Mapping[str, DrafterKind] = {
         {"num_speculative_tokens": "4"},
         "a smaller model with another tokenizer: it writes so many tokens of its own, and their text is encoded again; "
         "draft:MODEL draws from the tokens that both know",
-        parts={"model": _own_ids},
+        parts={"model": lambda path, target: _loading(path, target)()},
         widest={"num_speculative_tokens": "8"},
     ),
     "ngram": DrafterKind(

@@ -77,11 +77,6 @@ class TreeBuilder:
         """Whether another level is drawn."""
         return bool(self._open)
 
-    @property
-    def last_token(self) -> int:
-        """The token of the node that was drawn last, of a builder whose tokens are on the host."""
-        return int(self._tokens[-1])
-
     def open_nodes(self) -> list[OpenNode]:
         """What is drawn next; the node budget cuts by order, so before anything is drawn."""
         width = min(self._branching[self._depth], self.budget.width)

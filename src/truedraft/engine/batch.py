@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.budget import Decision
+from truedraft.core.budget import Budget, Decision
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.core.verdict import Verdict
-from truedraft.drafters.base import Features
+from truedraft.drafters.base import Features, StepOutcome
 from truedraft.drafters.portfolio import MergedProposal
 from truedraft.engine.request import Request
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
@@ -44,6 +44,9 @@ class StepItem:
         broken: whether there was such a row on its way.
         banned: whether the request's options left no token there.
         logprobs: of each token of the verdict, where the request asks for them.
+        outcome: what became of the proposal, without what drafters want to see of the forward; set when the step is
+            over.
+        shown: the step's forward, while drafters may be told of it that want to see it.
     """
 
     __slots__ = (
@@ -57,10 +60,12 @@ class StepItem:
         "kept",
         "logprobs",
         "noise",
+        "outcome",
         "prefill",
         "proposal",
         "request",
         "rows",
+        "shown",
         "verdict",
     )
 
@@ -80,12 +85,19 @@ class StepItem:
         self.verdict: Verdict | None = None
         self.broken = self.banned = False
         self.logprobs: tuple[TokenLogprobs, ...] = ()
+        self.outcome: StepOutcome | None = None
+        self.shown: ForwardOutput | None = None
 
     def hold(self, drafted: MergedProposal) -> None:
         """Take what was drafted; what of it leaves the form of a structured answer is left out of the forward."""
         self.drafted, self.proposal = drafted, drafted.proposal
         if self.request.shaping is not None:
             self._keep_legal()
+
+    def budget(self, drafter: str) -> Budget:
+        """Of a drafter that is to draft for it."""
+        assert self.decision is not None
+        return next(part.budget for part in self.decision.parts if part.drafter == drafter)
 
     @property
     def judged_rows(self) -> slice:

@@ -15,7 +15,7 @@ from truedraft.drafters.base import Drafter, Features, StepOutcome
 from truedraft.drafters.portfolio import MergedProposal, joint_features
 from truedraft.engine.batch import Batch, StepItem
 from truedraft.engine.failures import Failures, told
-from truedraft.engine.guarded import Asked, GuardedDrafter, disowned
+from truedraft.engine.guarded import GuardedDrafter, disowned
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError, UnknownOptionError
 from truedraft.models.base import ForwardOutput, LanguageModel
@@ -33,20 +33,20 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, controller: Controller, target: LanguageModel, failures: Failures) -> None:
         self._members = {
-            name: GuardedDrafter(name, member, target, failures) for name, member in drafter.members.items()
+            name: GuardedDrafter(name, number, member, target, failures)
+            for number, (name, member) in enumerate(drafter.members.items())
         }
-        self._numbers = {name: number for number, name in enumerate(self._members)}
         self._limits = {name: member.limits for name, member in drafter.members.items()}
         has_others = list(drafter.members.values()) != [drafter]
-        self._whole = drafter if has_others and not drafter.told_late else None  # is told of merged proposals
+        self._whole = drafter if has_others and not drafter.observes_lazily else None  # is told of merged proposals
         shown = joint_features(drafter)
         self._shows = shown is not None
         self._layers = () if shown is None else shown.layers  # that the target shows
         self._on_device = transfers.waits(target.device)
-        self._kept = [each.features for each in drafter.members.values() if each.told_late and each.features]
+        self._kept = [each.features for each in drafter.members.values() if each.observes_lazily and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
-        self._told_at_once = [member for member in self._members.values() if not member.drafter.told_late]
-        self._asked: dict[str, list[Asked]] = {}  # in the running step, by drafter
+        self._told_at_once = [member for member in self._members.values() if not member.drafter.observes_lazily]
+        self._asked: dict[str, list[StepItem]] = {}  # in the running step, by drafter
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
         self._resting_plain = False  # whether nothing is drafted in these
@@ -58,8 +58,9 @@ class Drafting:
     @property
     def spent(self) -> tuple[DraftTime, ...]:
         """What asking each drafter took in this step."""
-        spent = (self._members[name].spent for name in self._asked)
-        return tuple(each for each in spent if each is not None)
+        spent = ((self._members[name].spent, len(items)) for name, items in self._asked.items())
+        # Requests that were asked one behind another tell nothing of a batch.
+        return tuple(each for each, asked in spent if each is not None and each.requests == asked)
 
     def limit(self, request: Request, speculation: Speculation | None) -> None:
         """Let only those drafters draft for a request that can and that it wants, and no longer paths than it wants.
@@ -96,7 +97,8 @@ class Drafting:
         request.no_room.discard(name)
         self._members[name].begin(request)
         request.told.pop(name, None)
-        self._tell(self._members[name], [request])
+        if request.last_step is not None:
+            self._tell(self._members[name], [request.last_step])
 
     def decide(self, batch: Batch) -> None:
         """Give each item what is to be drafted for it."""
@@ -113,14 +115,11 @@ class Drafting:
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
-        asked = [number for number, item in enumerate(batch) if not item.prefill and not self._is_undrafted(item)]
+        asked = [number for number, item in enumerate(batch) if not item.prefill and self._limits_for(item.request)]
         if not asked:
             return decisions
-        views = [self._view(batch.items[number]) for number in asked]
-        try:
-            decided: Sequence[Decision | None] = self._decided(views)
-        except Exception as error:
-            decided = self._decide_alone([batch.items[number].request for number in asked], views, error)
+        items = [batch.items[number] for number in asked]
+        decided = self._failures.together("the controller", items, self._decided, self._give_up)
         for number, decision in zip(asked, decided, strict=True):
             decisions[number] = decision
         if self._controller.rests and len(asked) == len(batch):
@@ -136,13 +135,11 @@ class Drafting:
         for item, decision in zip(batch, decisions, strict=True):
             request = item.request
             if decision is not None and not decision.is_zero:
-                out = request.excluded | request.no_room if request.no_room else request.excluded
-                if out:
-                    decision = _without(decision, out)
                 # A step emits one token more than it accepts, so the last block is cut to fit.
-                decision = decision.cut(max(min(request.remaining - 1, request.most_depth), 0))
-                if request.most_positions is not None:
-                    decision = _cut_to(decision, request.most_positions - item.context - 1, self._limits)
+                depth = max(min(request.remaining - 1, request.most_depth), 0)
+                most = request.most_positions
+                nodes = None if most is None else max(most - item.context - 1, 0)
+                decision = _fitted(decision, self._limits_for(request), depth, nodes)
             fitted.append(decision)
         return fitted
 
@@ -151,9 +148,10 @@ class Drafting:
         hints = (member.hint(item.request) for item in batch for member in self._members.values())
         return [(hint.kind, hint.finds) for hint in hints]
 
-    def _is_undrafted(self, item: StepItem) -> bool:
-        excluded, no_room = item.request.excluded, item.request.no_room
-        return len(excluded | no_room if no_room else excluded) >= len(self._members)
+    def _limits_for(self, request: Request) -> Mapping[str, Budget]:
+        """Of the drafters that may draft for a request now, by name."""
+        out = request.undrafted_by
+        return {name: limits for name, limits in self._limits.items() if name not in out} if out else self._limits
 
     def _view(self, item: StepItem) -> RequestView:
         request, view = item.request, item.request.view
@@ -161,14 +159,11 @@ class Drafting:
             hints = {name: partial(member.hint, request) for name, member in self._members.items()}
             view = request.view = RequestView(request.id, request.params, 0, 0, self._limits, request.counters, hints)
         view.context, view.remaining = item.context, request.remaining
-        if request.excluded or request.no_room:
-            out = request.excluded | request.no_room
-            view.limits = {name: limits for name, limits in self._limits.items() if name not in out}
-        elif view.limits is not self._limits:
-            view.limits = self._limits
+        view.limits = self._limits_for(request)
         return view
 
-    def _decided(self, views: Sequence[RequestView]) -> Sequence[Decision]:
+    def _decided(self, items: Sequence[StepItem]) -> Sequence[Decision]:
+        views = [self._view(item) for item in items]
         decisions = self._controller.decide(views)
         if len(decisions) != len(views):
             raise ValueError(f"{len(decisions)} decisions for {len(views)} requests")
@@ -179,41 +174,18 @@ class Drafting:
                     raise ValueError(f"it chose a drafter {part.drafter!r}; there is {there}")
         return decisions
 
-    def _decide_alone(
-        self, requests: Sequence[Request], views: Sequence[RequestView], error: Exception
-    ) -> list[Decision | None]:
-        """The same after a failure: for whom it fails shows when it is asked for each alone; None where it does."""
-        if len(requests) == 1:
-            self._give_up(requests[0], error)
-            return [None]
-        self._failures.asked_again(requests, "the controller", error)
-        decisions: list[Decision | None] = []
-        for request, view in zip(requests, views, strict=True):
-            try:
-                decisions += self._decided([view])
-            except Exception as own:
-                self._give_up(request, own)
-                decisions.append(None)
-        return decisions
-
     def propose(self, batch: Batch) -> None:
         """Give each item what is drafted for it, as was decided; nothing where the drafter failed."""
-        for name in self._asked:
-            self._members[name].spent = None
         self._asked = {}
-        planned = [() if item.decision is None else item.decision.parts for item in batch]
-        for item, parts in zip(batch, planned, strict=True):
-            for part in parts:
-                noise = item.noise.of_member(self._numbers[part.drafter])
-                self._asked.setdefault(part.drafter, []).append(Asked(item.request, part.budget, noise))
-        asked = self._asked
-        if not asked:
-            return
-        for name, of_member in asked.items():
-            if self._members[name].drafter.told_late:
-                self._tell(self._members[name], [each.request for each in of_member])
-        made = {name: self._members[name].propose(of_member) for name, of_member in asked.items()}
-        for item, parts in zip(batch, planned, strict=True):
+        for item in batch:
+            for part in () if item.decision is None else item.decision.parts:
+                self._asked.setdefault(part.drafter, []).append(item)
+        for name, items in self._asked.items():
+            if self._members[name].drafter.observes_lazily:
+                self._tell(self._members[name], items)
+        made = {name: self._members[name].propose(items) for name, items in self._asked.items()}
+        for item in batch if made else ():
+            parts = () if item.decision is None else item.decision.parts
             own = {part.drafter: made[part.drafter].get(item.request.id) for part in parts}
             if found := {name: each for name, each in own.items() if each is not None}:
                 item.hold(MergedProposal.of(found))
@@ -243,37 +215,41 @@ class Drafting:
             self._members[name].give_up(item.request, error)
         return item.proposal.without_draws(rows)
 
-    def observe(self, batch: Batch, outcomes: Sequence[StepOutcome], output: ForwardOutput) -> None:
-        """Tell every drafter what became of a step; those that may be told late, if they proposed something.
+    def observe(self, batch: Batch, output: ForwardOutput) -> None:
+        """Tell every drafter what became of a step; those that observe lazily, if they proposed something.
 
         Args:
-            batch: of the step.
-            outcomes: of each item, without what drafters want to see of the forward.
+            batch: of the step, which is over.
             output: of the target's forward.
         """
         if self._kept and self._on_device:  # where the next forward may write over it
             logits = output.logits.clone() if any(each.logits for each in self._kept) else output.logits
             output = ForwardOutput(logits, output.hidden.clone(), tuple(layer.clone() for layer in output.layers))
-        for item, outcome in zip(batch, outcomes, strict=True):
-            item.request.last_step = item, outcome, output if self._shows else None
+        for item in batch:
+            if item.request.last_step is not None:
+                item.request.last_step.shown = None  # it is large
+            item.shown, item.request.last_step = output if self._shows else None, item
         for member in self._told_at_once:
-            self._tell(member, [item.request for item in batch])
+            self._tell(member, batch.items)
         for name in self._asked:
-            if self._members[name].drafter.told_late:
-                self._tell(self._members[name], [item.request for item in batch if name in item.drafted.parts])
+            if self._members[name].drafter.observes_lazily:
+                self._tell(self._members[name], [item for item in batch if name in item.drafted.parts])
         if self._whole is not None:
+            outcomes = [item.outcome for item in batch if item.outcome is not None]
             self._whole.observe([item.request.draft for item in batch], outcomes)
 
-    def _tell(self, member: GuardedDrafter, requests: Sequence[Request]) -> None:
-        """Tell a drafter of the last step of some requests, if it was not."""
+    def _tell(self, member: GuardedDrafter, items: Sequence[StepItem]) -> None:
+        """Tell a drafter of the last step of these items' requests, if it was not."""
         seen = []
-        for request in requests:
+        for request in (item.request for item in items):
             step = request.last_step
-            out = member.name in request.excluded or member.name in request.no_room
-            if step is not None and not out and request.told.get(member.name) != step[0].context:
-                request.told[member.name] = step[0].context
-                outcome = _outcome_for(member.name, *step, member.drafter.features, self._layers)
-                seen.append((request, outcome))
+            if (
+                step is not None
+                and member.name not in request.undrafted_by
+                and request.told.get(member.name) != step.context
+            ):
+                request.told[member.name] = step.context
+                seen.append((request, _outcome_for(member.name, step, member.drafter.features, self._layers)))
         if seen:
             member.observe(seen)
 
@@ -285,7 +261,7 @@ class Drafting:
             self._controller.observe(record)
         except Exception as error:
             for item in batch:
-                if not self._is_undrafted(item):
+                if self._limits_for(item.request):
                     self._give_up(item.request, error)
 
     def end(self, request: Request) -> None:
@@ -300,52 +276,40 @@ class Drafting:
         request.warnings.append(f"the controller failed ({told(error)}); the answer went on undrafted")
 
 
-def _without(decision: Decision, drafters: Collection[str]) -> Decision:
-    """A decision without the parts of some drafters: one that was kept may name what has failed or lost its room."""
-    merged = tuple(each for each in decision.merged if each.drafter not in drafters)
-    if decision.drafter not in drafters:
-        return decision if len(merged) == len(decision.merged) else replace(decision, merged=merged)
-    return replace(decision, budget=NO_DRAFT, merged=merged)
-
-
-def _cut_to(decision: Decision, nodes: int, limits: Mapping[str, Budget]) -> Decision:
-    """A decision with at most so many nodes over all its parts, the first ones' first.
+def _fitted(decision: Decision, limits: Mapping[str, Budget], depth: int, nodes: int | None) -> Decision:
+    """A decision cut to what there is room for, the first parts' nodes first.
 
     Args:
-        decision: of one request.
-        nodes: that it has room for.
-        limits: of the drafters.
+        decision: of one request; one that was kept may name drafters that have failed or lost their room.
+        limits: of the drafters that draft for it.
+        depth: most tokens of a path.
+        nodes: most of all parts together; None is no limit.
     """
-    parts = (decision, *decision.merged)
-    asked = [min(part.budget.nodes, limits[part.drafter].nodes) if part.drafter in limits else 0 for part in parts]
-    if sum(asked) <= nodes:
+    parts, budgets = (decision, *decision.merged), []
+    for part in parts:
+        budget = part.budget.cut(depth) if part.drafter in limits else NO_DRAFT
+        if nodes is not None:
+            own = min(budget.nodes, limits.get(part.drafter, NO_DRAFT).nodes)
+            budget = replace(budget, nodes=nodes) if own > nodes else budget
+            nodes -= min(own, nodes)
+        budgets.append(budget)
+    if all(budget is part.budget for budget, part in zip(budgets, parts, strict=True)):
         return decision
-    budgets = []
-    for part, own in zip(parts, asked, strict=True):
-        budgets.append(replace(part.budget, nodes=min(own, max(nodes, 0))))
-        nodes -= own
     merged = tuple(replace(part, budget=budget) for part, budget in zip(decision.merged, budgets[1:], strict=True))
     return replace(decision, budget=budgets[0], merged=merged)
 
 
-def _outcome_for(
-    name: str,
-    item: StepItem,
-    outcome: StepOutcome,
-    output: ForwardOutput | None,
-    features: Features | None,
-    layers: Sequence[int],
-) -> StepOutcome:
+def _outcome_for(name: str, item: StepItem, features: Features | None, layers: Sequence[int]) -> StepOutcome:
     """What one drafter is told of an item: its own proposal, its own part of the path, the features it declared.
 
     Args:
         name: of the drafter.
-        item: of the step.
-        outcome: of the item.
-        output: of the step's forward, where any drafter declared features.
+        item: of a step that is over.
         features: that it declared.
-        layers: numbers of those in `output`, which are all that any drafter declared.
+        layers: numbers of those that the forward showed, which are all that any drafter declared.
     """
+    outcome, output = item.outcome, item.shown
+    assert outcome is not None
     proposal, nodes = item.drafted.own(name)
     path = item.drafted.own_path(name, outcome.path)
     if features is None or output is None:

@@ -31,7 +31,7 @@ from truedraft.engine.memory import CacheMemory
 from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
-from truedraft.engine.sharing import Sharing
+from truedraft.engine.sharing import PrefixSharing
 from truedraft.engine.step import Step
 from truedraft.engine.verifier import Verifier
 from truedraft.errors import CacheError, CompositionError, ModelError, OptionError, PromptError, TruedraftError
@@ -118,7 +118,7 @@ class Engine:
         for member in self.drafter.members.values():
             _check_layers(member, self.target)
         self.rule.check(self.drafter.kinds_for(self.rule.judges), self.drafter.name)
-        self._sharing = Sharing(self.target, self.drafter.members, prefix_cache_bytes)
+        self._sharing = PrefixSharing(self.target, self.drafter.members, prefix_cache_bytes)
         self._memory = CacheMemory(self.target, self.drafter.members, max_cache_bytes, self._sharing.stores)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.preemptions = 0

@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from truedraft.engine.batch import StepItem
 from truedraft.engine.request import Request
+
+Found = TypeVar("Found")
 
 _log = logging.getLogger(__name__)
 # Where nobody set up logging Python prints to standard error what has no handler, tracebacks too.
@@ -33,6 +37,33 @@ class Failures:
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("%s failed (%s)", who, told(error), exc_info=error)
+
+    def together(
+        self,
+        who: str,
+        items: Sequence[StepItem],
+        work: Callable[[Sequence[StepItem]], Sequence[Found]],
+        give_up: Callable[[Request, Exception], None],
+    ) -> list[Found | None]:
+        """What something finds for each item.
+
+        Where it fails for all together, each is tried alone: so shows whose fault it was. It finds None for these, and
+        their requests are given up.
+
+        Args:
+            who: works.
+            items: of a step, at least one.
+            work: finds something for each of some items.
+            give_up: is told of a request that it fails for.
+        """
+        try:
+            return list(work(items))
+        except Exception as error:
+            if len(items) == 1:
+                give_up(items[0].request, error)
+                return [None]
+            self.asked_again([item.request for item in items], who, error)
+            return [found for item in items for found in self.together(who, [item], work, give_up)]
 
     def asked_again(self, requests: Sequence[Request], who: str, error: Exception) -> None:
         """Something failed for several requests together, and each is now asked for alone.

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from truedraft.core import transfers
-from truedraft.core.budget import NOTHING_FOUND, Budget, Hint
-from truedraft.core.noise import KeyedNoise
+from truedraft.core.budget import NOTHING_FOUND, Hint
 from truedraft.core.proposal import Proposal, check_ids, check_proposal
 from truedraft.core.stats import DraftTime
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.engine.batch import StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
 from truedraft.errors import DrafterError
 from truedraft.models.base import LanguageModel
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that a proposal is asked for."""
-
-    request: Request
-    budget: Budget
-    noise: KeyedNoise
 
 
 class GuardedDrafter:
@@ -35,6 +25,7 @@ class GuardedDrafter:
 
     Args:
         name: under which controllers choose it.
+        number: of it among all, which its noise is keyed by.
         drafter: any drafter.
         target: what is drafted for.
         failures: is told what failed.
@@ -45,10 +36,11 @@ class GuardedDrafter:
         spent: what the last `propose` took; None where nobody was asked.
     """
 
-    def __init__(self, name: str, drafter: Drafter, target: LanguageModel, failures: Failures) -> None:
+    def __init__(self, name: str, number: int, drafter: Drafter, target: LanguageModel, failures: Failures) -> None:
         self.name = name
         self.drafter = drafter
         self.spent: DraftTime | None = None
+        self._number = number
         self._vocab_size = target.vocab_size
         self._on_device = transfers.waits(target.device)  # whether drafted ids may stay there until they were judged
         self._failures = failures
@@ -62,7 +54,7 @@ class GuardedDrafter:
 
     def hint(self, request: Request) -> Hint:
         """What it knows before it drafts for a request; nothing where it drafts for it no more, or has no room."""
-        if self.name in request.excluded or self.name in request.no_room:
+        if self.name in request.undrafted_by:
             return NOTHING_FOUND
         try:
             return self.drafter.hint(request.draft)
@@ -70,52 +62,30 @@ class GuardedDrafter:
             self.give_up(request, error)
             return NOTHING_FOUND
 
-    def propose(self, asked: Sequence[Asked]) -> dict[int, Proposal]:
+    def propose(self, items: Sequence[StepItem]) -> dict[int, Proposal]:
         """Checked proposals by request, each within its budget; none for those that it fails for."""
-        alone = False
-        behind = 0 if self._on_device else sum(self.hint(each.request).behind for each in asked)
+        self.spent = None
+        made = self._failures.together(self._who, items, self._ask, self.give_up)
+        return {item.request.id: each for item, each in zip(items, made, strict=True) if each is not None}
+
+    def _ask(self, items: Sequence[StepItem]) -> list[Proposal]:
+        """Checked proposals."""
+        requests, budgets = [item.request for item in items], [item.budget(self.name) for item in items]
+        noise = [item.noise.of_member(self._number) for item in items]
+        behind = 0 if self._on_device else sum(self.hint(request).behind for request in requests)
         began = time.perf_counter()
-        try:
-            made = self._ask(asked)
-        except Exception as error:
-            made, alone = self._ask_alone(asked, error), True
-        seconds = time.perf_counter() - began
-        trees = [proposal.tree for proposal in made.values()]
-        depth, nodes = max((tree.shape.depth for tree in trees), default=0), sum(map(len, trees))
-        spent = DraftTime(self.name, len(asked), depth, nodes, behind, seconds, self.drafter.levels)
-        self.spent = None if self._on_device or alone else spent  # one behind another they tell nothing of a batch
-        return made
-
-    def _ask_alone(self, asked: Sequence[Asked], error: Exception) -> dict[int, Proposal]:
-        """What can still be had after a failure: whose fault it was shows when each request is asked for alone."""
-        if len(asked) == 1:
-            self.give_up(asked[0].request, error)
-            return {}
-        self._failures.asked_again([each.request for each in asked], self._who, error)
-        made: dict[int, Proposal] = {}
-        for each in asked:
-            try:
-                made |= self._ask([each])
-            except Exception as own:
-                self.give_up(each.request, own)
-        return made
-
-    def _ask(self, asked: Sequence[Asked]) -> dict[int, Proposal]:
-        """Checked proposals by request."""
-        proposals = self.drafter.propose(
-            [each.request.draft for each in asked], [each.budget for each in asked], [each.noise for each in asked]
-        )
-        if len(proposals) != len(asked):
-            raise DrafterError(f"drafter {self.name!r} made {len(proposals)} proposals for {len(asked)} requests")
-        for proposal, each in zip(proposals, asked, strict=True):
-            self._check(proposal, each)
+        proposals = self.drafter.propose([request.draft for request in requests], budgets, noise)
+        if len(proposals) != len(items):
+            raise DrafterError(f"drafter {self.name!r} made {len(proposals)} proposals for {len(items)} requests")
+        for proposal, budget, request in zip(proposals, budgets, requests, strict=True):
+            check_proposal(self.name, proposal, budget, request.rule.judges, self._vocab_size)
             if not (proposal.tree.on_device and self._on_device):
                 self.check_ids(proposal.tree)
-        return {each.request.id: proposal for each, proposal in zip(asked, proposals, strict=True)}
-
-    def _check(self, proposal: Proposal, asked: Asked) -> None:
-        """Refuse what the rule would judge wrongly, or the budget forbids."""
-        check_proposal(self.name, proposal, asked.budget, asked.request.rule.judges, self._vocab_size)
+        seconds, trees = time.perf_counter() - began, [proposal.tree for proposal in proposals]
+        depth, nodes = max(tree.shape.depth for tree in trees), sum(map(len, trees))
+        if not self._on_device:
+            self.spent = DraftTime(self.name, len(items), depth, nodes, behind, seconds, self.drafter.levels)
+        return proposals
 
     def check_ids(self, tree: TokenTree) -> None:
         """Refuse ids that do not exist."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.cache import CachePool, Prefixes
+from truedraft.cache import CachePool, PrefixCache
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
@@ -29,7 +29,6 @@ go."""
 
 _AHEAD = 256
 """Tokens that a request is granted beyond those that it has."""
-_NOBODY = -1  # is the number of no request
 _NEAR = 64
 """So many tokens before the end of what it was granted it is granted more, so that drafts are not cut short."""
 
@@ -70,7 +69,7 @@ class CacheMemory:
         target: LanguageModel,
         members: Mapping[str, Drafter],
         limit: int | None,
-        prefixes: Sequence[Prefixes] = (),
+        prefixes: Sequence[PrefixCache] = (),
     ) -> None:
         self.limit = None if limit is None else check_whole("max_cache_bytes", limit, least=1)
         self._target = target
@@ -78,7 +77,7 @@ class CacheMemory:
         self._prefixes = prefixes
         self._reserved = 0  # for running requests and what drafters hold for them
         self._changed = False  # since memory was shared out
-        drafts = [model for each in members.values() for model, *_ in each.model_caches(_NOBODY, 0)]
+        drafts = [own.model for each in members.values() for own in each.held.models]
         models = [target, *drafts]
         self._pools = {id(model): _pool_of(model) for model in models}  # several models may share one
         self._distinct_pools = list({id(pool): pool for pool in self._pools.values()}.values())
@@ -137,10 +136,8 @@ class CacheMemory:
         assert request.cache is not None
         request.cache.limit_to(request.granted)
         request.most_positions = request.cache.most
-        for drafter in self._members.values():
-            for _, cache, tokens in drafter.model_caches(request.id, request.granted):
-                if cache is not None:
-                    cache.limit_to(tokens)
+        for name in self._members:
+            self.bound_drafter(request, name)
 
     def released(self) -> None:
         """A request is over, and its caches were given back."""
@@ -192,9 +189,9 @@ class CacheMemory:
         beside = 0
         for each in held:
             drafter = self._members[each.drafter]
-            beside += drafter.request_bytes
-            for model, _, most in drafter.model_caches(each.request.id, each.request.granted):
-                tokens[id(self._pools[id(model)])].append(most)
+            beside += drafter.held.request_bytes
+            for own in drafter.held.models:
+                tokens[id(self._pools[id(own.model)])].append(own.most(each.request.granted))
         return beside + sum(pool.bytes_for(tokens[id(pool)]) for pool in self._distinct_pools)
 
     def bound(self, request: Request) -> None:
@@ -210,9 +207,9 @@ class CacheMemory:
 
     def bound_drafter(self, request: Request, name: str) -> None:
         """The same for what one drafter holds for it."""
-        for _, cache, tokens in self._members[name].model_caches(request.id, request.granted):
-            if cache is not None:
-                cache.limit_to(tokens)
+        for own in self._members[name].held.models:
+            if request.id in own.caches:
+                own.caches[request.id].limit_to(own.most(request.granted))
 
     def settle(self, running: Sequence[Request]) -> None:
         """A step is over, and requests of it may be: give back what there is no room to keep."""
@@ -246,7 +243,7 @@ class CacheMemory:
         """Bytes that are allocated now: for running requests, by drafters, and kept."""
         caches = [request.cache for request in running]  # who asks may do so while a step runs
         own = sum(cache.n_bytes for cache in caches if cache is not None)
-        return own + sum(drafter.cache_bytes for drafter in self._members.values()) + self.kept_bytes
+        return own + sum(drafter.held.n_bytes for drafter in self._members.values()) + self.kept_bytes
 
 
 def _grant(request: Request) -> int:

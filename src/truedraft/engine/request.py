@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from truedraft.core.params import SamplingParams, Structured
 from truedraft.core.shaping import Form, Shaping
 from truedraft.core.stats import Counters, DraftShare, RequestStep
 from truedraft.core.token_view import TokenView
-from truedraft.core.verdict import Divergence, Origin, TokenDivergence, Verdict
+from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.drafters.base import DraftRequest
 from truedraft.engine.answer import Answer, FinishReason, Piece, Timing
 from truedraft.errors import OptionError, UnknownOptionError
@@ -30,15 +30,10 @@ from truedraft.text.tokenizer import Tokenizer
 from truedraft.verification import Rule
 
 if TYPE_CHECKING:
-    from truedraft.drafters.base import StepOutcome
     from truedraft.engine.batch import StepItem
-    from truedraft.models.base import ForwardOutput, LanguageModel
+    from truedraft.models.base import LanguageModel
 
 _numbers = itertools.count()  # over all engines: two of them may share a drafter
-
-
-LastStep: TypeAlias = "tuple[StepItem, StepOutcome, ForwardOutput | None]"
-"""What a request's last step was and came to, for drafters that are told of it later, and the forward that they see."""
 
 
 class Request:
@@ -100,13 +95,13 @@ class Request:
         self.most_depth = MOST_NODES  # of what is drafted
         self.no_room: set[str] = set()  # drafters that hold nothing for it: it does not want them, or memory is short
         self.view: RequestView | None = None  # what a controller sees of it
-        self.last_step: LastStep | None = None
+        self.last_step: StepItem | None = None
         self.told: dict[str, int] = {}  # with how many tokens the step began that each drafter was told of last
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.warnings: list[str] = []
         self.origins: list[Origin] = []
-        self.divergences: list[TokenDivergence] = []  # of each emitted token, under a lossy rule
+        self.divergences: list[Divergence] = []  # of each emitted token, under a lossy rule
         self.logprobs: list[TokenLogprobs] = []  # of each emitted token, where they are asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those behind it
         self.pieces: list[Piece] = []  # not yet taken by a stream
@@ -179,6 +174,11 @@ class Request:
         """New tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
+    @property
+    def undrafted_by(self) -> set[str]:
+        """Drafters that do not draft for it now."""
+        return self.excluded | self.no_room if self.no_room else self.excluded
+
     def put_back(self) -> None:
         """It gave its cache back and waits again; what was written stays, and is read like a prompt when it goes on."""
         self.cache, self.leader, self.last_step = None, None, None
@@ -189,7 +189,7 @@ class Request:
 
     def noise(self) -> KeyedNoise:
         """The noise of the next step: its keys never occur in another step of this request."""
-        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample, greedy=self.params.greedy)
+        return KeyedNoise(self.noise_seed, len(self.tokens), self._steps, self.sample)
 
     def emit(self, verdict: Verdict, logprobs: Sequence[TokenLogprobs] = ()) -> tuple[tuple[int, ...], bool]:
         """Append what a verdict emits, up to the first token that ends the answer.
@@ -259,7 +259,7 @@ class Request:
         if self._text.stopped and self.finish_reason == "length":
             self.finish_reason = "stop"  # the stop text became complete in what was held back
         if self.last_step is not None:
-            self.last_step = (*self.last_step[:2], None)  # the forward's output is that of the whole batch
+            self.last_step.shown = None  # it is the output of the whole batch
         self.view = None
         kept = min(self._text.kept_tokens, self.emitted)
         self._take_back(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from truedraft.cache import Prefixes
+from truedraft.cache import PrefixCache
 from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
 from truedraft.models.base import LanguageModel
@@ -14,7 +14,7 @@ _LEAST_SHARE = 1 / 16
 """Of the bytes, for a drafter's model however small it is beside the target."""
 
 
-class Sharing:
+class PrefixSharing:
     """Lets the requests of one engine share what they begin with.
 
     Args:
@@ -32,13 +32,13 @@ class Sharing:
 
     def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], most_bytes: int | None) -> None:
         most = None if most_bytes is None else check_whole("prefix_cache_bytes", most_bytes, least=0)
-        self._own = Prefixes()
+        self._own = PrefixCache()
         self._placeholders = target.placeholders
         weights = [(self._own, 1.0)]
         for each in members.values():
-            for model, store in each.prefix_stores():
-                share = model.weight_bytes / max(target.weight_bytes, 1)
-                weights.append((store, max(share, _LEAST_SHARE)))
+            for own in each.held.models:
+                share = own.model.weight_bytes / max(target.weight_bytes, 1)
+                weights.append((own.prefixes, max(share, _LEAST_SHARE)))
         for store, share in weights:
             store.most_bytes = int((most or 0) * share / sum(weight for _, weight in weights))
             store.shares = most != 0

@@ -48,8 +48,8 @@ class Step:
         clock.lap()
         self._verifier.verify(batch, output)
         clock.lap()
-        steps, outcomes = self._commit(batch)
-        self._drafting.observe(batch, outcomes, output)
+        steps = self._commit(batch)
+        self._drafting.observe(batch, output)
         record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent)
         self._drafting.record(batch, record)
         return record
@@ -57,10 +57,9 @@ class Step:
     def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)
 
-    def _commit(self, batch: Batch) -> tuple[tuple[RequestStep, ...], list[StepOutcome]]:
+    def _commit(self, batch: Batch) -> tuple[RequestStep, ...]:
         """Keep accepted paths in the caches, emit, count, and say what became of each proposal."""
         steps: list[RequestStep] = []
-        outcomes: list[StepOutcome] = []
         for item in batch:
             shape = item.proposal.tree.shape
             step = RequestStep(
@@ -76,8 +75,8 @@ class Step:
             item.request.cache.commit([*range(item.fed), *item.fed_nodes(path)])
             item.request.count(step)
             steps.append(step)
-            outcomes.append(StepOutcome(item.proposal, path, tokens, partial=not item.judged))
-        return tuple(steps), outcomes
+            item.outcome = StepOutcome(item.proposal, path, tokens, partial=not item.judged)
+        return tuple(steps)
 
     def _emit(self, item: StepItem, verdict: Verdict, step: RequestStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Append what a verdict emits to the answer; returns the accepted path, cut where the answer ended, and it."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.core import transfers
 from truedraft.core.logprobs import TokenLogprobs, token_logprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
@@ -21,8 +20,7 @@ from truedraft.engine.batch import NOTHING_DRAFTED, Batch, StepItem
 from truedraft.engine.drafting import Drafting
 from truedraft.models.base import ForwardOutput
 from truedraft.verification import Rule
-
-_AT_TEMPERATURE_ONE = SamplingParams(temperature=1.0)
+from truedraft.verification.rule import read_verdicts
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +31,7 @@ class _Part:
         item: whose proposal is judged.
         logits: `[rows, vocab]`, the target's own.
         shaped: likewise, as the request's options change them.
-        probs: `[rows, vocab]`, or logits where its rule only looks at the largest entry of a row.
+        probs: `[rows, vocab]`, or logits where they do for its rule.
         broken: tree rows whose logits were NaN or infinite.
         verdict: what the rule says, of those rows too.
     """
@@ -74,7 +72,7 @@ class Verifier:
 
     Args:
         rule: judges proposals of requests that are neither greedy nor seeded, or all if it is lossy.
-        coupled: judges seeded requests, and greedy ones under a lossless rule, by comparison.
+        coupled: judges seeded requests, and in its greedy form greedy ones under a lossless rule, by comparison.
         drafting: is told of drafted ids that turn out not to exist, and of draws that were not made as they say.
     """
 
@@ -84,9 +82,10 @@ class Verifier:
         self._drafting = drafting
 
     def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
-        """Greedy is the coupled rule without noise: the same verdict as any lossless rule's, by comparison alone.
+        """The rule that judges a request, from its first step to its last.
 
-        So is any seeded request judged, whose tokens are to be the same whatever drafts and judges.
+        Greedy requests under a lossless rule are judged by comparison: every such rule keeps just the argmax. So are
+        seeded ones, whose tokens are to be the same whatever drafts and judges.
 
         Args:
             params: of a request.
@@ -98,9 +97,10 @@ class Verifier:
         rule = own if own is not None else self._rule
         if params.seeded:
             rule.check_seed()
-        if params.seeded or (params.greedy and rule.lossless):
             return self._coupled
-        return rule.greedy_form if params.greedy else rule
+        if not params.greedy:
+            return rule
+        return (self._coupled if rule.lossless else rule).greedy_form
 
     def verify(self, batch: Batch, output: ForwardOutput) -> None:
         """Give each item its verdict, but for parts of a prompt that are not its last."""
@@ -126,40 +126,16 @@ class Verifier:
         own = logits.split(list(sizes))
         if any(item.request.shaping is not None for item in items):
             trees, shapings = [item.proposal.tree for item in items], [item.request.shaping for item in items]
-            logits = shaped_trees(logits, trees, shapings, [self._argmax_will_do(item) for item in items])
+            logits = shaped_trees(logits, trees, shapings, [_argmax_will_do(item) for item in items])
             shaped: Sequence[Tensor] = logits.split(list(sizes))
         else:
             shaped = own
         sound = sound_rows(logits)
-        argmax = [self._takes_argmax(item) for item in items]
-        usable = logits if sound is None or all(argmax) else usable_rows(logits, sound)
-        probs: list[Tensor] = []
-        first = 0
-        for alike, run in itertools.groupby(zip(items, argmax, sizes, strict=True), lambda one: one[1]):
-            group, _, counts = zip(*run, strict=True)
-            rows = slice(first, first + sum(counts))
-            first = rows.stop
-            if alike:
-                probs += logits[rows].split(counts)
-            else:
-                made_by = [(self._params(item), size) for item, size in zip(group, counts, strict=True)]
-                probs += batch_probs(usable[rows], made_by)
+        judged = [(item.request.rule, item.request.params) for item in items]
+        options = [None if rule.sees == "argmax" else rule.options(params) for rule, params in judged]
+        usable = logits if sound is None or not any(options) else usable_rows(logits, sound)
+        probs = batch_probs(usable, list(zip(options, sizes, strict=True)))
         return list(map(_Part, items, own, shaped, probs)), sound
-
-    def _takes_argmax(self, item: StepItem) -> bool:
-        """Whether the rule only looks at the largest entry of a row: then logits do, and no distribution is made."""
-        return item.request.params.greedy and item.request.rule is self._coupled
-
-    def _argmax_will_do(self, item: StepItem) -> bool:
-        """Whether nobody looks at any other entry of a row either."""
-        params = item.request.params
-        told = params.logprobs is not None and params.logprobs_mode == "processed"
-        return self._takes_argmax(item) and not told
-
-    def _params(self, item: StepItem) -> SamplingParams:
-        """The options that make an item's distributions: at temperature 0 a lossy rule looks at p at temperature 1."""
-        params = item.request.params
-        return _AT_TEMPERATURE_ONE if params.greedy and item.request.rule is not self._coupled else params
 
     def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Tensor | None) -> None:
         """Set the verdicts of the parts and their broken tree rows: judge all, read all that was decided, at once."""
@@ -167,24 +143,18 @@ class Verifier:
         for part in parts:
             by_rule.setdefault(part.item.request.rule, []).append(part)
         asked = {rule: _asked(group) for rule, group in by_rule.items()}
-        decided = {rule: rule.decide(*asked[rule]) for rule in by_rule}
+        decided = [(rule.accept(*own), own[0]) for rule, own in asked.items()]
         check = DrawCheck([part.item.proposal for part in parts], parts[0].probs.device)
         on_device = [part for part in parts if part.item.proposal.tree.on_device]
-        wanted = [*check.wanted, *(part.item.proposal.tree.tokens for part in on_device)]
-        for each in decided.values():
-            wanted += each.wanted
-        numbers = iter(transfers.fetch(wanted if sound is None else [sound, *wanted]))
+        read, numbers = read_verdicts(decided, check.wanted if sound is None else [*check.wanted, sound])
         if sound is not None:
-            flags = iter(next(numbers))
+            flags = iter(numbers.pop())
             for part, size in zip(parts, sizes, strict=True):
                 of_part = itertools.islice(flags, size)
                 part.broken = frozenset(row for row, is_sound in enumerate(of_part) if not is_sound)
-        unsound = check.unsound([next(numbers) for _ in check.wanted])
-        for part in on_device:
-            part.item.proposal.tree.keep_host_ids([int(token) for token in next(numbers)])
-        for rule, group in by_rule.items():
-            own = [next(numbers) for _ in decided[rule].wanted]
-            for part, verdict in zip(group, decided[rule].verdicts(asked[rule][0], own), strict=True):
+        unsound = check.unsound(numbers)
+        for group, own in zip(by_rule.values(), read, strict=True):
+            for part, verdict in zip(group, own, strict=True):
                 part.verdict = verdict
         again = self._changed(parts, on_device, unsound) if on_device or unsound else ()
         for part in again:
@@ -217,6 +187,13 @@ class Verifier:
                 continue
             changed.append(part)
         return changed
+
+
+def _argmax_will_do(item: StepItem) -> bool:
+    """Whether nobody looks at more than the largest entry of a row: neither the rule, nor who wants logprobs."""
+    params = item.request.params
+    told = params.logprobs is not None and params.logprobs_mode == "processed"
+    return item.request.rule.sees == "argmax" and not told
 
 
 def _note_prompt(item: StepItem, logits: Tensor) -> None:

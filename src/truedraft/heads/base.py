@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, first_line
+from truedraft.files import user_path
 from truedraft.machine import DTYPES, dtype_name
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
@@ -33,8 +35,6 @@ Unembed: TypeAlias = Callable[[Tensor], Tensor]
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """A linear layer as it runs between two passes of the target."""
 
-LEAST_ROWS = 4
-"""Kernels treat very short products differently, and a row must not depend on how many share its product."""
 _TINY = 1e-20  # an embedding of zeros stays one
 _AGAIN = "fetch or train the heads again"  # what to do about a damaged file
 _VERSION = 1
@@ -184,7 +184,7 @@ class Head(nn.Module, ABC):
             ModelNotFoundError: there is no such folder, or no heads in it.
             ModelError: a file is damaged, does not fit the others, or holds heads of another kind.
         """
-        path = expanded(folder)
+        path = user_path(folder, ModelNotFoundError)
         if not path.is_dir():
             raise ModelNotFoundError(f"there is no folder {str(path)!r} with {cls.noun}; check the path")
         if not (path / _CONFIG).is_file():
@@ -200,7 +200,8 @@ class Head(nn.Module, ABC):
             dtype = DTYPES[about["dtype"]]
         except (KeyError, TypeError, OptionError) as error:
             raise ModelError(f"{str(path / _CONFIG)!r} is damaged ({error}); {_AGAIN}") from error
-        heads = cls._with_weights(path / _WEIGHTS, config, dtype)
+        weights = {name: each.to(dtype) for name, each in tensors_in(path / _WEIGHTS, _AGAIN).items()}
+        heads = cls.with_weights(config, weights, path / _WEIGHTS)
         kept = _read_json(path / cls.facts_file)
         try:
             heads.record = HeadRecord(name, fingerprint, *cls._read(kept))
@@ -225,20 +226,38 @@ class Head(nn.Module, ABC):
             )
 
     @classmethod
-    def _with_weights(cls, path: Path, config: HeadConfig, dtype: torch.dtype) -> Self:
-        """Heads with all of the weights in a file and no others."""
-        if not path.is_file():
-            raise ModelNotFoundError(f"{str(path)!r} is missing; {_AGAIN}")
+    def with_weights(
+        cls, config: HeadConfig, weights: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None
+    ) -> Self:
+        """Heads in evaluation mode, without gradients, with all of the weights in a file and no others.
+
+        Args:
+            config: their sizes.
+            weights: by their names in the file.
+            file: for messages.
+            names: of the weights here, by those in the file; None where they are the same.
+
+        Raises:
+            ModelError: they are not the weights of heads of such sizes.
+        """
         with torch.device("meta"):
             heads = cls(config)
-        try:
-            weights = load_file(path)
-            heads.load_state_dict({name: each.to(dtype) for name, each in weights.items()}, strict=True, assign=True)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(
-                f"{str(path)!r} is damaged, or not of the sizes that {_CONFIG} names ({reason}); {_AGAIN}"
-            ) from error
+        own = heads.state_dict()
+        names = {name: name for name in own} if names is None else names
+        missing, unknown = sorted(names.keys() - weights.keys()), sorted(weights.keys() - names.keys())
+        if missing:
+            raise ModelError(f"{str(file)!r} lacks {', '.join(missing)}, which heads of its sizes have; {_AGAIN}")
+        if unknown:
+            raise ModelError(f"{str(file)!r} holds {', '.join(unknown)}, unknown to heads of its sizes; {_AGAIN}")
+        for there, here in names.items():
+            if weights[there].shape != own[here].shape:
+                raise ModelError(
+                    f"{there} in {str(file)!r} has the shape {list(weights[there].shape)}, and heads of its sizes have "
+                    f"{list(own[here].shape)} there; {_AGAIN}"
+                )
+        if len({each.dtype for each in weights.values()}) != 1 or not next(iter(weights.values())).is_floating_point():
+            raise ModelError(f"{str(file)!r} holds numbers of several kinds; {_AGAIN}")
+        heads.load_state_dict({here: weights[there] for there, here in names.items()}, strict=True, assign=True)
         return heads.eval().requires_grad_(False)
 
 
@@ -272,30 +291,35 @@ def scaled_embedding(embedded: Tensor) -> Tensor:
 
 
 def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Product:
-    """A linear layer in the dtype and on the device of a target, packed where that is faster."""
+    """A copy of a linear layer in the dtype and on the device of a target, packed where that is faster."""
     device, dtype = target.device, target.dtype
-    weight = weight.detach().to(device, dtype)
-    offset = None if bias is None else bias.detach().to(device, dtype)
+    weight = weight.detach().to(device, dtype, copy=True)
+    offset = None if bias is None else bias.detach().to(device, dtype, copy=True)
     if can_pack(device, dtype):
         return PackedLinear(weight, offset)
     return lambda x: functional.linear(x, weight, offset)
 
 
-def filled(x: Tensor) -> Tensor:
-    """At least so many rows that each has the same bits in any company: `[rows, width]`, zeros behind."""
-    return x if len(x) >= LEAST_ROWS else functional.pad(x, (0, 0, 0, LEAST_ROWS - len(x)))
+def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
+    """The tensors of a file by their names; no code that it may hold is run.
 
-
-def expanded(folder: Path | str) -> Path:
-    """A path with its ~ replaced.
+    Args:
+        file: safetensors, or what torch saved.
+        advice: what to do about one that holds something else.
 
     Raises:
-        ModelNotFoundError: there is no such home.
+        ModelNotFoundError: it is missing.
+        ModelError: it cannot be read, or holds something else.
     """
+    if not file.is_file():
+        raise ModelNotFoundError(f"{str(file)!r} is missing; {_AGAIN}")
     try:
-        return Path(folder).expanduser()
-    except RuntimeError as error:
-        raise ModelNotFoundError(f"there is no home for the ~ of {str(folder)!r}; check the path") from error
+        state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise ModelError(f"cannot read {str(file)!r} as tensors ({first_line(error)}); {_AGAIN}") from error
+    if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
+        raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
+    return state
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,20 +14,19 @@ from torch.nn.functional import silu
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
-from truedraft.errors import OptionError
+from truedraft.errors import ModelNotFoundError, OptionError
+from truedraft.files import user_path
 from truedraft.heads.base import (
     Head,
     HeadRecord,
-    Product,
     ResidualBlock,
     Unembed,
-    expanded,
-    filled,
     linears_of,
     placed,
     scaled_embedding,
 )
 from truedraft.models.base import HeadRun, LanguageModel
+from truedraft.models.packed_linear import filled, joined
 
 _FACTS = "facts"  # beside the trees
 
@@ -183,7 +182,7 @@ class MedusaHeads(Head):
         """Heads of a folder that was written by `save`, or of a folder or file of the original Medusa project."""
         from truedraft.heads.published import is_original, load_original
 
-        path = expanded(folder)
+        path = user_path(folder, ModelNotFoundError)
         return load_original(path, cls) if is_original(path) else super().load(path)
 
 
@@ -199,7 +198,7 @@ class MedusaRunner:
     def __init__(self, heads: MedusaHeads, target: LanguageModel, depth: int) -> None:
         used = list(heads.each())[:depth]
         self._target = target
-        self._token = None if heads.token is None else _placed([heads.token], target)
+        self._token = None if heads.token is None else placed(*joined([heads.token]), target)
         self._used = used
         run = target.shared_heads([head.linears for head in used]) if heads.config.tied and used else None
         self._run: HeadRun = run or self._plain
@@ -244,10 +243,10 @@ class _Plain:
     def __init__(self, heads: Sequence[MedusaHead], target: LanguageModel) -> None:
         self._target = target
         self._heads = len(heads)
-        self._first = _placed([head.linears[0] for head in heads], target)
+        self._first = placed(*joined([head.linears[0] for head in heads]), target)
         layers = len(heads[0].linears)
-        self._later = [[_placed([head.linears[j]], target) for head in heads] for j in range(1, layers)]
-        self._outputs = [_placed([head.output], target) for head in heads if head.output is not None]
+        self._later = [[placed(*joined([head.linears[j]]), target) for head in heads] for j in range(1, layers)]
+        self._outputs = [placed(*joined([head.output]), target) for head in heads if head.output is not None]
 
     def __call__(self, hidden: Tensor, depth: int, ranks: int) -> TopK:
         if self._outputs:
@@ -272,10 +271,3 @@ class _Plain:
             pairs = zip(vectors, layers, strict=False)
             vectors = torch.stack([x + silu(layer(x.contiguous())) for x, layer in pairs])
         return vectors[:, :rows]
-
-
-def _placed(layers: Sequence[nn.Linear], target: LanguageModel) -> Product:
-    """Layers of one input, one behind another, in the dtype and on the device of a target."""
-    weights: list[Tensor] = [layer.weight for layer in layers]
-    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return placed(torch.cat(weights), torch.cat(biases) if biases else None, target)

@@ -15,27 +15,23 @@ Only tensors are read, no code that a file may hold. Neither project says for wh
 
 from __future__ import annotations
 
+import itertools
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError, first_line
-from truedraft.heads.base import HeadRecord
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.heads.base import HeadRecord, tensors_in
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 
 _CONFIG = "config.json"
 _MEDUSA_FILE = "medusa_lm_head.pt"
 _MEDUSA_PREFIX = "medusa_head."
-_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
 _APPLE_TYPE = "recurrent_drafting_drafter"
 _APPLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -68,7 +64,7 @@ def load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
     file = path / _MEDUSA_FILE if path.is_dir() else path
     state = {
         name.removeprefix(_MEDUSA_PREFIX): weight
-        for name, weight in _tensors(file, "name a file of the original Medusa project").items()
+        for name, weight in tensors_in(file, "name a file of the original Medusa project").items()
     }
     heads = _medusa_of(state, file, kind)
     name = _target_name(file.parent / _CONFIG)
@@ -84,28 +80,15 @@ def load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
 def _medusa_of(state: dict[str, Tensor], file: Path, kind: type[_Medusa]) -> _Medusa:
     """Heads with exactly these weights."""
     outputs = {int(match[1]): int(match[2]) for match in map(_OUTPUT.fullmatch, state) if match}
-    renamed: dict[str, Tensor] = {}
-    for name, weight in state.items():
-        block = _BLOCK.fullmatch(name)
-        if block:
-            renamed[f"heads.{block[1]}.blocks.{block[2]}.linear.{block[3]}"] = weight
-        elif _OUTPUT.fullmatch(name):
-            renamed[f"heads.{name.partition('.')[0]}.output.weight"] = weight
-        else:
-            renamed[name] = weight  # of which the heads know nothing
-    layers = set(outputs.values())
-    if len(layers) != 1 or min(layers) < 1:
+    layers = next(iter(outputs.values()), 0)
+    if set(outputs.values()) != {layers} or layers < 1:
         raise ModelError(f"{str(file)!r} holds no Medusa heads, each with an output; name a file of that project")
     shape = next(weight.shape for name, weight in state.items() if _OUTPUT.fullmatch(name))
-    config = MedusaConfig(shape[-1], shape[0], heads=len(outputs), layers=layers.pop(), tied=False)
-    with torch.device("meta"):
-        heads = kind(config)
-    try:
-        heads.load_state_dict(renamed, strict=True, assign=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{str(file)!r} is damaged, or of another kind of heads ({reason})") from error
-    return heads.eval().requires_grad_(False)
+    config = MedusaConfig(shape[-1], shape[0], heads=len(outputs), layers=layers, tied=False)
+    names = {f"{head}.{layers}.weight": f"heads.{head}.output.weight" for head in range(config.heads)}
+    for head, block, part in itertools.product(range(config.heads), range(layers), ("weight", "bias")):
+        names[f"{head}.{block}.linear.{part}"] = f"heads.{head}.blocks.{block}.linear.{part}"
+    return kind.with_weights(config, state, file, names)
 
 
 def _target_name(config: Path) -> str:
@@ -136,17 +119,13 @@ def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
     file = next((path / name for name in _APPLE_FILES if (path / name).is_file()), None)
     if file is None:
         raise ModelNotFoundError(f"{str(path)!r} has neither {' nor '.join(_APPLE_FILES)}; fetch one of them")
-    state, names = _tensors(file, "fetch the file again"), _apple_names(config)
-    with torch.device("meta"):
-        head = kind(config)
-    _refuse_others(state, {theirs: head.state_dict()[ours].shape for theirs, ours in names.items()}, file)
-    head.load_state_dict({ours: state[theirs] for theirs, ours in names.items()}, strict=True, assign=True)
+    head = kind.with_weights(config, tensors_in(file, "fetch the file again"), file, _apple_names(config))
     note = (
         f"{file.name} is of Apple's recurrent-drafting project and does not say which weights it was trained for; it "
         "is used because its sizes fit"
     )
     head.record = HeadRecord(note=note)
-    return head.eval().requires_grad_(False)
+    return head
 
 
 def _apple_sizes(path: Path) -> RedrafterConfig:
@@ -182,31 +161,3 @@ def _apple_names(config: RedrafterConfig) -> dict[str, str]:
     if config.rnn:
         names |= {"rnn_w.weight": "token.weight", "rnn_u.weight": "recurrent.weight", "rnn_u.bias": "recurrent.bias"}
     return names
-
-
-def _refuse_others(state: dict[str, Tensor], expected: dict[str, torch.Size], file: Path) -> None:
-    """Refuse weights that are missing, unknown, or of other shapes than config.json names."""
-    missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    if missing:
-        raise ModelError(f"{str(file)!r} lacks {', '.join(missing)}, which its {_CONFIG} asks for; fetch both again")
-    if unknown:
-        raise ModelError(f"{str(file)!r} holds {', '.join(unknown)}, unknown to its {_CONFIG}; fetch both again")
-    for name, shape in expected.items():
-        if state[name].shape != shape:
-            raise ModelError(
-                f"{name} in {str(file)!r} has the shape {list(state[name].shape)}, and its {_CONFIG} asks for "
-                f"{list(shape)}; fetch both again"
-            )
-    if len({weight.dtype for weight in state.values()}) != 1 or not next(iter(state.values())).is_floating_point():
-        raise ModelError(f"{str(file)!r} holds numbers of several kinds; fetch the file again")
-
-
-def _tensors(file: Path, advice: str) -> dict[str, Tensor]:
-    """The tensors of a file by their names; `advice` is what to do about one that holds something else."""
-    try:
-        state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise ModelError(f"cannot read {str(file)!r} as tensors ({first_line(error)}); fetch the file again") from error
-    if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
-        raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
-    return state

@@ -12,19 +12,18 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 
 from truedraft.core.top_k import TopK
-from truedraft.errors import OptionError
+from truedraft.errors import ModelNotFoundError, OptionError
+from truedraft.files import user_path
 from truedraft.heads.base import (
-    LEAST_ROWS,
     Head,
     Product,
     ResidualBlock,
-    expanded,
-    filled,
     linears_of,
     placed,
     scaled_embedding,
 )
 from truedraft.models.base import LanguageModel
+from truedraft.models.packed_linear import filled
 
 _SIZES = ("width", "vocab_size", "state", "exit_width", "length")
 _TABLE_BYTES = 64 << 20
@@ -173,7 +172,7 @@ class RedrafterHead(Head):
         """A head of a folder that was written by `save`, or of Apple's `Drafter` format."""
         from truedraft.heads.published import is_apple, load_apple
 
-        path = expanded(folder)
+        path = user_path(folder, ModelNotFoundError)
         return load_apple(path, cls) if is_apple(path) else super().load(path)
 
 
@@ -277,4 +276,4 @@ class RedrafterRunner:
 def _in_rows(product: Product, x: Tensor) -> Tensor:
     """A product whose rows have the same bits in any company."""
     rows = len(x)
-    return product(x) if rows >= LEAST_ROWS else product(filled(x))[:rows]
+    return product(filled(x))[:rows]

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from truedraft.errors import MissingExtraError, ModelError, ModelNotFoundError, UnsupportedModelError, first_line
+from truedraft.models.packed_linear import filled
 from truedraft.models.packing import ForwardPlan
-
-_LEAST_ROWS = 4  # of a product: fewer take other kernels, and a row must not depend on how many share its forward
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class LowRank:
 
     def of(self, x: Tensor) -> Tensor:
         """Of rows `[rows, in]`, `[rows, out]`; a row does not depend on the others."""
-        rows = pad(x, (0, 0, 0, max(0, _LEAST_ROWS - len(x))))
-        return linear(linear(rows, self.down), self.up)[: len(x)]
+        return linear(linear(filled(x), self.down), self.up)[: len(x)]
 
 
 def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from truedraft.errors import ModelError, OptionError
 from truedraft.machine import dtype_name, pick_dtype
@@ -71,30 +71,24 @@ def export_model(
         padded_size(pad_to)
     kind = pick_dtype(dtype, torch.device("cpu"))
     with _new_folder(folder):
-        return _export(name, folder, pad_to, kind, on_stage)
-
-
-def _export(
-    name: str, folder: Path, pad_to: str | None, kind: torch.dtype, on_stage: Callable[[str], None]
-) -> Exported:
-    on_stage(f"loading {name}")
-    source = resolve_source(name)
-    model = read_model(source, name, kind)
-    tokenizer = Tokenizer.load(source)
-    if pad_to is not None:
-        _refuse_full_disk(count_parameters(padded_config(model, pad_to)) * kind.itemsize, folder)
-        fingerprint = fingerprint_of(model)  # heads for the model fit the padded one too
-        model = _padded(model, pad_to, on_stage)
-        record_fingerprint(model, fingerprint)
-    on_stage(f"writing {folder}")
-    save_padded(model, tokenizer, folder)
-    return Exported(
-        folder,
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        dtype=dtype_name(kind),
-        note=padding_note_of(model),
-    )
+        on_stage(f"loading {name}")
+        source = resolve_source(name)
+        model, tokenizer = read_model(source, name, kind), Tokenizer.load(source)
+        if pad_to is not None:
+            _refuse_full_disk(count_parameters(padded_config(model, pad_to)) * kind.itemsize, folder)
+            fingerprint, stage = fingerprint_of(model), f"padding to {pad_to}"  # heads for the model fit the padded one
+            on_stage(stage)
+            model = pad_model(model, pad_to, on_layer=lambda done, all_: on_stage(f"{stage}: {done} of {all_} layers"))
+            record_fingerprint(model, fingerprint)
+        on_stage(f"writing {folder}")
+        save_padded(model, tokenizer, folder)
+        return Exported(
+            folder,
+            parameters=sum(weight.numel() for weight in model.parameters()),
+            bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+            dtype=dtype_name(kind),
+            note=padding_note_of(model),
+        )
 
 
 def save_padded(
@@ -150,13 +144,6 @@ def _make_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise OptionError(f"cannot write to the folder {str(folder)!r} ({error.strerror}); name another one") from error
-
-
-def _padded(model: PreTrainedModel, size: str, on_stage: Callable[[str], None]) -> LlamaForCausalLM:
-    on_stage(f"padding to {size}")
-    return pad_model(
-        model, size, on_layer=lambda done, layers: on_stage(f"padding to {size}: {done} of {layers} layers")
-    )
 
 
 def _refuse_full_disk(needed: int, folder: Path) -> None:

@@ -193,24 +193,22 @@ class HuggingFaceModel(LanguageModel):
         self._bits = 0
         return output
 
-    def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
+    def _forward(self, segments: Sequence[Segment], layers: Sequence[int] = ()) -> ForwardOutput:
         with self._lock:
             if self._backend.own_threads:
-                logits, hidden = self._backend.forward(segments, self.device)
+                output = self._backend.forward(segments, self.device, layers)
             else:
-                logits, hidden = self._on_torch_threads(segments)
-        return ForwardOutput(logits[:, : self.vocab_size], hidden)
+                output = self._on_torch_threads(segments, layers)
+        return ForwardOutput(output.logits[:, : self.vocab_size], output.hidden, output.layers)
 
     @torch.inference_mode()
     def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
-        with self._lock, torch_on_all_threads():
-            logits, hidden, shown = self._backend.forward_showing(segments, self.device, layers)
-        return ForwardOutput(logits[:, : self.vocab_size], hidden, shown)
+        return self._forward(segments, layers)
 
-    def _on_torch_threads(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    def _on_torch_threads(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
         with torch_on_all_threads():
-            if self._threads is None:
-                return self._backend.forward(segments, self.device)
+            if self._threads is None or layers:
+                return self._backend.forward(segments, self.device, layers)
             rows = sum(len(segment.tokens) for segment in segments)
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 

@@ -31,6 +31,7 @@ from transformers.utils import cached_file, logging
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnknownOptionError, UnsupportedModelError, first_line
+from truedraft.files import user_path
 from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
 from truedraft.models import gguf
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
@@ -44,20 +45,26 @@ from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.backends.whole_text import WholeTextBackend
-from truedraft.models.base import Reader
+from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
 from truedraft.models.quantized import dequantize, is_quantized
-from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
 _BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
 # Quantised weights that transformers turns back into bfloat16 where it has no kernels for them.
 _TURNED_BACK = {"mxfp4"}
+# Classes of transformers that continue text, what they see or hear beside it left out.
+_WRITING: tuple[Mapping[str, Any], ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 
 def load_model(
@@ -121,7 +128,7 @@ def _load(
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-    read = partial(_read_merged, source, str(name), revision, adapter)
+    read = partial(_read_as_stored, source, str(name), revision=revision, adapter=adapter)
     model = read(kind).to(place)
     if is_quantized(model) and not (fast_paths and pad_to is None and not adapters and _runs_quantized(model)):
         dequantize(model)
@@ -132,15 +139,14 @@ def _load(
     with quiet_transformers():
         if pad_to is not None:
             return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, reread)
-        if model.config.is_encoder_decoder:
-            _refuse_adapters(beside, name)
-            return run_encoder_decoder(model, tokenizer, str(name), fast_paths, reread)
         try:
             return _checked(model, tokenizer, str(name), backend, reread)
         except UnsupportedModelError as reason:
             if beside:
                 raise
             why = reason
+        if model.config.is_encoder_decoder:
+            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, reread)
         del model
         # Read again each time: what was tried may have taken its weights apart.
         return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, reread)
@@ -176,25 +182,6 @@ def load_reader(name: str) -> Reader:
     return reader
 
 
-def _read_merged(
-    source: str, name: str, revision: str | None, adapter: str | Path | None, kind: torch.dtype
-) -> PreTrainedModel:
-    """A model as transformers loads it, an adapter merged into its weights."""
-    model = _read_as_stored(source, name, kind, revision)
-    if adapter is None:
-        return model
-    dequantize(model)
-    return merge_adapter(model, adapter)
-
-
-def _refuse_adapters(beside: object, name: str | Path) -> None:
-    """Of an encoder-decoder, that runs without any."""
-    if beside:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder, and takes no adapters beside its weights; merge one"
-        )
-
-
 def _run_unpacked(
     read: Callable[[], PreTrainedModel],
     tokenizer: Tokenizer | None,
@@ -215,34 +202,30 @@ def _checked(
     tokenizer: Tokenizer | None,
     name: str,
     backend: BackendMaker,
-    reread: Callable[[], PreTrainedModel],
+    reread: Callable[[], PreTrainedModel] | None,
+    refusals: Sequence[Callable[[LanguageModel], None]] = (),
 ) -> HuggingFaceModel:
-    """A model that runs packed, held to its own forward."""
-    if is_quantized(model):
-        return HuggingFaceModel(model, tokenizer, name, backend, reread)
-    check = check_against_stock(model, name)
-    with _stumbles(lambda what: f"{name} ({type(model).__name__}) does not run packed ({what})"):
-        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-        check(loaded)
-    return loaded
+    """A model behind a backend, held to its own forward and to what else is to be looked at before.
 
-
-@contextlib.contextmanager
-def _stumbles(say: Callable[[str], str]) -> Iterator[None]:
-    """Whatever a family's own code stumbles over says that it was not made for what it would have to do here.
-
-    Args:
-        say: the sentence, of the first line of what was raised.
-
-    Raises:
-        UnsupportedModelError: in place of what it raised, want of memory excepted.
+    Whatever a family's own code stumbles over says that it was not made for what it would have to do here.
     """
+    if model.config.is_encoder_decoder and not refusals:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder, which runs neither packed nor with adapters beside its weights; merge them"
+        )
+    # Of quantised weights there is no other forward: its products are held to their numbers by tests.
+    checks = [] if is_quantized(model) else [check_against_stock(model, name)]
     try:
-        yield
+        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+        for refuse in (*refusals, *checks):
+            refuse(loaded)
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(say(first_line(error))) from error
+        raise UnsupportedModelError(
+            f"{name} ({type(model).__name__}) does not run {'so' if refusals else 'packed'} ({first_line(error)})"
+        ) from error
+    return loaded
 
 
 def run_alone(
@@ -261,64 +244,19 @@ def run_alone(
         tokenizer: of the model, or None.
         name: what the user called it.
         reason: why it cannot run packed.
-        kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`.
+        kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`; of an encoder-decoder
+            `EncoderDecoderBackend`.
         fast_paths: pack weights where that is faster here.
         reread: as of `HuggingFaceModel`.
 
     Raises:
         UnsupportedModelError: `reason`, where it cannot run so either.
     """
-
-    def backend(model: PreTrainedModel) -> Backend:
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        alone = kind(model, str(reason))
-        if packed:
-            alone.fast_paths = ("packed weights",)
-        return alone
-
-    check = check_against_stock(model, name)
+    backend = _after_packing(lambda model: kind(model, str(reason)), fast_paths)
     try:
-        with _stumbles(lambda what: f"{name} stumbles over it ({what})"):
-            loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-            refuse_hidden_state(loaded)
-            refuse_later_tokens(loaded)
-            check(loaded)
+        return _checked(model, tokenizer, name, backend, reread, (refuse_hidden_state, refuse_later_tokens))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{reason}; nor does it run one text at a time: {error}") from error
-    return loaded
-
-
-def run_encoder_decoder(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer | None,
-    name: str,
-    fast_paths: bool = True,
-    reread: Callable[[], PreTrainedModel] | None = None,
-) -> HuggingFaceModel:
-    """An encoder-decoder, one text at a time; `EncoderDecoderBackend`. Arguments as of `run_alone`.
-
-    Raises:
-        UnsupportedModelError: it does not run as others do, or does not say how its texts are laid out.
-    """
-
-    def backend(model: PreTrainedModel) -> Backend:
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        backend = EncoderDecoderBackend(model, Sources.of(model, 0))
-        if packed:
-            backend.fast_paths = ("packed weights",)
-        return backend
-
-    check = check_against_stock(model, name)
-    with _stumbles(
-        lambda what: (
-            f"{name} ({type(model).__name__}) is an encoder-decoder whose decoder cannot be run as those of "
-            f"others are ({what}); use another model"
-        )
-    ):
-        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-        refuse_hidden_state(loaded)
-        check(loaded)
-    return loaded
 
 
 def fastest_backend(model: PreTrainedModel) -> Backend:
@@ -345,18 +283,28 @@ def _runs_quantized(model: PreTrainedModel) -> bool:
     return llama is not None and NativeBackend.fits(llama)
 
 
-def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., StockBackend]:
+def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
     """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
 
-    def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> StockBackend:
+    def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
         known = probe_patterns(model) if patterns is None else patterns  # before anything is packed
-        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
-        backend = StockBackend(model, known, beside)  # after packing: it watches the LM head
-        if packed:
-            backend.fast_paths = ("packed weights",)
-        if packed and multiplies_packed_alone(model):
+        backend = _after_packing(lambda model: StockBackend(model, known, beside), fast_paths)(model)
+        if backend.fast_paths and multiplies_packed_alone(model):
             backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits
             backend.any_threads = True
+        return backend
+
+    return made
+
+
+def _after_packing(make: BackendMaker, fast_paths: bool) -> BackendMaker:
+    """Makes a backend of a model whose weights are packed where that is faster; it watches the LM head, so behind."""
+
+    def made(model: PreTrainedModel) -> Backend:
+        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        backend = make(model)
+        if packed:
+            backend.fast_paths = ("packed weights",)
         return backend
 
     return made
@@ -371,10 +319,7 @@ def resolve_source(name: str) -> str:
     """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise ModelNotFoundError(f"there is no home for the ~ of {name!r}; check the path") from error
+    path = user_path(name, ModelNotFoundError)
     files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
     if (path.suffix == ".gguf" and path.is_file()) or len(files) == 1:
         return str(gguf.folder_of(files[0] if files else path))
@@ -392,7 +337,9 @@ def resolve_source(name: str) -> str:
     return name
 
 
-def read_model(source: str, name: str, dtype: torch.dtype, revision: str | None = None) -> PreTrainedModel:
+def read_model(
+    source: str, name: str, dtype: torch.dtype, revision: str | None = None, adapter: str | Path | None = None
+) -> PreTrainedModel:
     """A model as transformers loads it, on the CPU, with all of its weights.
 
     Args:
@@ -400,24 +347,28 @@ def read_model(source: str, name: str, dtype: torch.dtype, revision: str | None 
         name: what the user called it.
         dtype: of its weights.
         revision: of a hub name.
+        adapter: the folder of one, merged into the weights.
 
     Raises:
         ModelNotFoundError: there is no such name.
         UnsupportedModelError: it is no causal language model, or quantised.
-        ModelError: its files cannot be read.
+        ModelError: its files cannot be read, or the adapter does not fit it.
     """
-    model = _read_as_stored(source, name, dtype, revision)
+    model = _read_as_stored(source, name, dtype, revision, adapter)
     dequantize(model)
     return model
 
 
-def _read_as_stored(source: str, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
-    """As `read_model`; matrices of a GGUF file are `quantized` where they are there."""
+def _read_as_stored(
+    source: str, name: str, dtype: torch.dtype, revision: str | None = None, adapter: str | Path | None = None
+) -> PreTrainedModel:
+    """As `read_model`; matrices of a GGUF file are `quantized` where they are there, unless an adapter is merged."""
     config = load_config(source, name, revision)
     refuse_other_kinds(config, name)
-    if (Path(source) / gguf.INDEX).is_file():
+    if adapter is None and (Path(source) / gguf.INDEX).is_file():
         return gguf.load_weights(Path(source), config, name, dtype)
-    return load_weights(source, config, name, dtype, revision)
+    model = load_weights(source, config, name, dtype, revision)
+    return model if adapter is None else merge_adapter(model, adapter)
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
@@ -536,7 +487,9 @@ def refuse_other_kinds(config: Any, name: str) -> None:
             )
         return
     architectures = config.architectures or []
-    if architectures and not _writers().intersection(architectures):
+    named = [each for table in _WRITING for each in table.values()]
+    writers = {each for some in named for each in ([some] if isinstance(some, str) else some)}
+    if architectures and not writers.intersection(architectures):
         raise UnsupportedModelError(
             f"{name!r} is a {architectures[0]}, not a causal language model; name a model that continues text"
         )
@@ -544,20 +497,6 @@ def refuse_other_kinds(config: Any, name: str) -> None:
         raise UnsupportedModelError(
             f"{name!r} is of type {config.model_type!r}, which transformers cannot load as causal"
         )
-
-
-def _writers() -> set[str]:
-    """Classes of transformers that continue text, what they see or hear beside it left out."""
-    tables: list[Mapping[str, Any]] = [
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    ]
-    found: set[str] = set()
-    for named in (each for table in tables for each in table.values()):
-        found.update([named] if isinstance(named, str) else named)
-    return found
 
 
 def _class_of(config: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from truedraft.models.mapped import forget_pages
@@ -21,6 +22,8 @@ from truedraft.models.mapped import forget_pages
 # it does not.
 _ROWS = 8
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
+LEAST_ROWS = 4
+"""Kernels treat very short products differently, and a row must not depend on how many share its product."""
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -79,18 +82,25 @@ class PackedLinear(nn.Module):
         return self._product_and_sum(x, residual, self._weight, self._bias, "add")
 
 
-def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
-    """One packed layer that gives the outputs of several layers of one input, one behind another.
+def filled(x: Tensor) -> Tensor:
+    """At least so many rows that each has the same bits in any company: `[rows, width]`, zeros behind."""
+    return x if len(x) >= LEAST_ROWS else pad(x, (0, 0, 0, LEAST_ROWS - len(x)))
 
-    The weights of the originals are freed.
-    """
-    weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
-    biases = [layer.bias for layer in layers]
-    bias = None
-    if any(each is not None for each in biases):
-        rows = [layer.out_features for layer in layers]
-        bias = torch.cat([weight.new_zeros(n) if each is None else each for each, n in zip(biases, rows, strict=True)])
-    fused = PackedLinear(weight, bias)
+
+def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of several layers of one input, their outputs one behind another; 0 where one has no bias."""
+    if len(layers) == 1:
+        return layers[0].weight.detach(), None if layers[0].bias is None else layers[0].bias.detach()
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return weight, None
+    biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
+    return weight, torch.cat(biases)
+
+
+def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
+    """One packed layer in place of several of one input, whose weights are freed."""
+    fused = PackedLinear(*joined(layers))
     for layer in layers:
         release(layer)
     return fused

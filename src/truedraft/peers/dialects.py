@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from truedraft.core.params import SamplingParams
-from truedraft.peers.asking import FILTERS
+from truedraft.peers.asking import PeerFacts
 
 _TOKEN_ID = "token_id:"
 _QUOTED = 40
@@ -64,28 +64,20 @@ class Dialect:
     """A kind of server.
 
     Attributes:
-        name: of its engine.
+        facts: about engines of the kind; logprobs as they give them where they are not told.
         path: that completions are asked at.
-        filters: its order, of `FILTERS`.
-        takes: names of `SamplingParams` that it understands as we do.
         fields: of a request, from its parameters.
         read: from what it answered; an error of Python's where that has another form, ValueError with a sentence.
-        tells_ids: whether it tells the ids of an answer.
         takes_ids: whether a prompt may be ids.
-        logprobs: "raw" or "processed", as it gives them where it is not told; "" for unknown.
         most_seed: largest seed.
         least_temperature: above 0; it samples at this one where a lower one is asked for.
     """
 
-    name: str
+    facts: PeerFacts
     path: str
-    filters: tuple[str, ...]
-    takes: tuple[str, ...]
     fields: Callable[[SamplingParams], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], Told]
-    tells_ids: bool = False
     takes_ids: bool = True
-    logprobs: str = ""
     most_seed: int = (1 << 63) - 1
     least_temperature: float = 0.0
 
@@ -244,32 +236,35 @@ def _ids(found: Sequence[Any] | None) -> tuple[int, ...] | None:
     return None if found is None else tuple(map(_id, found))
 
 
+_OURS = (*_PLAIN, *_PENALTIES, *_OPEN_MODELS)
 TRUEDRAFT = Dialect(
-    "truedraft", "/v1/completions", FILTERS,
-    (*_PLAIN, *_PENALTIES, *_OPEN_MODELS, "logprobs_mode"),
-    _truedraft_fields, _read_openai, tells_ids=True, logprobs="raw", most_seed=(1 << 64) - 1,
+    PeerFacts("truedraft", takes=(*_OURS, "logprobs_mode"), tells_ids=True, logprobs="raw"),
+    "/v1/completions", _truedraft_fields, _read_openai, most_seed=(1 << 64) - 1,
 )  # fmt: skip
 
 # Its sampler: temperature, then min_p, then top_k and top_p at once, top_p on what top_k left.
 VLLM = Dialect(
-    "vllm", "/v1/completions", ("temperature", "min_p", "top_k", "top_p"), (*_PLAIN, *_PENALTIES, *_OPEN_MODELS),
-    _vllm_fields, _read_openai, tells_ids=True, logprobs="raw", least_temperature=0.01,
+    PeerFacts("vllm", "", ("temperature", "min_p", "top_k", "top_p"), _OURS, tells_ids=True, logprobs="raw"),
+    "/v1/completions", _vllm_fields, _read_openai, least_temperature=0.01,
 )  # fmt: skip
 
 # Its ignore_eos forbids the end of text, and its penalties look at the prompt, so it does not take what we call so.
 LLAMA_CPP = Dialect(
-    "llama.cpp", "/completion", ("top_k", "top_p", "min_p", "temperature"),
-    (*_PLAIN, "top_k", "min_p", "logit_bias"),
-    _llama_cpp_fields, _read_llama_cpp, tells_ids=True, logprobs="raw", most_seed=(1 << 32) - 2,
+    PeerFacts(
+        "llama.cpp", "", ("top_k", "top_p", "min_p", "temperature"), (*_PLAIN, "top_k", "min_p", "logit_bias"),
+        tells_ids=True, logprobs="raw",
+    ),
+    "/completion", _llama_cpp_fields, _read_llama_cpp, most_seed=(1 << 32) - 2,
 )  # fmt: skip
 
+_TAKEN = (*_PLAIN, *_PENALTIES)
 OPENAI = Dialect(
-    "openai", "/v1/completions", ("temperature", "top_p"), (*_PLAIN, *_PENALTIES), _openai_fields, _read_openai
+    PeerFacts("openai", "", ("temperature", "top_p"), _TAKEN), "/v1/completions", _openai_fields, _read_openai
 )
 
 _SILENT = replace(
     OPENAI,
-    takes=tuple(name for name in OPENAI.takes if name != "logprobs"),
+    facts=replace(OPENAI.facts, takes=tuple(name for name in _TAKEN if name != "logprobs")),
     fields=lambda params: {name: value for name, value in _openai_fields(params).items() if name != "logprobs"},
 )
 OPENAI_FORMS = tuple(replace(each, takes_ids=ids) for each in (OPENAI, _SILENT) for ids in (True, False))

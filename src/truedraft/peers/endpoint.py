@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.core.params import SamplingParams
 from truedraft.errors import PeerError, TruedraftError
-from truedraft.peers.asking import Peer, PeerFacts, Question, Reply
+from truedraft.peers.asking import Peer, Question, Reply
 from truedraft.peers.calling import Caller, Patience
 from truedraft.peers.dialects import BY_OWNER, LLAMA_CPP, OPENAI, OPENAI_FORMS, TRUEDRAFT, VLLM, Dialect, Told
 from truedraft.peers.recovery import Recovery
@@ -61,15 +61,8 @@ class Endpoint(Peer):
         self._dialect = dialect
         self._recovery = recovery
         self._names = {*names} if model is None else {*names, model}
-        self.facts = PeerFacts(
-            name=dialect.name,
-            version=version,
-            filters=dialect.filters,
-            takes=dialect.takes,
-            tells_ids=dialect.tells_ids,
-            logprobs=dialect.logprobs,
-            more={"endpoint": caller.url, "model": model, "prompts": "ids" if dialect.takes_ids else "text"},
-        )
+        more = {"endpoint": caller.url, "model": model, "prompts": "ids" if dialect.takes_ids else "text"}
+        self.facts = replace(dialect.facts, version=version, more=more)
 
     @classmethod
     def open(
@@ -271,7 +264,8 @@ def _tried(caller: Caller, model: str | None, recovery: Recovery, prompt: Sequen
         counted = told[0].prompt_count
         if dialect.takes_ids and counted and counted != len(prompt):
             continue  # it reads numbers as something else
-        return replace(dialect, tells_ids=told[0].token_ids is not None, logprobs=_logprobs_mode(*told))
+        tells_ids = told[0].token_ids is not None
+        return replace(dialect, facts=replace(dialect.facts, tells_ids=tells_ids, logprobs=_logprobs_mode(*told)))
     raise refused or PeerError(f"{caller.url} takes no token ids, and no text that encodes to them")
 
 

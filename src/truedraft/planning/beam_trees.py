@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.core.survival import Survival, scores_for
+from truedraft.drafters.heads.acceptance import AcceptanceOdds, scores_for
 from truedraft.drafters.heads.beams import Beams, beam_search, merge, with_dropped
 from truedraft.drafters.heads.calibration import BEAMS_FACT, FACT
 from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
@@ -77,7 +77,7 @@ class ReplayedBeams:
     """
 
     promises: Sequence[BeamTokens]
-    survival: Survival | None = None
+    survival: AcceptanceOdds | None = None
     compared: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -140,7 +140,7 @@ def tokens_of_beams(
     traces: Sequence[Trace],
     widths: Sequence[int],
     length: int,
-    survival: Survival | None = None,
+    survival: AcceptanceOdds | None = None,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[BeamTokens]:
@@ -172,7 +172,7 @@ def tokens_of_beams(
 
 
 def _replays(
-    runner: RedrafterRunner, traces: Sequence[Trace], beams: int, length: int, survival: Survival | None
+    runner: RedrafterRunner, traces: Sequence[Trace], beams: int, length: int, survival: AcceptanceOdds | None
 ) -> tuple[list[TraceReplay], list[float]]:
     """The replay of trees of so many beams of each length, and the nodes that the longest beams alone come to.
 
@@ -191,7 +191,7 @@ def _replays(
 
 
 def _fewest_nodes(
-    runner: RedrafterRunner, traces: Sequence[Trace], width: int, length: int, survival: Survival | None
+    runner: RedrafterRunner, traces: Sequence[Trace], width: int, length: int, survival: AcceptanceOdds | None
 ) -> tuple[list[Tensor], list[float]]:
     """For each length, at each position, how many nodes it takes until a tree of that depth holds the continuation.
 
@@ -231,8 +231,8 @@ def _holding(beams: Beams, node_of: Tensor, truth: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def beam_survival(runner: RedrafterRunner, traces: Sequence[Trace], length: int) -> Survival:
-    """Survival that is fitted to what a head gave to its guesses behind the text's own tokens.
+def beam_survival(runner: RedrafterRunner, traces: Sequence[Trace], length: int) -> AcceptanceOdds:
+    """Odds of acceptance that are fitted to what a head gave to its guesses behind the text's own tokens.
 
     Args:
         runner: of the head, with the target that wrote the traces.

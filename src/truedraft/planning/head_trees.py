@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from truedraft.core.rank_tree import CandidatePaths, Numbers, RankTree, candidate_paths
-from truedraft.core.survival import Survival
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import COUNTED, COUPLED, LIKELIEST
 from truedraft.drafters.heads.guess_trees import MOST_RANKS
 from truedraft.planning.guesses import HeadGuesses
@@ -59,8 +59,8 @@ class CountedTree:
     accuracy: tuple[tuple[float, ...], ...]
     positions: int
     likeliest: tuple[tuple[int, float], ...]
-    survival: Survival | None = None
-    coupled: Survival | None = None
+    survival: AcceptanceOdds | None = None
+    coupled: AcceptanceOdds | None = None
     chosen: str = LIKELIEST
     compared: Mapping[str, float] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class CountedTree:
         }
 
 
-def survival_of(trees: Mapping[str, CountedTree]) -> dict[str, Survival]:
+def survival_of(trees: Mapping[str, CountedTree]) -> dict[str, AcceptanceOdds]:
     """What trees are chosen by, for each kind of requests where it was calibrated."""
     found = {kind: each.survival for kind, each in trees.items()}
     found[COUPLED] = next((each.coupled for each in trees.values() if each.coupled is not None), None)
@@ -128,7 +128,7 @@ def count_trees(heads: MedusaHeads, lm_head: LmHead, text: WrittenText) -> dict[
     return found
 
 
-def _count(halves: Sequence[HeadGuesses], temperature: float, coupled: Survival | None) -> CountedTree:
+def _count(halves: Sequence[HeadGuesses], temperature: float, coupled: AcceptanceOdds | None) -> CountedTree:
     """From what heads guessed to the trees for one kind of requests."""
     guesses, compared = HeadGuesses.joined(halves), compare(halves)
     table = RankTable.of(guesses)
@@ -141,7 +141,7 @@ def _count(halves: Sequence[HeadGuesses], temperature: float, coupled: Survival 
     return CountedTree(tree, expected, table.accuracy, len(table.whole), points, survival, coupled, chosen, compared)
 
 
-def _survival(guesses: HeadGuesses) -> Survival:
+def _survival(guesses: HeadGuesses) -> AcceptanceOdds:
     return fit_survival(guesses.log_probs, guesses.ranks)
 
 
@@ -193,7 +193,7 @@ def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: flo
 
 
 def replay_likeliest(
-    guesses: HeadGuesses, survival: Survival | None = None, *, most: int = CURVE_NODES[-1]
+    guesses: HeadGuesses, survival: AcceptanceOdds | None = None, *, most: int = CURVE_NODES[-1]
 ) -> TraceReplay:
     """Replay the trees of the likeliest paths at every position.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,19 @@ from truedraft.errors import CompositionError, DataError, OptionError, Unsupport
 from truedraft.machine import dtype_name, machine_facts, this_machine
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.padding import unpadded_name
+from truedraft.options import read_record
 from truedraft.planning.candidates import Candidate, candidates_of
 from truedraft.planning.predictions import (
     BATCHES,
     Circumstance,
     Drafting,
     Footprint,
-    Interval,
-    PlanOption,
     Prediction,
     WhatIf,
     options_of,
 )
 from truedraft.planning.traces import AnswerTrace, Asked, trace_answers
-from truedraft.planning.walks import walk_along
+from truedraft.planning.walks import Walk, walk_along
 from truedraft.theory import CostCurve, DraftCost, TargetCost
 
 _FORMAT = 1
@@ -45,7 +44,7 @@ class Plan:
     """What was found out, and where it holds.
 
     Attributes:
-        version: of truedraft.
+        truedraft: its version.
         model: name, fingerprint (None where there is none), dtype and device of the target.
         machine: processor, cores, threads, device.
         sampling: options of the answers.
@@ -58,7 +57,7 @@ class Plan:
         drafters: what each brings and costs.
     """
 
-    version: str
+    truedraft: str
     model: Mapping[str, Any]
     machine: Mapping[str, Any]
     sampling: Mapping[str, Any]
@@ -81,8 +80,8 @@ class Plan:
         there = Circumstance(what_if.forwards(self.forwards), self.context)
         drafters = [what_if.drafting(each, self.memory, self.forwards) for each in self.drafters]
         found = sorted((there.best_of(each, requests) for each in drafters), key=lambda each: -each.speedup.value)
-        first = {each.drafting.words: each for each in reversed(found)}  # of widths that cost differently the best
-        return [each for each in found if first[each.drafting.words] is each]
+        first = {each.drafting.drafter: each for each in reversed(found)}  # of widths that cost differently the best
+        return [each for each in found if first[each.drafting.drafter] is each]
 
     def ways(self, words: str, batch: int | None = None) -> list[Prediction]:
         """The best size of each way in which one drafter may draft (a chain, several, trees), the best way first.
@@ -92,19 +91,19 @@ class Plan:
             batch: requests answered together; None is the plan's own.
         """
         there = Circumstance(self.forwards, self.context)
-        found = [there.best_of(each, batch or self.batch) for each in self.drafters if each.words == words]
+        found = [there.best_of(each, batch or self.batch) for each in self.drafters if each.drafter == words]
         return sorted(found, key=lambda each: -each.speedup.value)
 
     def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
         """The words of the drafter that is predicted to gain most; `none` where none gains."""
         found = self.best(batch, what_if)
-        return found[0].option.words if found and found[0].speedup.value > 1.0 else NONE
+        return found[0].option.drafter if found and found[0].speedup.value > 1.0 else NONE
 
     @property
     def survival(self) -> dict[str, tuple[float, ...]]:
         """Of the drafter that is recommended, by its name, for `Controller.expect`; empty where none is."""
         chosen = self.recommended()
-        of = (each for each in self.drafters if any(option.words == chosen for option in each.options))
+        of = (each for each in self.drafters if any(option.drafter == chosen for option in each.options))
         return {each.name: each.survival for each in itertools.islice(of, 1)}
 
     def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
@@ -123,12 +122,12 @@ class Plan:
         Raises:
             CompositionError: says which.
         """
-        if self.version != _version():
-            raise CompositionError(f"the plan is of truedraft {self.version}, and this is {_version()}; {_AGAIN}")
+        if self.truedraft != _version():
+            raise CompositionError(f"the plan is of truedraft {self.truedraft}, and this is {_version()}; {_AGAIN}")
         model = model_facts(target)
         if model["fingerprint"] is not None:
             del model["model"]  # one model may be called by several names
-        for kept, here in ((self.model, model), (self.machine, asdict(this_machine(target.device)))):
+        for kept, here in ((self.model, model), (self.machine, this_machine(target.device))):
             for name, value in here.items():
                 if kept.get(name) != value:
                     there, now = ("none" if each in ("", None) else each for each in (kept.get(name), value))
@@ -136,21 +135,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "format": _FORMAT,
-            "truedraft": self.version,
-            "model": dict(self.model),
-            "machine": dict(self.machine),
-            "sampling": dict(self.sampling),
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "context": self.context,
-            "batch": self.batch,
-            "forwards": self.forwards.to_dict(),
-            "memory": asdict(self.memory),
-            "drafters": [_drafting_record(each) for each in self.drafters],
-            "recommended": self.recommended(),
-        }
+        return {"format": _FORMAT, **asdict(self), "recommended": self.recommended()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
@@ -162,21 +147,10 @@ class Plan:
         try:
             if data["format"] != _FORMAT:
                 raise DataError(f"the plan is of format {data['format']}, and {_FORMAT} is read; {_AGAIN}")
-            return cls(
-                str(data["truedraft"]),
-                dict(data["model"]),
-                dict(data["machine"]),
-                dict(data["sampling"]),
-                int(data["prompts"]),
-                int(data["tokens"]),
-                int(data["context"]),
-                int(data["batch"]),
-                TargetCost.from_dict(data["forwards"]),
-                Footprint(**data["memory"]),
-                tuple(map(_drafting_from, data["drafters"])),
-            )
-        except (KeyError, TypeError, ValueError, OptionError) as error:
+            plan: Plan = read_record(cls, {each.name: data[each.name] for each in fields(cls)})
+        except (KeyError, TypeError, OptionError) as error:
             raise DataError(f"this is no plan ({type(error).__name__}: {error}); {_AGAIN}") from error
+        return plan
 
 
 def read_plan(path: Path) -> Plan:
@@ -235,24 +209,23 @@ def make_plan(
         [each.drafter for each in candidates],
         progress=lambda done, _: progress(0.05 + 0.25 * done / len(prompts), "the target's answers"),
     )
-    replayed = _replayed(target, candidates, traces, lambda share, remark: progress(0.3 + 0.4 * share, remark))
-    progress(0.7, "costs of the target")
-    forwards, context = costs.forwards(), _mean_context(traces)
-    drafting = []
-    for number, each in enumerate(replayed):
-        progress(0.75 + 0.25 * number / len(replayed), f"costs of {each.candidate.typed}")
-        drafting.append(_drafting(each, costs, params, context))
+    context, drafting = _mean_context(traces), []
+    for number, each in enumerate(candidates):
+        progress(0.3 + 0.7 * number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
+        walks = walk_along(each.drafter, target, traces)
+        progress(0.3 + 0.7 * (number + 0.5) / len(candidates), f"costs of {each.typed}")
+        drafting.append(_drafting(each, walks, costs, params, context))
     progress(1.0, "")
     return Plan(
         _version(),
         model_facts(target),
-        asdict(this_machine(target.device)),
-        _sampling_record(params),
+        this_machine(target.device),
+        asdict(params),
         len(prompts),
         sum(trace.places for trace in traces),
         context,
         batch,
-        forwards,
+        costs.forwards(),
         footprint_of(target),
         tuple(_together(drafting)),
     )
@@ -275,68 +248,37 @@ def _version() -> str:
     return str(machine_facts()["truedraft"])
 
 
-@dataclass(frozen=True)
-class _Replayed:
-    """A candidate on the traces.
-
-    Attributes:
-        candidate: as given.
-        options: what its sizes bring.
-        survival: of its largest.
-        guessed: share of a chain's tokens behind its first that take no level of drafting.
-    """
-
-    candidate: Candidate
-    options: Sequence[PlanOption]
-    survival: tuple[float, ...]
-    guessed: float
-
-
-def _replayed(
-    target: LanguageModel,
-    candidates: Sequence[Candidate],
-    traces: Sequence[AnswerTrace],
-    progress: Callable[[float, str], None],
-) -> list[_Replayed]:
-    """What the sizes of each candidate bring."""
-    found = []
-    for number, each in enumerate(candidates):
-        progress(number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
-        walks = walk_along(each.drafter, target, traces)
-        tokens = sum(walk.tokens for walk in walks)
-        guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(tokens, 1)
-        found.append(_Replayed(each, *options_of(walks, each.words), guessed))
-    return found
-
-
 def _mean_context(traces: Sequence[AnswerTrace]) -> int:
     """Cached tokens of a step, the mean over all places."""
     cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
     return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
 
 
-def _drafting(replayed: _Replayed, costs: StepCosts, params: SamplingParams, context: int) -> Drafting:
-    candidate = replayed.candidate
+def _drafting(
+    candidate: Candidate, walks: Sequence[Walk], costs: StepCosts, params: SamplingParams, context: int
+) -> Drafting:
+    """What a candidate's sizes bring, by its walks along the traces, and what they cost."""
     drafter = candidate.drafter
+    options, survival = options_of(walks, candidate.words)
     cost = costs.drafting(candidate.timed, params)
-    if replayed.guessed:
-        cost = cost.guessed(replayed.guessed, drafter.limits.depth)
-    growth = _growth(drafter, costs, context)
-    memory = memory_of(drafter)
-    options = tuple(replayed.options)
-    return Drafting(candidate.typed, drafter.name, options, replayed.survival, cost, growth, memory)
+    tokens = sum(walk.tokens for walk in walks)
+    guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(tokens, 1)
+    if guessed:
+        cost = cost.guessed(guessed, drafter.limits.depth)
+    growth, memory = _growth(drafter, costs, context), memory_of(drafter)
+    return Drafting(candidate.typed, drafter.name, tuple(options), survival, cost, growth, memory)
 
 
 def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
     """What costs the same is one drafter with all its options."""
     found: dict[tuple[str, DraftCost], Drafting] = {}
     for each in drafting:
-        key = each.words, each.cost
+        key = each.drafter, each.cost
         before = found.get(key)
         if before is None:
             found[key] = each
         else:
-            fullest = max(before, each, key=lambda one: max(option.tokens.value for option in one.options))
+            fullest = max(before, each, key=lambda one: max(option.tokens_per_call.value for option in one.options))
             found[key] = replace(fullest, options=(*before.options, *each.options))
     return list(found.values())
 
@@ -380,9 +322,9 @@ def footprint_of(model: LanguageModel) -> Footprint:
 
 def memory_of(drafter: Drafter) -> Footprint:
     """Bytes of a drafter: its model, with a token of its own cache if it has one, or its heads; 0 without either."""
-    if drafter.model is not None and drafter.target_cache:
+    if drafter.model is not None and drafter.held.in_target:
         return Footprint(drafter.model.weight_bytes, each_token=True)
-    models = {id(model): model for model, *_ in drafter.model_caches(-1, 0)}
+    models = {id(each.model): each.model for each in drafter.held.models}
     if models:
         each = [footprint_of(model) for model in models.values()]
         weights, tokens = sum(own.weights for own in each), sum(own.cached_token for own in each)
@@ -391,48 +333,3 @@ def memory_of(drafter: Drafter) -> Footprint:
     if isinstance(head, torch.nn.Module):
         return Footprint(sum(weight.numel() * weight.element_size() for weight in head.parameters()))
     return Footprint(0)
-
-
-def _sampling_record(params: SamplingParams) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
-
-
-def _drafting_record(drafting: Drafting) -> dict[str, Any]:
-    return {
-        "drafter": drafting.words,
-        "name": drafting.name,
-        "survival": list(drafting.survival),
-        "cost": drafting.cost.to_dict(),
-        "growth": drafting.growth.to_dict(),
-        "memory": asdict(drafting.memory),
-        "options": [
-            {
-                "drafter": each.words,
-                "nodes": each.nodes,
-                "tokens_per_call": asdict(each.tokens),
-                "steps": [list(kind) for kind in each.steps],
-            }
-            for each in drafting.options
-        ],
-    }
-
-
-def _drafting_from(data: Mapping[str, Any]) -> Drafting:
-    options = tuple(
-        PlanOption(
-            str(each["drafter"]),
-            int(each["nodes"]),
-            Interval(**each["tokens_per_call"]),
-            tuple((int(nodes), int(depth), float(share)) for nodes, depth, share in each["steps"]),
-        )
-        for each in data["options"]
-    )
-    return Drafting(
-        str(data["drafter"]),
-        str(data["name"]),
-        options,
-        tuple(map(float, data["survival"])),
-        DraftCost.from_dict(data["cost"]),
-        CostCurve.from_dict(data["growth"]),
-        Footprint(**data["memory"]),
-    )

@@ -89,15 +89,15 @@ class PlanOption:
     """One size of one drafter, and what it brings.
 
     Attributes:
-        words: that `--drafter` reads.
+        drafter: the words that `--drafter` reads.
         nodes: most that are drafted in a step; the length of a chain.
-        tokens: per target call.
+        tokens_per_call: that are emitted.
         steps: kinds of steps: nodes and depth that were drafted, and the share of the steps.
     """
 
-    words: str
+    drafter: str
     nodes: int
-    tokens: Interval
+    tokens_per_call: Interval
     steps: tuple[tuple[int, int, float], ...]
 
 
@@ -115,13 +115,17 @@ class Footprint:
     cached_token: int = 0
     each_token: bool = False
 
+    def read(self, forwards: int, context_tokens: int) -> int:
+        """Bytes of so many forwards of few tokens that read so many cached tokens in all."""
+        return forwards * self.weights + context_tokens * self.cached_token
+
 
 @dataclass(frozen=True)
 class Drafting:
     """A drafter in a plan: what it costs, and what its sizes bring.
 
     Attributes:
-        words: as they were typed.
+        drafter: its words, as they were typed.
         name: of its kind.
         options: its sizes.
         survival: for the largest one, the share of steps in which the first 1, 2, ... drafted tokens are accepted.
@@ -130,7 +134,7 @@ class Drafting:
         memory: of the drafter.
     """
 
-    words: str
+    drafter: str
     name: str
     options: tuple[PlanOption, ...]
     survival: tuple[float, ...]
@@ -188,7 +192,7 @@ class Circumstance:
         verify_s = sum(share * self.verify_s(nodes + 1, requests) for nodes, _, share in option.steps)
         draft_s = sum(share * drafting.seconds(depth, requests) for _, depth, share in option.steps)
         factor = predicted_speedup(1.0, plain_s, verify_s, draft_s)
-        return Prediction(option, drafting, option.tokens.times(factor), verify_s + draft_s, plain_s)
+        return Prediction(option, drafting, option.tokens_per_call.times(factor), verify_s + draft_s, plain_s)
 
     def best_of(self, drafting: Drafting, requests: int = 1) -> Prediction:
         """The size of a drafter that is predicted to gain most, the first of several."""
@@ -282,9 +286,9 @@ def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[Pl
 def prediction_record(found: Prediction) -> dict[str, Any]:
     """For JSON."""
     return {
-        "drafter": found.option.words,
+        "drafter": found.option.drafter,
         "nodes": found.option.nodes,
-        "tokens_per_call": dataclasses.asdict(found.option.tokens),
+        "tokens_per_call": dataclasses.asdict(found.option.tokens_per_call),
         "speedup": dataclasses.asdict(found.speedup),
         "step_s": found.step_s,
         "plain_s": found.plain_s,

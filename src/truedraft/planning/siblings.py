@@ -68,19 +68,6 @@ class Draws(ABC):
         """The probability `[depth]` that a step at a place accepts its first 1, 2, ... drafted tokens."""
 
 
-class SingleDraws(Draws):
-    """One draw at each place: a chain."""
-
-    def _nothing(self) -> Numbers:
-        return np.zeros(1)
-
-    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
-        return np.array([replay_factor(min(p_x, 1.0), min(float(q[token]), 1.0)) if p_x > 0.0 else 1.0])
-
-    def survival(self, place: int, depth: int) -> Numbers:
-        return np.cumprod([each[0] for each in self._places[place : place + depth]])
-
-
 class ChainDraws(Draws):
     """Chains that are drawn side by side; the state is how many of them pass the trace.
 
@@ -122,7 +109,7 @@ class ChainDraws(Draws):
 
 
 class TreeDraws(Draws):
-    """Draws without replacement, as many at every node of a depth.
+    """Draws without replacement, as many at every node of a depth; one at each is a chain.
 
     Args:
         branching: how many at depth 0, 1, ...
@@ -139,6 +126,8 @@ class TreeDraws(Draws):
 
     def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
         """`[draws]`: that x is accepted as one of the first 1, 2, ... draws."""
+        if max(self._branching) == 1:  # which needs no whole distribution
+            return np.array([replay_factor(min(p_x, 1.0), min(float(q[token]), 1.0)) if p_x > 0.0 else 1.0])
         accepted = _accepted(p, q, token, max(self._branching), removes=True, random=self._random)
         return np.cumsum(accepted) / max(p_x, _tiny(p, token))
 
@@ -150,7 +139,7 @@ class TreeDraws(Draws):
 def draws_of(drafter: Drafter, seed: int) -> Draws:
     """How a drafter draws for sampled requests; `seed` is of what stands for all draws."""
     if not draws_several(drafter):
-        return SingleDraws()
+        return TreeDraws((1,) * max(1, drafter.limits.depth), seed)
     if drafter.kinds == {DrawKind.INDEPENDENT}:
         return ChainDraws(drafter.branching[0])
     return TreeDraws(drafter.branching, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from truedraft.core.survival import RAW, Odds, Survival, log_odds
+from truedraft.drafters.heads.acceptance import RAW, AcceptanceOdds, Odds, log_odds
 
 RANKS = 32
 """Guesses that are fitted to; those behind follow the same line."""
@@ -15,7 +15,7 @@ _PRIOR = 1.0  # how firmly the odds are drawn to RAW, which is what is held of d
 _ROUNDS = 40
 
 
-def fit_survival(log_probs: Tensor, ranks: Tensor) -> Survival:
+def fit_survival(log_probs: Tensor, ranks: Tensor) -> AcceptanceOdds:
     """The likeliest odds of acceptance at each depth, from positions at which the text followed the guesses above it.
 
     Args:
@@ -29,7 +29,7 @@ def fit_survival(log_probs: Tensor, ranks: Tensor) -> Survival:
         rows = (followed & (of_true >= 0)).nonzero()[:, 0]
         found.append(_fit(own[rows], of_true[rows]))
         followed = followed & (of_true >= 0) & (of_true < own.shape[-1])
-    return Survival(tuple(found))
+    return AcceptanceOdds(tuple(found))
 
 
 def _fit(log_probs: Tensor, ranks: Tensor) -> Odds:

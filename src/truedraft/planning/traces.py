@@ -6,23 +6,27 @@ The target runs once. Drafters then live through its answers again and again wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import Proposal
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine import Engine, Request
 from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import ModelError
-from truedraft.models.base import LanguageModel
+from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.planning.siblings import draws_several
 
 _BATCH = 8
+_READ, _ROWS = 512, 32  # tokens of a text that are read at once, and of those that logits are wanted of
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def trace_answers(
     """
     drawn, drafters = any(is_drawn(params) for _, _, params in prompts), list(drafters)
     wanted = [each.features for each in drafters if each.features is not None]
-    watcher = _Watcher(wanted, drawn, whole=any(map(draws_several, drafters)))
+    watcher = StepWatcher(wanted, drawn, whole=any(map(draws_several, drafters)))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
     ids = [encode_prompt(target, prompt) for _, prompt, _ in prompts]
     # Beyond the end of text, so that the token that ended an answer is seen.
@@ -133,7 +137,7 @@ def _ends(target: LanguageModel, params: SamplingParams) -> frozenset[int]:
     return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else target.eos_token_ids)
 
 
-def _trace(asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[int]) -> AnswerTrace:
+def _trace(asked: Asked, request: Request, watcher: StepWatcher, ends: frozenset[int]) -> AnswerTrace:
     name, _, params = asked
     if request.error is not None:
         raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
@@ -155,7 +159,7 @@ def _trace(asked: Asked, request: Request, watcher: _Watcher, ends: frozenset[in
     )
 
 
-class _Watcher(NoDrafter):
+class StepWatcher(NoDrafter):
     """Never drafts; keeps what each step of each request shows.
 
     Args:
@@ -170,9 +174,9 @@ class _Watcher(NoDrafter):
         dists: by request, the distributions that these are of.
     """
 
-    told_late = False
+    observes_lazily = False
 
-    def __init__(self, wanted: Sequence[Features], drawn: bool, *, whole: bool = False) -> None:
+    def __init__(self, wanted: Sequence[Features], drawn: bool = False, *, whole: bool = False) -> None:
         self._keeps_dists = whole
         self._keeps_logits = any(each.logits for each in wanted)
         self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))
@@ -199,6 +203,28 @@ class _Watcher(NoDrafter):
                 layers=tuple(layer.clone() for layer in outcome.layers),
             )
             self.seen.setdefault(request.id, []).append(kept)
+
+
+def outputs_along(
+    model: LanguageModel, ids: Sequence[int], first: int, adapter: str | None = None
+) -> Iterator[ForwardOutput]:
+    """What a model says at the tokens of a text from number `first` on, some at a time; those before are a prompt.
+
+    What is given may be written over when the next is asked for.
+    """
+    cache = model.new_cache()
+    edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
+    try:
+        for start, end in itertools.pairwise(edges):
+            count = end - start
+            rows, prompt = ((), count) if start < first else (range(count), 0)
+            tokens = torch.tensor(ids[start:end])
+            output = model.forward([Segment(cache, tokens, chain_shape(count), rows, prompt=prompt, adapter=adapter)])
+            cache.commit(range(count))
+            if start >= first:
+                yield output
+    finally:
+        model.release_cache(cache)
 
 
 def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal: Proposal) -> StepOutcome:

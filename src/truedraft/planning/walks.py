@@ -268,7 +268,7 @@ class _Life:
 
     def noise(self) -> KeyedNoise:
         """Of a step that starts here."""
-        return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1, greedy=self.trace.params.greedy)
+        return KeyedNoise(self.trace.seed, len(self._tokens), self._place + 1)
 
     def go_on(self, proposal: Proposal | None) -> int:
         """Note what was proposed, if anything was asked, and emit the trace's next token; the number of the step."""

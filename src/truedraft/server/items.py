@@ -152,8 +152,8 @@ class CustomTool(Told):
         return FunctionFields(name=self.name, description="\n\n".join(filter(None, parts)) or None, parameters=schema)
 
 
-class HostedTool(Told):
-    """A tool that runs at OpenAI."""
+class Hosted(Told):
+    """A tool that runs at OpenAI, what it was asked or gave, or the choice of it."""
 
     type: str
 
@@ -179,7 +179,7 @@ Tool: TypeAlias = Annotated[
     Annotated[FlatTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[Namespace, Tag("namespace")]
-    | Annotated[HostedTool, Tag("web_search")],
+    | Annotated[Hosted, Tag("web_search")],
     Discriminator(_kind),
 ]
 
@@ -189,12 +189,6 @@ class AdditionalTools(Told):
 
     type: Literal["additional_tools"]
     tools: Items[Tool]
-
-
-class HostedItem(Told):
-    """What a tool that runs at OpenAI was asked, or gave."""
-
-    type: str
 
 
 def _item_kind(given: Any) -> str | None:
@@ -211,7 +205,7 @@ Item: TypeAlias = Annotated[
     | Annotated[InputResult, Tag("custom_tool_call_output")]
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[AdditionalTools, Tag("additional_tools")]
-    | Annotated[HostedItem, Tag("web_search")],
+    | Annotated[Hosted, Tag("web_search")],
     Discriminator(_item_kind),
 ]
 
@@ -241,12 +235,6 @@ class AllowedChoice(Told):
     tools: Items[dict[str, Any]]
 
 
-class HostedChoice(Told):
-    """A tool that runs at OpenAI and must be called."""
-
-    type: str
-
-
 def _choice_kind(given: Any) -> str | None:
     return "word" if isinstance(given, str) else _kind(given)
 
@@ -256,7 +244,7 @@ Choice: TypeAlias = Annotated[
     | Annotated[NamedChoice, Tag("function")]
     | Annotated[NamedChoice, Tag("custom")]
     | Annotated[AllowedChoice, Tag("allowed_tools")]
-    | Annotated[HostedChoice, Tag("web_search")],
+    | Annotated[Hosted, Tag("web_search")],
     Discriminator(_choice_kind),
 ]
 
@@ -314,12 +302,12 @@ class Toolbox:
             if isinstance(item, AdditionalTools):
                 for number, tool in enumerate(item.tools):
                     found._add(tool, f"input[{place}].tools[{number}]")
-            elif isinstance(item, HostedItem):
+            elif isinstance(item, Hosted):
                 found.warnings.append(f"input[{place}] is left out: {item.type} is of a tool that this server has not")
         return found
 
     def _add(self, tool: Tool, place: str) -> None:
-        if isinstance(tool, HostedTool):
+        if isinstance(tool, Hosted):
             self.warnings.append(f"{place} is left out: {tool.type} is a tool that this server has not")
             return
         namespace = tool.name if isinstance(tool, Namespace) else None
@@ -337,7 +325,7 @@ class Toolbox:
             ApiError: a tool that is left out must be called, or none is allowed.
         """
         tools = {name: each.function for name, each in self.callables.items()}
-        if isinstance(choice, HostedChoice):
+        if isinstance(choice, Hosted):
             message = f"tool_choice asks for {choice.type}, a tool that this server has not; name a function"
             raise ApiError(400, message, param="tool_choice")
         if isinstance(choice, AllowedChoice):

@@ -11,10 +11,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from truedraft.core.stats import StepRecord
-from truedraft.drafters.base import StepOutcome
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
 from truedraft.planning.decisions import Decisions, ForwardSeconds
@@ -31,10 +29,6 @@ _MOST_LINGERING_S = 0.02
 _WORTH_WAITING = 0.25  # of these waits must bring a request
 _TRIED_AGAIN = 16  # ends of answers later
 _MOST_NEWS = 64  # that a reader gets at once, so that one that was slow holds nobody up
-
-
-ShownStep: TypeAlias = tuple[StepItem, StepOutcome]
-"""What a request's step was and came to, without what the forward gave, which is large."""
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +94,7 @@ class News:
 
     number: int
     pieces: list[Piece]
-    steps: list[ShownStep]
+    steps: list[StepItem]
 
     @classmethod
     def of(cls, stream: Stream) -> News:
@@ -492,11 +486,11 @@ class Service:
             pieces: list[Piece] = []
             while request.pieces:  # a thread that cancels may add the last one meanwhile
                 pieces.append(request.pieces.pop(0))
-            steps: list[ShownStep] = []
+            steps: list[StepItem] = []
             last = request.last_step
-            if stream.shows_steps and last is not None and last[0] is not stream.last_item:
-                stream.last_item = last[0]
-                steps.append(last[:2])
+            if stream.shows_steps and last is not None and last is not stream.last_item:
+                stream.last_item = last
+                steps.append(last)
             if not pieces and not steps:
                 continue
             news = News(stream.number, pieces, steps)

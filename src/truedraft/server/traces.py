@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from truedraft.core.verdict import Origin
-from truedraft.server.service import News, ShownStep, Stream
+from truedraft.engine.batch import StepItem
+from truedraft.server.service import News, Stream
 
 _FORCED = "forced"
 """The drafter of what a form leaves no choice in."""
@@ -31,9 +32,10 @@ def trace_of(stream: Stream, news: News, text_of: Callable[[int], str]) -> dict[
     return {"tokens": tokens, "steps": steps}
 
 
-def _step(stream: Stream, shown: ShownStep, text_of: Callable[[int], str]) -> dict[str, Any]:
+def _step(stream: Stream, item: StepItem, text_of: Callable[[int], str]) -> dict[str, Any]:
     """One step of one request: its tree's nodes in order, each below its parent; -1 is the text so far."""
-    item, outcome = shown
+    outcome = item.outcome
+    assert outcome is not None
     tree = outcome.proposal.tree
     drafters: list[list[str]] = [[] for _ in range(len(tree))]
     for name, nodes in item.drafted.nodes.items():

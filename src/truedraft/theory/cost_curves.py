@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, median
-from typing import Any
+from typing import NamedTuple
 
 from truedraft.errors import OptionError
 from truedraft.options import check_not_negative, check_whole
@@ -63,20 +63,6 @@ class CostCurve:
     def __call__(self, size: float) -> float:
         """Seconds at a size."""
         return _between_points(self.sizes, self.seconds, size)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"sizes": list(self.sizes), "seconds": list(self.seconds)}
-
-    @classmethod
-    def from_dict(cls, data: object) -> CostCurve:
-        """What `to_dict` gave.
-
-        Raises:
-            OptionError: the record is no curve.
-        """
-        fields = _record(data, "a cost curve", ("sizes", "seconds"))
-        return cls(_numbers(fields["sizes"]), _numbers(fields["seconds"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,27 +138,6 @@ class CostSurface:
         """Seconds per further row beyond the last, by context."""
         columns = zip(*self.seconds, strict=True)
         return _running_largest([_last_slope(self.rows, column) for column in columns])
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "rows": list(self.rows),
-            "contexts": list(self.contexts),
-            "seconds": [list(line) for line in self.seconds],
-        }
-
-    @classmethod
-    def from_dict(cls, data: object) -> CostSurface:
-        """What `to_dict` gave.
-
-        Raises:
-            OptionError: the record is no surface.
-        """
-        fields = _record(data, "a cost surface", ("rows", "contexts", "seconds"))
-        if not isinstance(fields["seconds"], list):
-            raise OptionError(f"the seconds of a cost surface must be a list of lists, got {fields['seconds']!r}")
-        lines = tuple(_numbers(line) for line in fields["seconds"])
-        return cls(_numbers(fields["rows"]), _numbers(fields["contexts"]), lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +218,6 @@ class TargetCost:
         attention = sum(count * self.attention(each, context) for context, count in Counter(contexts).items())
         return self.base(rows) + attention + (len(contexts) - 1) * self.request_s
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"base": self.base.to_dict(), "attention": self.attention.to_dict(), "request_s": self.request_s}
-
-    @classmethod
-    def from_dict(cls, data: object) -> TargetCost:
-        """What `to_dict` gave.
-
-        Raises:
-            OptionError: the record is no cost of a target.
-        """
-        fields = _record(data, "the cost of a target", ("base", "attention", "request_s"))
-        base, attention = CostCurve.from_dict(fields["base"]), CostSurface.from_dict(fields["attention"])
-        return cls(base, attention, fields["request_s"])
-
 
 class ForwardTable:
     """V(rows, contexts) in seconds, for contexts to the nearest 64 tokens of their mean: time brings ever other ones.
@@ -289,8 +239,7 @@ class ForwardTable:
         return self._known.cache_info().currsize
 
 
-@dataclass(frozen=True, slots=True)
-class DraftPoint:
+class DraftPoint(NamedTuple):
     """Measured proposals of one depth.
 
     Attributes:
@@ -302,12 +251,6 @@ class DraftPoint:
     depth: int
     nodes: int
     seconds: float
-
-    def __post_init__(self) -> None:
-        """Refuse what was not measured."""
-        check_whole("depth", self.depth, least=1)
-        check_whole("nodes", self.nodes, least=1)
-        check_not_negative("seconds", self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +264,11 @@ class DraftCost:
     points: tuple[DraftPoint, ...]
 
     def __post_init__(self) -> None:
-        """Refuse depths out of order."""
+        """Refuse depths out of order, and what was not measured."""
+        for point in self.points:
+            check_whole("depth", point.depth, least=1)
+            check_whole("nodes", point.nodes, least=1)
+            check_not_negative("seconds", point.seconds)
         depths = [point.depth for point in self.points]
         if depths != sorted(set(depths)):
             raise OptionError(f"the depths of a draft cost must rise, got {depths}")
@@ -367,22 +314,6 @@ class DraftCost:
 
     def _curve(self, points: Sequence[tuple[int, float]], size: int) -> float:
         return CostCurve.fit(points)(size) if points and size else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"points": [[point.depth, point.nodes, point.seconds] for point in self.points]}
-
-    @classmethod
-    def from_dict(cls, data: object) -> DraftCost:
-        """What `to_dict` gave.
-
-        Raises:
-            OptionError: the record is no cost of a drafter.
-        """
-        points = _record(data, "the cost of a drafter", ("points",))["points"]
-        if not isinstance(points, list) or not all(isinstance(each, list) and len(each) == 3 for each in points):
-            raise OptionError(f"the points of a draft cost are lists of depth, nodes and seconds, got {points!r}")
-        return cls(tuple(DraftPoint(*each) for each in points))
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
@@ -453,26 +384,3 @@ def _check_seconds(seconds: Sequence[float], count: int) -> None:
     falls = any(later < earlier for earlier, later in itertools.pairwise(seconds))
     if len(seconds) != count or falls or not all(0.0 <= each < math.inf for each in seconds):
         raise OptionError(f"a cost curve needs {count} seconds of 0 or more that never fall, got {list(seconds)}")
-
-
-def _record(data: object, what: str, names: Sequence[str]) -> dict[str, Any]:
-    """A JSON object with exactly these names.
-
-    Raises:
-        OptionError: it is no object, or has other names.
-    """
-    if not isinstance(data, dict) or set(data) != set(names):
-        found = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise OptionError(f"{what} must be an object with {', '.join(names)}, got {found}")
-    return data
-
-
-def _numbers(data: object) -> tuple[float, ...]:
-    """A JSON list of numbers.
-
-    Raises:
-        OptionError: it is none.
-    """
-    if not isinstance(data, list) or any(isinstance(x, bool) or not isinstance(x, int | float) for x in data):
-        raise OptionError(f"a list of numbers is needed, got {data!r}")
-    return tuple(map(float, data))

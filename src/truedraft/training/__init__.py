@@ -9,72 +9,48 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from truedraft.training.drafts import DraftConfig, DraftResult, train_draft
-    from truedraft.training.head_config import Calibrated, HeadTrainingConfig, JointConfig
-    from truedraft.training.heads import train_heads
-    from truedraft.training.loop import Callbacks
-    from truedraft.training.losses import distill, loss_from_spec
-    from truedraft.training.medusa import MedusaTrainingConfig
-    from truedraft.training.ngram_counts import count_ngrams
-    from truedraft.training.ngrams import NgramConfig, NgramResult, train_ngrams
-    from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
-    from truedraft.training.redrafter import RedrafterTrainingConfig
-    from truedraft.training.report import HeadReport, HeadResult
-    from truedraft.training.texts.answer_writer import WritingConfig
-    from truedraft.training.texts.prompts import PromptSets
-    from truedraft.training.workspace import TimeBudget
+    from truedraft.training.drafts import DraftConfig as DraftConfig
+    from truedraft.training.drafts import DraftResult as DraftResult
+    from truedraft.training.drafts import train_draft as train_draft
+    from truedraft.training.head_config import Calibrated as Calibrated
+    from truedraft.training.head_config import HeadTrainingConfig as HeadTrainingConfig
+    from truedraft.training.head_config import JointConfig as JointConfig
+    from truedraft.training.heads import train_heads as train_heads
+    from truedraft.training.loop import Callbacks as Callbacks
+    from truedraft.training.losses import distill as distill
+    from truedraft.training.losses import loss_from_spec as loss_from_spec
+    from truedraft.training.medusa import MedusaTrainingConfig as MedusaTrainingConfig
+    from truedraft.training.ngram_counts import count_ngrams as count_ngrams
+    from truedraft.training.ngrams import NgramConfig as NgramConfig
+    from truedraft.training.ngrams import NgramResult as NgramResult
+    from truedraft.training.ngrams import train_ngrams as train_ngrams
+    from truedraft.training.optimizer import OptimizerConfig as OptimizerConfig
+    from truedraft.training.optimizer import WarmupStableDecay as WarmupStableDecay
+    from truedraft.training.redrafter import RedrafterTrainingConfig as RedrafterTrainingConfig
+    from truedraft.training.report import HeadReport as HeadReport
+    from truedraft.training.report import HeadResult as HeadResult
+    from truedraft.training.texts.answer_writer import WritingConfig as WritingConfig
+    from truedraft.training.texts.prompts import PromptSets as PromptSets
+    from truedraft.training.workspace import TimeBudget as TimeBudget
 
-_HOMES = {
-    "Calibrated": "head_config",
-    "Callbacks": "loop",
-    "DraftConfig": "drafts",
-    "DraftResult": "drafts",
-    "HeadReport": "report",
-    "HeadResult": "report",
-    "HeadTrainingConfig": "head_config",
-    "JointConfig": "head_config",
-    "MedusaTrainingConfig": "medusa",
-    "NgramConfig": "ngrams",
-    "NgramResult": "ngrams",
-    "OptimizerConfig": "optimizer",
-    "PromptSets": "texts.prompts",
-    "RedrafterTrainingConfig": "redrafter",
-    "TimeBudget": "workspace",
-    "WarmupStableDecay": "optimizer",
-    "WritingConfig": "texts.answer_writer",
-    "count_ngrams": "ngram_counts",
-    "distill": "losses",
-    "loss_from_spec": "losses",
-    "train_draft": "drafts",
-    "train_heads": "heads",
-    "train_ngrams": "ngrams",
+_MODULES = {
+    "drafts": ("DraftConfig", "DraftResult", "train_draft"),
+    "head_config": ("Calibrated", "HeadTrainingConfig", "JointConfig"),
+    "heads": ("train_heads",),
+    "loop": ("Callbacks",),
+    "losses": ("distill", "loss_from_spec"),
+    "medusa": ("MedusaTrainingConfig",),
+    "ngram_counts": ("count_ngrams",),
+    "ngrams": ("NgramConfig", "NgramResult", "train_ngrams"),
+    "optimizer": ("OptimizerConfig", "WarmupStableDecay"),
+    "redrafter": ("RedrafterTrainingConfig",),
+    "report": ("HeadReport", "HeadResult"),
+    "texts.answer_writer": ("WritingConfig",),
+    "texts.prompts": ("PromptSets",),
+    "workspace": ("TimeBudget",),
 }
-
-__all__ = [
-    "Calibrated",
-    "Callbacks",
-    "DraftConfig",
-    "DraftResult",
-    "HeadReport",
-    "HeadResult",
-    "HeadTrainingConfig",
-    "JointConfig",
-    "MedusaTrainingConfig",
-    "NgramConfig",
-    "NgramResult",
-    "OptimizerConfig",
-    "PromptSets",
-    "RedrafterTrainingConfig",
-    "TimeBudget",
-    "WarmupStableDecay",
-    "WritingConfig",
-    "count_ngrams",
-    "distill",
-    "loss_from_spec",
-    "train_draft",
-    "train_heads",
-    "train_ngrams",
-]
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -28,7 +28,14 @@ from truedraft.models.architecture import (
 from truedraft.models.huggingface import fingerprint_of, weights_hash
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
-from truedraft.training.evaluate import EngineEvaluation, EngineRound, PairReport, evaluate_pair, measure_in_engine
+from truedraft.training.evaluate import (
+    EngineEvaluation,
+    EngineRound,
+    PairReport,
+    context_of,
+    evaluate_pair,
+    measure_in_engine,
+)
 from truedraft.training.loop import (
     CHECKPOINT_EVERY_S,
     LENGTHS,
@@ -40,6 +47,7 @@ from truedraft.training.loop import (
     TrainingLoop,
     checkpoint_of,
     identity_of,
+    train_told,
 )
 from truedraft.training.losses import (
     DistillationLoss,
@@ -68,7 +76,6 @@ _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
 _TRAINED = 0.85  # of a budget: by then training is over; the rest is for measuring
 _GOOD_PASSES, _MOST_PASSES = 4, 40  # over a text
-_LONGEST_CONTEXT = 2048  # of a draft whose target names no limit
 _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, on which the engine is measured
 
 
@@ -195,13 +202,7 @@ def train_draft(
         config = _planned(config, target_model, draft, train, out / WORK, budget, told.on_plan)
         _check_amount(config, train, told.on_note)
         loop = stream_loop(config, target_model, draft, train, out / WORK)
-        progress = loop.run(
-            on_step=_follower(told, loop.total_steps),
-            on_checkpoint=told.on_checkpoint,
-            time_is_up=lambda: budget.over(_TRAINED),
-        )
-        if progress.step < loop.total_steps:
-            told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+        progress = train_told(loop, told, _values, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
         result = _measured(target, target_model, test, out, config, progress, budget, told.on_note)
@@ -213,15 +214,8 @@ def train_draft(
     return result
 
 
-def _follower(told: Callbacks, total: int) -> Callable[[StepRecord], None]:
-    """Reports the steps of a training."""
-
-    def follow(record: StepRecord) -> None:
-        told.on_step(record)
-        remark = ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
-        told.on_progress("training", record.step + 1, total, remark)
-
-    return follow
+def _values(record: StepRecord) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
 
 
 def _planned(
@@ -383,7 +377,7 @@ def _fitting(
     config: DraftConfig, target: PreTrainedModel, draft: PreTrainedModel, on_note: Callable[[str], None]
 ) -> DraftConfig:
     """The configuration with sequences that fit the context of both models; says so where they were longer."""
-    context = min(_context(target), _context(draft))
+    context = min(context_of(target), context_of(draft))
     fitted = config.curriculum.fitting(context)
     if fitted != config.curriculum:
         on_note(
@@ -391,10 +385,6 @@ def _fitting(
             f"and of {fitted.decay_length:,} while the rate decays"
         )
     return replace(config, curriculum=fitted)
-
-
-def _context(model: PreTrainedModel) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST_CONTEXT
 
 
 def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, result: DraftResult, device: str) -> Card:
@@ -430,7 +420,7 @@ def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreT
             heads=config.heads,
             kv_heads=config.kv_heads,
             intermediate=config.intermediate,
-            context=_context(target),
+            context=context_of(target),
             head_size=config.width // config.heads,
             eos_token_id=tokenizer.eos_token_id,
         )

@@ -44,6 +44,11 @@ class PairReport:
         return asdict(self)
 
 
+def context_of(model: PreTrainedModel) -> int:
+    """The longest text that a model names; 2,048 tokens where it names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
+
+
 def mean_loss(
     model: PreTrainedModel, stream: NDArray[np.uint32], *, length: int = 2048, max_tokens: int | None = None
 ) -> tuple[float, int]:

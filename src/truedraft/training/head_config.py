@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +16,7 @@ from truedraft.errors import OptionError
 from truedraft.heads import Head
 from truedraft.heads.base import HeadConfig
 from truedraft.options import check_positive, check_share, check_whole
-from truedraft.training.loop import CHECKPOINT_EVERY_S
+from truedraft.training.loop import CHECKPOINT_EVERY_S, Identity, identity_of
 from truedraft.training.losses import DistillationLoss
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
     from truedraft.training.evaluate import EngineRound
     from truedraft.training.head_objective import Feed
-
-_WARMUP_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         writing: how the target writes.
         tree_prompts: held-out prompts whose answers trees are counted on, and accuracy is measured on.
         test_prompts: held-out prompts that acceptance is measured on.
-        optimizer: peak rates and decays.
         decay_share: of the steps, at the end, in which the rate decays.
         positions_per_step: positions of one update, about.
         window: neighbouring positions that are read together; they share distributions, but say less than scattered
@@ -118,14 +115,13 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     head: ClassVar[type[Head]]
     """The module that is trained."""
     decisive: ClassVar[frozenset[str]] = frozenset(
-        {"tied", "place_decay", "optimizer", "positions_per_step", "window", "seed"}
+        {"tied", "place_decay", "optimizer", "schedule", "positions_per_step", "window", "seed"}
     )
     """Fields that decide the heads, beside the text, whose hash counts, and the schedule."""
 
     writing: WritingConfig = field(default_factory=WritingConfig)
     tree_prompts: int = 64
     test_prompts: int = 32
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(0.01, 0.01))
     decay_share: float = 0.7
     positions_per_step: int = 2048
     window: int = 8
@@ -144,6 +140,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         if self.steps is not None:
             check_whole("steps", self.steps, 1)
         check_positive("epochs", self.epochs)
+        check_positive("learning_rate", self.learning_rate)
         check_share("decay_share", self.decay_share)
         if not 0.0 < self.place_decay <= 1.0:
             raise OptionError(f"must lie in (0, 1], got {self.place_decay}", field="place_decay")
@@ -181,6 +178,25 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
             text: written by the target at both of `TREE_TEMPERATURES`, used for nothing else.
             on_progress: called with what is being done, how much of it is done, and how much there is.
         """
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Peak rates and decays."""
+        return OptimizerConfig(self.learning_rate, self.learning_rate)
+
+    def identity(self, schedule: WarmupStableDecay, decisive: Collection[str], **more: str) -> Identity:
+        """What decides the heads: fields, rates and schedule under dotted names, and hashes of what else does.
+
+        Args:
+            schedule: of the training; its lengths may differ until a decay begins.
+            decisive: names of fields.
+            more: hashes.
+        """
+        parts = {"optimizer": self.optimizer, "schedule": schedule}
+        numbers = dict(identity_of(self))
+        for part, values in parts.items():
+            numbers |= {f"{part}.{name}": value for name, value in identity_of(values).items()}
+        return {name: value for name, value in numbers.items() if name.split(".")[0] in decisive} | more
 
     @property
     def bytes_per_token(self) -> int:
@@ -225,13 +241,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     def schedule(self, windows: int) -> WarmupStableDecay:
         """Of a training on so many windows."""
         steps = self.steps or max(1, math.ceil(self.epochs * windows / self.windows_per_step))
-        return schedule_of(steps, self.decay_share)
-
-
-def schedule_of(steps: int, decay_share: float) -> WarmupStableDecay:
-    """A short warm-up, a constant stretch, and a decay over a share of the steps."""
-    decay = min(steps - 1, round(steps * decay_share))
-    return WarmupStableDecay(min(_WARMUP_STEPS, steps - decay), steps - decay, decay)
+        return WarmupStableDecay.of(steps, self.decay_share)
 
 
 _POSITIVE = (

@@ -24,15 +24,13 @@ from truedraft.heads import Head
 from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.training.loop import (
-    Identity,
     Measurement,
     Phase,
     RunFolder,
     TrainingLoop,
-    identity_of,
 )
 from truedraft.training.losses import DistillationLoss, gradient_in_chunks
-from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
+from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
 from truedraft.training.targets import DistillationTarget, TargetRows
 from truedraft.training.texts.self_distillation import (
     CollatedBatch,
@@ -182,11 +180,9 @@ def head_loop(
     text, held_out = texts
     sampler = WindowSampler(text, head.reach, config.window, config.seed)
     schedule = config.schedule(len(sampler.windows))
-    identity = {name: value for name, value in identity_of(config).items() if name.split(".")[0] in config.decisive}
-    identity |= identity_of_schedule(schedule)
-    identity |= {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
+    more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
     if config.start_from is not None:
-        identity["start_from"] = weights_hash(head)
+        more["start_from"] = weights_hash(head)
     objective = HeadsObjective(
         head,
         lm_head,
@@ -202,14 +198,9 @@ def head_loop(
         objective,
         [Phase(schedule.total_steps, sampler, config.windows_per_step, config.windows_per_step)],
         schedule,
-        RunFolder(folder, identity, config.device, config.checkpoint_every_s),
+        RunFolder(folder, config.identity(schedule, config.decisive, **more), config.device, config.checkpoint_every_s),
         Measurement(config.evaluate_every, accuracy),
     )
-
-
-def identity_of_schedule(schedule: WarmupStableDecay) -> Identity:
-    """The schedule's fields under the names that may differ until a decay begins."""
-    return {f"schedule.{name}": value for name, value in identity_of(schedule).items()}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import measure_in_engine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.head_objective import head_loop
-from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of
+from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import write_answers
 from truedraft.training.texts.data import read_texts
@@ -42,7 +42,6 @@ from truedraft.training.workspace import (
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
-    from truedraft.training.loop import Progress
 
 TRAIN_TEXT, TREE_TEXT = "train", "tree"
 """Names of what the target wrote: to train on, and to choose trees and measure on."""
@@ -299,15 +298,8 @@ def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tupl
     head = starting_head(job, lm_head, text.fingerprint)
     job = replace(job, config=_within_budget(job, text, head.reach, work))
     loop = _loop(job, head, lm_head, text, work)
-    progress = loop.run(
-        on_step=Follower(job, loop.total_steps),
-        on_checkpoint=job.told.on_checkpoint,
-        time_is_up=lambda: job.budget.over(TRAINED),
-    )
-    if progress.step < loop.total_steps:
-        job.told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
-    effort = Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
-    held_out = _measured_on(job, text.tree, progress)
+    effort = run(job, loop, text)
+    held_out = _measured_on(job, text.tree, effort)
     return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), held_out, out, effort), effort
 
 
@@ -328,12 +320,12 @@ def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> He
     return replace(config, steps=job.budget.steps(config.schedule(len(windows)).total_steps, job.step_s or 0.0))
 
 
-def _measured_on(job: HeadJob, text: SelfDistillationData, progress: Progress) -> SelfDistillationData:
+def _measured_on(job: HeadJob, text: SelfDistillationData, effort: Effort) -> SelfDistillationData:
     """The held-out text that trees are chosen on: as much as there is time for."""
     left_s = _REPLAYED * job.budget.left_s()
-    if not job.budget.limited or not progress.elapsed_s:
+    if not job.budget.limited or not effort.elapsed_s:
         return text
-    return text.first(max(_LEAST_REPLAYED, int(left_s * progress.tokens / progress.elapsed_s / _REPLAY_COST)))
+    return text.first(max(_LEAST_REPLAYED, int(left_s * effort.positions / effort.elapsed_s / _REPLAY_COST)))
 
 
 def lm_head_of(target: str, device: str) -> LmHead:
@@ -408,28 +400,18 @@ def judge(
     return report
 
 
-class Follower:
-    """Reports the steps of a training, with what was last measured on held-out answers.
+def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:
+    """Train, telling what was last measured on held-out answers; what it took."""
+    right = ""
 
-    Args:
-        job: whose `on_progress` is called.
-        total: steps of the training.
-    """
+    def remark(record: StepRecord) -> str:
+        nonlocal right
+        shares = [f"{value:.2f}" for name, value in record.values.items() if name.endswith("_top_1")]
+        right = f", {job.config.head.place_word}s right {' '.join(shares)}" if shares else right
+        return f"loss {record.values['loss']:.3f}{right}"
 
-    def __init__(self, job: HeadJob, total: int) -> None:
-        self._job = job
-        self._total = total
-        self._right = ""
-
-    def __call__(self, record: StepRecord) -> None:
-        """A step is over."""
-        self._job.told.on_step(record)
-        right = [value for name, value in record.values.items() if name.endswith("_top_1")]
-        if right:
-            shares = " ".join(f"{share:.2f}" for share in right)
-            self._right = f", {self._job.config.head.place_word}s right {shares}"
-        remark = f"loss {record.values['loss']:.3f}{self._right}"
-        self._job.told.on_progress("training", record.step + 1, self._total, remark)
+    progress = train_told(loop, job.told, remark, lambda: job.budget.over(TRAINED))
+    return Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
 
 
 def forecast(job: HeadJob, work: Path) -> HeadJob:

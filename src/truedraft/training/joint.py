@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,23 +25,23 @@ from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
-from truedraft.training.evaluate import mean_loss
-from truedraft.training.head_config import HeadTrainingConfig, schedule_of
-from truedraft.training.head_objective import HeadLoss, heads_optimizer, identity_of_schedule
+from truedraft.training.evaluate import context_of, mean_loss
+from truedraft.training.head_config import HeadTrainingConfig
+from truedraft.training.head_objective import HeadLoss, heads_optimizer
 from truedraft.training.heads import (
     TREE_TEXT,
-    Follower,
     HeadJob,
     TargetText,
     judge,
     lm_head_of,
+    run,
     starting_head,
     train_stage_1,
     write_tree_text,
 )
-from truedraft.training.loop import Phase, RunFolder, TrainingLoop, identity_of, tensor_bytes
+from truedraft.training.loop import Phase, RunFolder, TrainingLoop, tensor_bytes, trained_weights
 from truedraft.training.losses import DistillationLoss, ForwardKL, distillation_gradient
-from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers
+from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers, WarmupStableDecay
 from truedraft.training.report import Effort, HeadReport, HeadResult, JointReport
 from truedraft.training.targets import TargetRows, computed_rows
 from truedraft.training.texts.data import BlockSampler, stream_hash
@@ -91,31 +91,6 @@ def with_adapters(model: PreTrainedModel, rank: int) -> Any:
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config)
-
-
-class JointModel(nn.Module):
-    """A target in training with its heads; checkpoints hold what is trained, and nothing that stays as it was.
-
-    Args:
-        backbone: the target, or the target with adapters.
-        heads: warmed up.
-    """
-
-    def __init__(self, backbone: nn.Module, heads: nn.Module) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.heads = heads
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """The trained weights, tied ones once."""
-        return {name: weight.detach() for name, weight in self.named_parameters() if weight.requires_grad}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """Restore what `state_dict` returned."""
-        weights = dict(self.named_parameters())
-        with torch.no_grad():
-            for name, value in state_dict.items():
-                weights[name].copy_(value)
 
 
 class Backbone:
@@ -232,19 +207,17 @@ def joint_loop(
         OptionError: the folder holds a training with another configuration.
     """
     joint, lm_head = config.joint, backbone.lm_head
-    schedule = schedule_of(joint.steps, joint.decay_share)
-    decisive = config.decisive - _STAGE_1_ONLY | {"joint"}
-    numbers = {name: value for name, value in identity_of(config).items() if name.split(".")[0] in decisive}
-    identity = {**numbers, **identity_of_schedule(schedule)}
-    identity |= {"joint.lora_rank": backbone.rank, "target": fingerprint, "data_sha256": stream_hash(stream)}
-    identity["start_from"] = weights_hash(head)
+    schedule = WarmupStableDecay.of(joint.steps, joint.decay_share)
+    more = {"target": fingerprint, "data_sha256": stream_hash(stream), "start_from": weights_hash(head)}
+    identity = dict(config.identity(schedule, config.decisive - _STAGE_1_ONLY | {"joint"}, **more))
+    identity["joint.lora_rank"] = backbone.rank
     identity.pop("joint.steps")
     sequences = max(1, joint.tokens_per_step // joint.length)
     adapters = [weight for weight in backbone.module.parameters() if weight.requires_grad] if backbone.rank else []
     loss = config.distillation_loss
     of_heads = HeadLoss(head, lm_head, loss, decay=config.place_decay)
     return TrainingLoop(
-        JointModel(backbone.module, head),
+        nn.ModuleDict({"backbone": backbone.module, "heads": head}),
         SeparateOptimizers(
             heads_optimizer(head, joint.heads), MixedOptimizer(backbone.module, joint.backbone, adapters)
         ),
@@ -318,14 +291,13 @@ def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, Head, Effort
     backbone = Backbone(job.target, config.joint.lora_rank, config.device)
     head = starting_head(job, backbone.lm_head, text.fingerprint)
     stream = joint_stream(text.train, load_tokenizer(job.target).eos_token_id)
-    length = min(config.joint.length, _context(backbone.model), (len(stream) - 1) // 2)
+    length = min(config.joint.length, context_of(backbone.model), (len(stream) - 1) // 2)
     config = replace(config, joint=replace(config.joint, length=length))
     loop = joint_loop(config, backbone, head, text.fingerprint, stream, out / WORK / _JOINT)
-    size = in_bytes(_CHECKPOINTS * tensor_bytes(loop.model.state_dict()))
+    size = in_bytes(_CHECKPOINTS * tensor_bytes(trained_weights(loop.model)))
     job.told.on_plan(f"heads and target learn together for {loop.total_steps:,} steps; checkpoints take up to {size}")
-    progress = loop.run(on_step=Follower(job, loop.total_steps), on_checkpoint=job.told.on_checkpoint)
+    effort = run(job, loop, text)
     _save_target(backbone.finished(), job.target, out / _TARGET)
-    effort = Effort(len(text.train.tokens), progress.step, progress.tokens, progress.elapsed_s)
     return backbone.rank, head, effort
 
 
@@ -342,8 +314,4 @@ def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
 def _loss(job: HeadJob, target: str) -> tuple[float, int]:
     """The target's own loss on held-out text, in nats per token, and on how many tokens."""
     model = load_causal_lm(target, dtype=torch.bfloat16, device=job.config.device).eval()
-    return mean_loss(model, job.prompts.text, length=min(_context(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)
-
-
-def _context(model: PreTrainedModel) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    return mean_loss(model, job.prompts.text, length=min(context_of(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)

@@ -194,6 +194,31 @@ class Callbacks:
     on_checkpoint: Callable[[Saved], None] = lambda saved: None
 
 
+def train_told(
+    loop: TrainingLoop,
+    told: Callbacks,
+    remark: Callable[[StepRecord], str],
+    time_is_up: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Train to the end, or until the time is up, and tell of it.
+
+    Args:
+        loop: of the training.
+        told: who is told.
+        remark: what is said beside the number of a step.
+        time_is_up: as of `TrainingLoop.run`.
+    """
+
+    def follow(record: StepRecord) -> None:
+        told.on_step(record)
+        told.on_progress("training", record.step + 1, loop.total_steps, remark(record))
+
+    progress = loop.run(on_step=follow, on_checkpoint=told.on_checkpoint, time_is_up=time_is_up)
+    if progress.step < loop.total_steps:
+        told.on_note(f"the time was up after {progress.step:,} of {loop.total_steps:,} steps")
+    return progress
+
+
 def identity_of(config: object, **more: str) -> dict[str, str | int | float | bool | None]:
     """The fields of a configuration under dotted names, and what else decides the weights (hashes of data, models)."""
     return {name: value for name, value in _flat(config, "") if name not in _FREE} | more
@@ -425,7 +450,7 @@ class TrainingLoop:
         """Seconds of a step, and bytes of a checkpoint: trains a little and saves nothing, so it is of no use later."""
         self.model.train()
         took = [self._step().elapsed_s for _ in range(min(steps, self.total_steps))]
-        size = tensor_bytes([self.model.state_dict(), self.optimizer.state_dict()])
+        size = tensor_bytes([trained_weights(self.model), self.optimizer.state_dict()])
         return min(after - before for before, after in itertools.pairwise([0.0, *took])), size
 
     def _step(self) -> StepRecord:
@@ -471,7 +496,7 @@ class TrainingLoop:
     def _save(self) -> None:
         self.folder.save(
             {
-                "model": self.model.state_dict(),
+                "model": trained_weights(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "progress": vars(self.progress),
                 "random": torch.get_rng_state(),
@@ -481,7 +506,8 @@ class TrainingLoop:
     def _resume(self) -> None:
         state = self.folder.resume()
         if state is not None:
-            self.model.load_state_dict(state["model"])
+            for name, weight in trained_weights(self.model).items():
+                weight.copy_(state["model"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress(**state["progress"])
             torch.set_rng_state(state["random"])
@@ -489,6 +515,11 @@ class TrainingLoop:
 
 def _is_finite(value: float) -> bool:
     return value - value == 0.0
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, tied ones once: what a checkpoint holds of a model."""
+    return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def tensor_bytes(states: object) -> int:

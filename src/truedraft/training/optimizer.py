@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_WARMUP_STEPS = 20
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -114,6 +116,12 @@ class WarmupStableDecay:
     stable_steps: int  # the warm-up included
     decay_steps: int
     floor: float = 0.0
+
+    @classmethod
+    def of(cls, steps: int, decay_share: float) -> WarmupStableDecay:
+        """A short warm-up, a constant stretch, and a decay over a share of the steps."""
+        decay = min(steps - 1, round(steps * decay_share))
+        return cls(min(_WARMUP_STEPS, steps - decay), steps - decay, decay)
 
     @property
     def total_steps(self) -> int:

@@ -46,6 +46,7 @@ class WritingOptions:
 class HeadRunOptions:
     """How heads are trained."""
 
+    learning_rate: float = option(0.01, "The highest rate of the heads.", "RATE")
     epochs: float = option(2.5, "Passes over what the target wrote.", "X")
     steps: int | None = option(None, "Updates of the heads, in place of --epochs.", "N")
     place_decay: float = option(0.8, "By how much each place counts less than the one before.", "X")

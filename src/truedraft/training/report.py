@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from truedraft.drafters.heads.calibration import PROMISED_ON
+from truedraft.files import parameters_in
 from truedraft.machine import describe_machine
 from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
@@ -84,14 +83,7 @@ class JointReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "target": str(self.target),
-            "lora_rank": self.lora_rank,
-            "loss_before": self.loss_before,
-            "loss_after": self.loss_after,
-            "loss_tokens": self.loss_tokens,
-            "before": self.before.as_dict(),
-        }
+        return vars(self) | {"target": str(self.target), "before": self.before.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -177,7 +169,7 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
     own = "" if result.joint is None else " The target was trained with them: it lies in `target`."
     effort = result.effort
     rows = training_facts(
-        parameters=_parameters(result.folder),
+        parameters=sum(map(parameters_in, result.folder.glob("*.safetensors"))),
         data=f"{effort.written_tokens:,} tokens that the target wrote, asked with pieces of {data}",
         steps=effort.steps,
         tokens=effort.positions,
@@ -221,14 +213,6 @@ def _evaluation_row(found: Mapping[str, Any]) -> tuple[str, str]:
     promised = f" (promised {found['promised']:.2f})" if found.get("promised") is not None else ""
     name = f"tokens per target call, temperature {found['temperature']:g}, {size}{trees}"
     return name, f"{found['mean_acceptance_length']:.2f}{promised}"
-
-
-def _parameters(folder: Path) -> int:
-    found = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found += sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118  (no mapping)
-    return found
 
 
 def training_facts(

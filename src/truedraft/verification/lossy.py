@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
@@ -21,14 +21,17 @@ from torch import Tensor
 from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import Noise, Purpose
+from truedraft.core.params import SamplingParams
 from truedraft.core.probs import most_likely, without_tokens
 from truedraft.core.proposal import Draw, DrawKind, Proposal, drafted_tokens
 from truedraft.core.tree import TreeShape
-from truedraft.core.verdict import TokenDivergence, Verdict
+from truedraft.core.verdict import Divergence, Verdict
 from truedraft.errors import OptionError
 from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome, Rule, verdict_at
 from truedraft.verification.speculative import SpeculativeSampling
 from truedraft.verification.walk import Number
+
+_UNCUT = SamplingParams(temperature=1.0)
 
 
 class ThresholdAcceptance(Rule):
@@ -50,6 +53,10 @@ class ThresholdAcceptance(Rule):
         """What a draft finds likeliest passes a threshold more often than what it drew."""
         return frozenset({DrawKind.DETERMINISTIC, DrawKind.COUPLED})
 
+    def options(self, params: SamplingParams) -> SamplingParams:
+        """At temperature 0 p is one-hot, with nothing to be lenient about: then p at temperature 1, uncut."""
+        return _UNCUT if params.greedy else params
+
     @abstractmethod
     def thresholds(self, probs: Tensor) -> Tensor:
         """What the probability of a child is compared with, `[rows]`, for each of the distributions `[rows, vocab]`."""
@@ -58,8 +65,8 @@ class ThresholdAcceptance(Rule):
     def stays(self, p_x: float, threshold: float) -> bool:
         """Whether a token of target probability `p_x` passes."""
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        """Look up all that paths are chosen by; a greedy request is given distributions at temperature 1."""
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        """Look up all that paths are chosen by."""
         best, numbers = [], []
         for proposal, p in zip(proposals, probs, strict=True):
             own = most_likely(p)  # [rows]
@@ -70,7 +77,42 @@ class ThresholdAcceptance(Rule):
                 inner, parents = _inner_rows(proposal.tree.shape, p.device)
                 tokens = drafted_tokens([proposal.tree], p.shape[-1], p.device)
                 numbers += (self.thresholds(p[inner]).double(), p[parents, tokens].double())
-        return _Thresholds(self.stays, best, numbers)
+        return BatchVerdicts((*best, *numbers), self._verdicts)
+
+    def _verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
+        """The verdicts by the likeliest token of each tree row of each request, then float64 numbers.
+
+        These are of each request the probabilities of those tokens, and, where it has nodes, the thresholds of the
+        tree rows that have children, and what the target gives to each node's token.
+        """
+        best, others = numbers[: len(proposals)], iter(numbers[len(proposals) :])
+        verdicts = []
+        for proposal, tokens in zip(proposals, best, strict=True):
+            shape, largest = proposal.tree.shape, next(others)
+            thresholds, p_x = (next(others), next(others)) if len(shape) else ((), ())
+            path = self._deepest(shape, thresholds, p_x)
+            rows = [0, *(node + 1 for node in path)]
+            verdict = verdict_at(proposal, path, int(tokens[rows[-1]]))
+            given = [*(p_x[node] for node in path), largest[rows[-1]]]
+            divergence = tuple(map(Divergence.of_choice, given, (largest[row] for row in rows)))
+            verdicts.append(dataclasses.replace(verdict, divergence=divergence))
+        return verdicts
+
+    def _deepest(self, shape: TreeShape, thresholds: Sequence[float], p_x: Sequence[float]) -> tuple[int, ...]:
+        """The deepest path of nodes that all stay; of equally deep ones that with the largest product, then the first.
+
+        Args:
+            shape: of the tree.
+            thresholds: of the tree rows that have children, in order.
+            p_x: of each node's token.
+        """
+        least = dict(zip((row for row, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
+        reached = {-1: (0, 1.0)}  # depth and product of probabilities, by node
+        for node, parent in enumerate(shape.parents):
+            if parent in reached and self.stays(p_x[node], least[parent + 1]):
+                depth, product = reached[parent]
+                reached[node] = depth + 1, product * p_x[node]
+        return shape.path(max(reached, key=lambda node: reached[node]))
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         """It is certain how a tree row ends.
@@ -161,56 +203,6 @@ def _inner_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]
     """The tree rows of a tree that have children, in order, and the tree row above each node."""
     inner = [row for row, nodes in enumerate(shape.children) if nodes]
     return transfers.upload(inner, device), transfers.upload([parent + 1 for parent in shape.parents], device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Thresholds:
-    """What paths are chosen by.
-
-    Attributes:
-        stays: whether a token of some probability passes a threshold.
-        best: `[rows]` of each request: the likeliest tokens.
-        numbers: float64, of each request the probabilities of these, and, where it has nodes, the thresholds of the
-            tree rows that have children, and what the target gives to each node's token.
-    """
-
-    stays: Callable[[float, float], bool]
-    best: Sequence[Tensor]
-    numbers: Sequence[Tensor]
-
-    @property
-    def wanted(self) -> Sequence[Tensor]:
-        return *self.best, *self.numbers
-
-    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        best, others = numbers[: len(proposals)], iter(numbers[len(proposals) :])
-        verdicts = []
-        for proposal, tokens in zip(proposals, best, strict=True):
-            shape, largest = proposal.tree.shape, next(others)
-            thresholds, p_x = (next(others), next(others)) if len(shape) else ((), ())
-            path = self._deepest(shape, thresholds, p_x)
-            rows = [0, *(node + 1 for node in path)]
-            verdict = verdict_at(proposal, path, int(tokens[rows[-1]]))
-            given = [*(p_x[node] for node in path), largest[rows[-1]]]
-            divergence = tuple(map(TokenDivergence.of_choice, given, (largest[row] for row in rows)))
-            verdicts.append(dataclasses.replace(verdict, divergence=divergence))
-        return verdicts
-
-    def _deepest(self, shape: TreeShape, thresholds: Sequence[float], p_x: Sequence[float]) -> tuple[int, ...]:
-        """The deepest path of nodes that all stay; of equally deep ones that with the largest product, then the first.
-
-        Args:
-            shape: of the tree.
-            thresholds: of the tree rows that have children, in order.
-            p_x: of each node's token.
-        """
-        least = dict(zip((row for row, nodes in enumerate(shape.children) if nodes), thresholds, strict=True))
-        reached = {-1: (0, 1.0)}  # depth and product of probabilities, by node
-        for node, parent in enumerate(shape.parents):
-            if parent in reached and self.stays(p_x[node], least[parent + 1]):
-                depth, product = reached[parent]
-                reached[node] = depth + 1, product * p_x[node]
-        return shape.path(max(reached, key=lambda node: reached[node]))
 
 
 class LenientSampling(SpeculativeSampling):
@@ -383,7 +375,7 @@ def lenient_divergence(
     probs: Sequence[Tensor],
     noise: Sequence[Noise],
     paths: Sequence[Sequence[int]],
-) -> list[tuple[TokenDivergence, ...]]:
+) -> list[tuple[Divergence, ...]]:
     """For each request the divergence of every token on its accepted path, and of the token behind it.
 
     Args:
@@ -404,10 +396,10 @@ def lenient_divergence(
     return [tuple(_divergence(node, lenience) for node in each) for each in requests]
 
 
-def _divergence(node: _Node, lenience: float) -> TokenDivergence:
+def _divergence(node: _Node, lenience: float) -> Divergence:
     largest, *rest = node.measures
     distance, kl = rest if node.sampled else divergence_of_candidates(rest, lenience)
-    return TokenDivergence.of(distance, kl, largest)
+    return Divergence.of_token(distance, kl, largest)
 
 
 def _measure(nodes: Sequence[_Node], lenience: float) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import Noise
+from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.errors import IncompatibleRuleError, OptionError
+
+Sees: TypeAlias = Literal["probs", "argmax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,36 +70,44 @@ class Outcome:
         return self.accepted == len(self.tokens)
 
 
-class BatchVerdicts(Protocol):
-    """Verdicts on a batch, decided where its distributions lie: the host need not have seen any of it."""
-
-    @property
-    def wanted(self) -> Sequence[Tensor]:
-        """What the host must read to say the verdicts."""
-        ...
-
-    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        """They, once `wanted` was read.
-
-        Args:
-            proposals: those decided about; their tokens are on the host.
-            numbers: in each tensor of `wanted`, flat.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class HostVerdicts:
-    """A decision made on the host: nothing is left to read."""
+class BatchVerdicts:
+    """Verdicts on a batch, decided where its distributions lie: the host need not have seen any of it.
 
-    made: list[Verdict]
+    Attributes:
+        wanted: what the host must read to say the verdicts.
+        verdicts: says them, given the proposals, whose tokens are on the host by then, and the numbers in each tensor
+            of `wanted`, flat.
+    """
 
-    @property
-    def wanted(self) -> Sequence[Tensor]:
-        return ()
+    wanted: Sequence[Tensor]
+    verdicts: Callable[[Sequence[Proposal], Sequence[Sequence[float]]], list[Verdict]]
 
-    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        return self.made
+    @classmethod
+    def made(cls, verdicts: list[Verdict]) -> BatchVerdicts:
+        """Those that were decided on the host: nothing is left to read."""
+        return cls((), lambda proposals, numbers: verdicts)
+
+
+def read_verdicts(
+    decided: Sequence[tuple[BatchVerdicts, Sequence[Proposal]]], also: Sequence[Tensor] = ()
+) -> tuple[list[list[Verdict]], list[list[float]]]:
+    """The verdicts on batches, and the drafted ids that are still on a device; the host waits once.
+
+    Args:
+        decided: verdicts and what they are about.
+        also: what else is to be read.
+
+    Returns:
+        The verdicts on each batch, and the numbers in each tensor of `also`, flat.
+    """
+    trees = [proposal.tree for _, proposals in decided for proposal in proposals if proposal.tree.on_device]
+    of_batches = [each for batch, _ in decided for each in batch.wanted]
+    numbers = iter(transfers.fetch([*also, *(tree.tokens for tree in trees), *of_batches]))
+    others = [next(numbers) for _ in also]
+    for tree in trees:
+        tree.keep_host_ids([int(token) for token in next(numbers)])
+    return [batch.verdicts(asked, [next(numbers) for _ in batch.wanted]) for batch, asked in decided], others
 
 
 def verdict_at(proposal: Proposal, path: Sequence[int], token: int) -> Verdict:
@@ -120,6 +131,8 @@ class Rule(ABC):
         lossless: whether the emitted tokens follow the target's distribution exactly. A rule for which they do not
             measures in its verdicts how far they are from it.
         coupled: whether Gumbel noise decides, which a drafter may share, and not uniform numbers.
+        sees: what must be right in a tree row of the target's: the whole distribution, or its largest entry alone, for
+            which logits do.
         by_groups: whether a walk is settled group by group, so that the kernels of groups say all about it. Not where
             a rule chooses among whole paths.
         judges: the kinds of draws that the rule can judge.
@@ -129,6 +142,7 @@ class Rule(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool]
     coupled: ClassVar[bool] = False
+    sees: ClassVar[Sees] = "probs"
     by_groups: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]]
 
@@ -143,11 +157,12 @@ class Rule(ABC):
 
     @property
     def greedy_form(self) -> Rule:
-        """The rule that judges requests at temperature 0 where this one is lossy; the same object at every call.
-
-        It is given distributions at temperature 1, without top-k, top-p or min-p: at temperature 0 p is one-hot, and a
-        lossy rule would have nothing to be lenient about. Under a lossless rule such requests take the argmax."""
+        """The rule that judges requests at temperature 0 in its place; the same object at every call."""
         return self
+
+    def options(self, params: SamplingParams) -> SamplingParams:
+        """The options that make the distributions it judges for a request with `params`."""
+        return params
 
     def check(self, kinds: Iterable[DrawKind], drafter: str) -> None:
         """Refuse a drafter whose kinds of draws this rule cannot judge.
@@ -180,7 +195,7 @@ class Rule(ABC):
             )
 
     def verify(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> list[Verdict]:
-        """Judge a batch of proposals: `decide`, and read the verdicts; on a device the host waits once.
+        """Judge a batch of proposals: `accept`, and read the verdicts; on a device the host waits once.
 
         Args:
             proposals: one for each request.
@@ -191,16 +206,11 @@ class Rule(ABC):
         Returns:
             For each request the accepted path and one more token; from a lossy rule also each token's divergence.
         """
-        decision = self.decide(proposals, probs, noise)
-        on_device = [proposal.tree for proposal in proposals if proposal.tree.on_device]
-        numbers = transfers.fetch([*decision.wanted, *(tree.tokens for tree in on_device)])
-        for tree, ids in zip(on_device, numbers[len(decision.wanted) :], strict=True):
-            tree.keep_host_ids([int(token) for token in ids])
-        verdicts = decision.verdicts(proposals, numbers[: len(decision.wanted)])
+        (verdicts,), _ = read_verdicts([(self.accept(proposals, probs, noise), proposals)])
         return self.measured(verdicts, proposals, probs, noise)
 
     @abstractmethod
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         """Judge a batch on the device where its distributions lie, without waiting for it; arguments as in `verify`.
 
         The proposals' tokens may still be on the device. An id outside the vocabulary gives some decision: the caller

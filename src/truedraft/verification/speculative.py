@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,8 @@ from truedraft.core.noise import Noise
 from truedraft.core.probs import without_tokens
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.verification.host import HostWalk, host_verdicts
-from truedraft.verification.rule import BatchVerdicts, HostVerdicts, JudgedRow, Outcome, Rule
-from truedraft.verification.walk import Batch, Number, WalkEnds, either, jump_table, larger
+from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome, Rule
+from truedraft.verification.walk import Batch, Number, either, jump_table, larger, walks_ended
 
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -63,18 +64,19 @@ class SpeculativeSampling(Rule):
         """The draft's distributions `[..., vocab]` without `tokens` `[..., tokens]`, drawn without replacement."""
         return without_tokens(q, tokens)
 
-    def decide(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
         if not proposals:
-            return HostVerdicts([])
+            return BatchVerdicts.made([])
         if not len(proposals) == len(probs) == len(noise):
             raise ValueError(f"{len(proposals)} proposals, {len(probs)} tables and {len(noise)} noises are no batch")
         if not transfers.waits(probs[0].device):
-            return HostVerdicts(host_verdicts(self, proposals, probs, noise))
+            return BatchVerdicts.made(host_verdicts(self, proposals, probs, noise))
         batch = Batch.of(proposals, probs, noise)
         plan = batch.plan
         jump = jump_table(plan, self.first_stays(batch, *batch.first_looks())) if plan.drafts else plan.own
         ends, left = self._end(batch, jump, jump[plan.roots])
-        return WalkEnds(ends, L.draw(left, batch.final_uniforms(ends)), plan.first_rows)
+        finals = L.draw(left, batch.final_uniforms(ends))
+        return BatchVerdicts((ends, finals), partial(walks_ended, plan.first_rows))
 
     def first_stays(self, batch: Batch, p_x: Tensor, q_x: Tensor) -> Tensor:
         """Which draws `[draws]` would stay among those of the first runs of tree rows; `p_x` and `q_x` are theirs."""

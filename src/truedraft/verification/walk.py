@@ -406,27 +406,17 @@ def _final(noise: Noise, rejected: bool, depth: int) -> float:
     return noise.uniform(Purpose.RECOVERED if rejected else Purpose.BONUS, depth)
 
 
-@dataclass(frozen=True, slots=True)
-class WalkEnds:
-    """Where the walks of a batch end.
+def walks_ended(
+    first_rows: Sequence[int], proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]
+) -> list[Verdict]:
+    """The verdicts of walks.
 
-    Attributes:
-        ends: `[requests]`, int64: the tree row where each ends; its node and those above it are accepted.
-        finals: `[requests]`, int64: the token that ends it.
+    Args:
         first_rows: of each request the number of its root.
+        proposals: of each.
+        numbers: the tree row where each walk ends, whose node and those above it are accepted; and the last tokens.
     """
-
-    ends: Tensor
-    finals: Tensor
-    first_rows: Sequence[int]
-
-    @property
-    def wanted(self) -> Sequence[Tensor]:
-        return self.ends, self.finals
-
-    def verdicts(self, proposals: Sequence[Proposal], numbers: Sequence[Sequence[float]]) -> list[Verdict]:
-        ended = zip(proposals, self.first_rows, *numbers, strict=True)
-        return [
-            verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))
-            for proposal, root, end, final in ended
-        ]
+    return [
+        verdict_at(proposal, proposal.tree.shape.path(int(end) - root - 1), int(final))
+        for proposal, root, end, final in zip(proposals, first_rows, *numbers, strict=True)
+    ]

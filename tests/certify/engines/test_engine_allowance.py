@@ -10,7 +10,7 @@ import torch
 import truedraft.certify.engines.allowance as allowance_module
 from truedraft import SamplingParams
 from truedraft.certify.engines.allowance import EXACT, measured_allowance
-from truedraft.certify.engines.law import Judge
+from truedraft.certify.engines.answer_probs import Judge
 from truedraft.peers import FILTERS, Question, Reply
 from truedraft.testing import MarkovModel
 
@@ -30,8 +30,8 @@ LONG = (tuple(range(6)) * 8)[:40]
 def telling(target: MarkovModel, off: float) -> tuple[Question, Reply]:
     """An answer whose engine tells log-probabilities that are off by that."""
     asked = Question((1, 2), SamplingParams(max_tokens=len(LONG)))
-    (law,) = Judge(target, FILTERS, EXACT).laws([(asked, reply(*LONG))])
-    own = torch.log_softmax(law.logits, -1).gather(-1, torch.tensor(LONG)[:, None])[:, 0]
+    (answer,) = Judge(target, FILTERS, EXACT).answer_probs([(asked, reply(*LONG))])
+    own = torch.log_softmax(answer.logits, -1).gather(-1, torch.tensor(LONG)[:, None])[:, 0]
     return asked, replace(reply(*LONG), logprobs=tuple((own + off).tolist()))
 
 

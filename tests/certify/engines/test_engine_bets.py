@@ -20,18 +20,18 @@ from truedraft.certify.engines.alternatives import (
     alternatives_for,
     ngram_candidates,
 )
+from truedraft.certify.engines.answer_probs import AnswerProbs, filtered
 from truedraft.certify.engines.bets import WEIGHTS, Bets
-from truedraft.certify.engines.law import Law, filtered
 from truedraft.core import probs as L
 from truedraft.peers import FILTERS, Question
 
 VOCAB = 6
 
 
-def law_of(logits: Tensor, tokens: list[int], params: SamplingParams, slack: float = 0.0) -> Law:
+def answer_of(logits: Tensor, tokens: list[int], params: SamplingParams, slack: float = 0.0) -> AnswerProbs:
     found = filtered(logits, params, FILTERS, Allowance(slack, slack, ""))
     own = found.within.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    return Law(Question((0, 1), params), tokens, logits, found.probs, found.doubtful, ~own, found.gain)
+    return AnswerProbs(Question((0, 1), params), tokens, logits, found.probs, found.doubtful, ~own, found.gain)
 
 
 def random_logits(rows: int, seed: int) -> Tensor:
@@ -62,17 +62,17 @@ def test_no_engine_within_the_allowance_gains_on_average(slack: float) -> None:
         logits = random_logits(1, seed)
         other = torch.softmax(random_logits(1, 100 + seed), dim=-1)
 
-        def alternative(law: Law, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
-            return other * (law.probs > 0.0) / (other * (law.probs > 0.0)).sum()
+        def alternative(answer: AnswerProbs, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
+            return other * (answer.probs > 0.0) / (other * (answer.probs > 0.0)).sum()
 
         for weight in range(len(WEIGHTS)):
             gains = []
             for token in range(VOCAB):
-                law = law_of(logits, [token], params, slack)
+                answer = answer_of(logits, [token], params, slack)
                 bets = Bets([Alternative("another", "another", alternative)])
-                bets.add(law, {})
+                bets.add(answer, {})
                 gains.append(math.exp(float(bets._logs[0, weight])))
-            p = law.probs[0]
+            p = answer.probs[0]
             worst = worst_within(p, torch.tensor(gains, dtype=torch.float64), slack)
             assert float((worst * torch.tensor(gains)).sum()) <= 1.0 + 1e-9
 
@@ -84,13 +84,13 @@ def test_no_engine_whose_logits_are_off_gains_on_average() -> None:
     for seed in range(15):
         logits, other = random_logits(1, seed), torch.softmax(random_logits(1, 100 + seed), dim=-1)
 
-        def alternative(law: Law, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
+        def alternative(answer: AnswerProbs, drafts: Mapping[str, Tensor], other: Tensor = other) -> Tensor:
             return other
 
         gains = []
         for token in range(VOCAB):
             bets = Bets([Alternative("another", "another", alternative)])
-            bets.add(law_of(logits, [token], params, off), {})
+            bets.add(answer_of(logits, [token], params, off), {})
             gains.append(bets._logs[0].exp())
         for high in range(1, VOCAB):
             lifted = torch.stack(gains)[:, -1].argsort(descending=True)[:high]
@@ -105,10 +105,10 @@ def test_nothing_is_paid_on_a_doubtful_token_that_has_no_mass_here() -> None:
     """With a nucleus of 0.55 the second token is left out, and the engine may have kept it."""
     logits = torch.tensor([[0.56, 0.2, 0.1, 0.1, 0.03, 0.01]], dtype=torch.float64).log()
     params = SamplingParams(temperature=1.0, top_p=0.55)
-    law = law_of(logits, [1], params, 0.05)
-    assert bool(law.doubtful[0, 1]) and float(law.probs[0, 1]) == 0.0 and bool(law.gain.isfinite()[0])
-    bets = Bets([Alternative("another", "another", lambda law, drafts: law.under(SamplingParams(temperature=3.0), ()))])
-    bets.add(law, {})
+    answer = answer_of(logits, [1], params, 0.05)
+    assert bool(answer.doubtful[0, 1]) and float(answer.probs[0, 1]) == 0.0 and bool(answer.gain.isfinite()[0])
+    bets = Bets([Alternative("another", "another", lambda own, drafts: own.under(SamplingParams(temperature=3.0), ()))])
+    bets.add(answer, {})
     assert bets.log_evidence > -0.1  # what the allowance costs; the token itself pays nothing
 
 
@@ -137,12 +137,12 @@ def test_nothing_is_gained_from_an_engine_that_cuts_a_nucleus_elsewhere_by_round
         gains = []
         for token in range(VOCAB):
             bets = Bets(alternatives)
-            bets.add(law_of(logits, [token], params, off), drafts)
+            bets.add(answer_of(logits, [token], params, off), drafts)
             gains.append(bets._logs.exp())
         for _ in range(20):
             noise = 2.0 * torch.rand(VOCAB, generator=generator, dtype=torch.float64) - 1.0
             theirs = filtered(logits + off * noise, params, FILTERS).probs[0]
-            elsewhere += bool(((theirs > 0.0) != (law_of(logits, [0], params, off).probs[0] > 0.0)).any())
+            elsewhere += bool(((theirs > 0.0) != (answer_of(logits, [0], params, off).probs[0] > 0.0)).any())
             mean = sum(theirs[token] * gains[token] for token in range(VOCAB))
             assert isinstance(mean, Tensor)
             assert float(mean.max()) <= 1.0 + 1e-9
@@ -152,7 +152,7 @@ def test_nothing_is_gained_from_an_engine_that_cuts_a_nucleus_elsewhere_by_round
 def test_a_greedy_near_tie_is_passed_over() -> None:
     logits = torch.tensor([[1.0, 0.99, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     bets = Bets(alternatives_for(SamplingParams(), FILTERS, []))
-    bets.add(law_of(logits, [1], SamplingParams(), 0.01), {})
+    bets.add(answer_of(logits, [1], SamplingParams(), 0.01), {})
     assert bets.log_evidence == pytest.approx(0.0)
 
 
@@ -180,10 +180,10 @@ def test_a_fault_is_named(fault: str) -> None:
     for seed in range(60):
         logits = 2.0 * random_logits(40, seed)
         drafts = {"draft": torch.softmax(2.0 * random_logits(40, 1000 + seed), dim=-1)}
-        law = law_of(logits, [0] * 40, params)
-        emitted = wanted.probs(law, drafts)
+        answer = answer_of(logits, [0] * 40, params)
+        emitted = wanted.probs(answer, drafts)
         tokens = torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist()
-        bets.add(law_of(logits, tokens, params), drafts)
+        bets.add(answer_of(logits, tokens, params), drafts)
     best = bets.results()[0]
     assert best.log_evidence > math.log(1e3)
     assert best.fault == fault
@@ -196,10 +196,10 @@ def test_tokens_that_follow_the_target_lose_bets() -> None:
     most = 0.0
     for seed in range(60):
         logits = random_logits(40, seed)
-        law = law_of(logits, [0] * 40, params)
-        tokens = torch.multinomial(law.probs, 1, generator=generator)[:, 0].tolist()
+        answer = answer_of(logits, [0] * 40, params)
+        tokens = torch.multinomial(answer.probs, 1, generator=generator)[:, 0].tolist()
         drafts = {"draft": torch.softmax(random_logits(40, 1000 + seed), dim=-1)}
-        bets.add(law_of(logits, tokens, params), drafts)
+        bets.add(answer_of(logits, tokens, params), drafts)
         most = max(most, bets.log_evidence)
     assert most < math.log(1e3)
 
@@ -230,9 +230,9 @@ def test_a_fault_is_named_where_only_some_tokens_are_told_apart(fault: str) -> N
     for seed in range(80):
         logits = 2.0 * random_logits(40, seed)
         drafts = {"draft": torch.softmax(2.0 * random_logits(40, 1000 + seed), dim=-1)}
-        emitted = wanted.probs(law_of(logits, [0] * 40, params), drafts)
-        law = law_of(logits, torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist(), params)
-        bets.add(replace(law, likeliest=logits.topk(4, dim=-1).indices), drafts)
+        emitted = wanted.probs(answer_of(logits, [0] * 40, params), drafts)
+        answer = answer_of(logits, torch.multinomial(emitted, 1, generator=generator)[:, 0].tolist(), params)
+        bets.add(replace(answer, likeliest=logits.topk(4, dim=-1).indices), drafts)
     assert bets.results()[0].log_evidence > math.log(1e3)
     assert bets.results()[0].fault == fault
 
@@ -245,11 +245,11 @@ def test_nobody_gains_on_average_where_only_some_tokens_are_told_apart() -> None
         drafts = {"draft": torch.softmax(random_logits(1, 500 + seed), dim=-1)}
         mean, p = (
             torch.zeros(len(alternatives), len(WEIGHTS), dtype=torch.float64),
-            law_of(logits, [0], params).probs[0],
+            answer_of(logits, [0], params).probs[0],
         )
         for token in range(VOCAB):
             bets = Bets(alternatives)
-            bets.add(replace(law_of(logits, [token], params), likeliest=logits.topk(3, dim=-1).indices), drafts)
+            bets.add(replace(answer_of(logits, [token], params), likeliest=logits.topk(3, dim=-1).indices), drafts)
             mean += p[token] * bets._logs.exp()
         assert float(mean.max()) <= 1.0 + 1e-9
 
@@ -257,11 +257,11 @@ def test_nobody_gains_on_average_where_only_some_tokens_are_told_apart() -> None
 def test_candidates_are_copied_from_behind_the_same_tokens() -> None:
     # text 5 1 2 3 | 1 2 3: behind (5 1 2 3) the last token came nowhere before; behind 1 stood 2; behind 1 2 stood 3
     logits = torch.zeros(3, VOCAB, dtype=torch.float64)
-    law = Law(
+    answer = AnswerProbs(
         Question((5, 1, 2, 3), SamplingParams()), [1, 2, 3], logits, torch.softmax(logits, -1),
         torch.zeros(3, VOCAB, dtype=torch.bool), torch.zeros(3, dtype=torch.bool), torch.zeros(3),
     )  # fmt: skip
-    found = ngram_candidates(law)
+    found = ngram_candidates(answer)
     assert found.sum(dim=-1).tolist() == [0.0, 1.0, 1.0]
     assert found.argmax(dim=-1).tolist()[1:] == [2, 3]
 

@@ -9,24 +9,24 @@ import torch
 
 from truedraft import SamplingParams
 from truedraft.certify.engines.against import TwoSamples
-from truedraft.certify.engines.law import Law
+from truedraft.certify.engines.answer_probs import AnswerProbs
 from truedraft.certify.engines.repeated import Repeated
 from truedraft.peers import Question
 
 P = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
 
 
-def law(*tokens: int) -> Law:
+def probs_of_answer(*tokens: int) -> AnswerProbs:
     rows = P[: len(tokens)]
     nothing, gains = torch.zeros_like(rows, dtype=torch.bool), torch.zeros(len(tokens))
     question = Question((7,), SamplingParams(temperature=1.0))
-    return Law(question, list(tokens), rows.log(), rows, nothing, nothing.any(dim=-1), gains)
+    return AnswerProbs(question, list(tokens), rows.log(), rows, nothing, nothing.any(dim=-1), gains)
 
 
 def counted(*answers: tuple[int, ...]) -> Repeated:
     found = Repeated()
     for answer in answers:
-        found.add(law(*answer))
+        found.add(probs_of_answer(*answer))
     return found
 
 
@@ -46,7 +46,7 @@ def test_answers_that_follow_the_target_give_no_evidence() -> None:
     found, most = Repeated(), 0.0
     for _ in range(800):
         answer = [int(torch.multinomial(row, 1, generator=generator)) for row in P]
-        found.add(law(*answer))
+        found.add(probs_of_answer(*answer))
         most = max(most, found.log_evidence)
     assert most < math.log(1e3)
 
@@ -58,7 +58,7 @@ def test_a_joint_distribution_with_right_margins_is_found() -> None:
     for _ in range(300):
         first = int(torch.multinomial(P[0], 1, generator=generator))
         second = 1 - int(torch.rand(1, generator=generator) < 0.5) if first == 0 else 2
-        found.add(law(first, second))
+        found.add(probs_of_answer(first, second))
     assert found.log_evidence > math.log(1e6)
 
 
@@ -68,7 +68,7 @@ def test_answers_that_share_their_noise_are_found_and_named() -> None:
     for _ in range(60):
         answer = [int(torch.multinomial(row, 1, generator=generator)) for row in P]
         for _ in range(4):
-            found.add(law(*answer))
+            found.add(probs_of_answer(*answer))
     assert found.log_shared > math.log(1e6)
 
 

@@ -17,10 +17,10 @@ from truedraft.certify.checks import Status
 from truedraft.certify.engines import certify_engine, compare_engines
 from truedraft.certify.engines.allowance import EXACT
 from truedraft.certify.engines.alternatives import COPIED, alternatives_for, ngram_candidates
+from truedraft.certify.engines.answer_probs import AnswerProbs, Judge
 from truedraft.certify.engines.behaviour import lengths
 from truedraft.certify.engines.bets import WEIGHTS, Bets
 from truedraft.certify.engines.evidence import Evidence
-from truedraft.certify.engines.law import Judge, Law
 from truedraft.certify.engines.run import drafted
 from truedraft.errors import OptionError, PeerError
 from truedraft.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
@@ -34,12 +34,12 @@ def test_an_answer_is_too_long_only_where_its_ids_are_those_that_were_drawn(unsu
     assert kept.status is status
 
 
-@pytest.mark.parametrize("allowance", [math.nan, math.inf, -1.0])
-def test_an_allowance_that_is_none_is_refused(allowance: float) -> None:
-    target = MarkovModel.random(6, seed=1)
-    peer = ProcessPeer(lambda prompt, max_tokens, temperature: [0] * max_tokens)
-    with pytest.raises(OptionError, match=f"allowance must be a number of 0 or more, got {allowance}"):
-        certify_engine(peer, target, [(1, 2)], SamplingParams(temperature=1.0), allowance=allowance)
+def test_an_allowance_that_is_none_is_refused() -> None:
+    for allowance in (math.nan, math.inf, -1.0):
+        target = MarkovModel.random(6, seed=1)
+        peer = ProcessPeer(lambda prompt, max_tokens, temperature: [0] * max_tokens)
+        with pytest.raises(OptionError, match=f"allowance must be a number of 0 or more, got {allowance}"):
+            certify_engine(peer, target, [(1, 2)], SamplingParams(temperature=1.0), allowance=allowance)
 
 
 Answers = Mapping[int, tuple[int, int, float] | tuple[()] | None]
@@ -239,20 +239,20 @@ def test_answers_that_end_where_the_engines_context_is_full_are_not_short() -> N
     assert kept.status is Status.FAILS
 
 
-def law_of(*tokens: int, target: MarkovModel = TARGET) -> Law:
+def answer_of(*tokens: int, target: MarkovModel = TARGET) -> AnswerProbs:
     question = Question((1, 2), SamplingParams(temperature=1.0, max_tokens=len(tokens)))
-    (law,) = Judge(target, FILTERS, EXACT).laws([(question, Reply(tokens))])
-    return law
+    (answer,) = Judge(target, FILTERS, EXACT).answer_probs([(question, Reply(tokens))])
+    return answer
 
 
 def test_bets_pay_for_answers_that_were_dropped_and_other_evidence_stands_still() -> None:
     evidence = Evidence(6, SamplingParams(temperature=1.0), FILTERS, [], 0.0)
-    evidence.add(law_of(0, 1, 2, 3), {}, repeated=True)
+    evidence.add(answer_of(0, 1, 2, 3), {}, repeated=True)
     before = evidence.log_parts()
     evidence.lose(1, 4)
     paid = evidence.log_parts()
     assert {name for name in before if before[name] != paid[name]} == {"bets"} and paid["bets"] < before["bets"]
-    evidence.add(law_of(0, 1, 2, 3), {}, repeated=True)
+    evidence.add(answer_of(0, 1, 2, 3), {}, repeated=True)
     after = evidence.log_parts()
     assert {name for name in before if paid[name] != after[name]} == {"bets", "outside"}
     assert all(test.tokens == 8 for test in evidence.events() if "half" in test.name)
@@ -263,8 +263,8 @@ def test_no_choice_among_answers_gains_more_than_what_was_paid_for_them() -> Non
     params = SamplingParams(temperature=1.0)
     for tokens in itertools.product(range(6), repeat=2):
         known, unknown = (Bets(alternatives_for(params, FILTERS, [COPIED])) for _ in range(2))
-        law = law_of(*tokens)
-        known.add(law, {COPIED: ngram_candidates(law)})
+        answer = answer_of(*tokens)
+        known.add(answer, {COPIED: ngram_candidates(answer)})
         unknown.lose(2, 0.0)
         assert (unknown._logs <= known._logs + 1e-12).all()
 
@@ -308,13 +308,13 @@ def test_a_draft_without_some_ids_gains_nothing_on_average() -> None:
     judge = Judge(TARGET, FILTERS, EXACT)
     mean = torch.zeros(len(alternatives), len(WEIGHTS), dtype=torch.float64)
     for token in range(6):
-        law = law_of(0, token)
-        drafts = drafted(law, {"small": small}, judge)
+        answer = answer_of(0, token)
+        drafts = drafted(answer, {"small": small}, judge)
         assert drafts["small"].sum(dim=-1).tolist() == pytest.approx([1.0, 1.0])
         first, both = Bets(alternatives), Bets(alternatives)
-        first.add(law_of(0), {name: q[:1] for name, q in drafts.items()})
-        both.add(law, drafts)
-        mean += law.probs[1, token] * (both._logs - first._logs).exp()
+        first.add(answer_of(0), {name: q[:1] for name, q in drafts.items()})
+        both.add(answer, drafts)
+        mean += answer.probs[1, token] * (both._logs - first._logs).exp()
     assert float(mean.max()) <= 1.0 + 1e-9
 
 
@@ -323,9 +323,11 @@ def test_the_order_of_ends_of_text_changes_no_bet() -> None:
     for ends in ((4, 5), (5, 4)):
         target = MarkovModel.random(6, seed=1, eos_token_ids=ends)
         params = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=8)
-        laws = Judge(target, FILTERS, EXACT).laws([(Question((1, 2), params), Reply((0, 3, 1), finish_reason="stop"))])
+        answers = Judge(target, FILTERS, EXACT).answer_probs(
+            [(Question((1, 2), params), Reply((0, 3, 1), finish_reason="stop"))]
+        )
         bets = Bets(alternatives_for(params, FILTERS, []))
-        bets.add(laws[0], {})
+        bets.add(answers[0], {})
         logs.append(bets._logs)
     # all but what looks at ids: the last token again
     torch.testing.assert_close(logs[0], logs[1])

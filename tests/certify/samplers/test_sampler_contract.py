@@ -89,9 +89,12 @@ def test_tokens_in_every_form(world: SamplerWorld, given: Any) -> None:
     assert out.dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def always(given: Any) -> Callable[..., Any]:
+    return lambda draft_tokens, target_probs: given
+
+
+def test_what_is_no_answer_is_refused(world: SamplerWorld) -> None:
+    for given, words in (
         (None, "gave back a NoneType; give tokens [batch, k + 1] = [6, 3]"),
         (torch.zeros(6, 2, dtype=torch.int64), "gave back the shape [6, 2]"),
         (torch.full((6, 3), torch.nan), "gave back NaN where ids are wanted"),
@@ -112,14 +115,12 @@ def test_tokens_in_every_form(world: SamplerWorld, given: Any) -> None:
         ([[0.5]] * 6, "gave back [0.5] for row 0"),
         ([[[0], [1, 2]]] * 6, "for row 0"),
         ([0] * 6, "gave back 0 for row 0"),
-    ],
-)
-def test_what_is_no_answer_is_refused(world: SamplerWorld, given: Any, words: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        emit(world, lambda draft_tokens, target_probs: given)
-    assert words in str(caught.value)
-    assert caught.value.field == "sampler"
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(OptionError) as caught:
+            emit(world, always(given))
+        assert words in str(caught.value)
+        assert caught.value.field == "sampler"
+        assert "\n" not in str(caught.value)
 
 
 def test_failures_say_where(world: SamplerWorld) -> None:
@@ -137,9 +138,8 @@ def test_failures_say_where(world: SamplerWorld) -> None:
         emit(world, lambda draft_tokens, target_probs: sys.exit(0))
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
+def test_what_is_no_sampler_is_refused() -> None:
+    for function, words in (
         (3, "is a int; name a function"),
         (dict, "tell its parameters|must take draft_tokens"),
         (lambda draft_tokens, target_prob: None, "asks for 'target_prob'; did you mean 'target_probs'?"),
@@ -147,11 +147,9 @@ def test_failures_say_where(world: SamplerWorld) -> None:
         (lambda draft_tokens: None, "must take draft_tokens, and target_probs or target_logits"),
         (lambda target_probs: None, "must take draft_tokens"),
         (lambda draft_tokens, /, target_probs: None, "takes 'draft_tokens' by position alone"),
-    ],
-)
-def test_what_is_no_sampler_is_refused(function: Any, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        Sampler.of(function, "own:f")
+    ):
+        with pytest.raises(OptionError, match=words):
+            Sampler.of(function, "own:f")
 
 
 def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.coupled_choice import coupled_choice
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.top_k import TopK
 from truedraft.drafters.heads.guess_trees import coupled_guesses, noise_weight
-from truedraft.verification.coupled import coupled_choice
 
 VOCAB = 50
 
@@ -44,13 +44,6 @@ def test_a_row_depends_on_itself_alone_and_the_logits_stay() -> None:
     assert logits.equal(before)
 
 
-def test_without_noise_they_are_the_heads_own() -> None:
-    logits = logits_of(2, 4)
-    made = coupled_guesses(logits, [1.0] * 4, [KeyedNoise(1, 2, 3, greedy=True)] * 4, 9)
-    expected = TopK.of(logits.flatten(0, 1), 9).view(2, 4)
-    assert made.ids.equal(expected.ids) and made.log_probs.equal(expected.log_probs)
-
-
 def test_nothing_is_read_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "waits", lambda device: True)
     monkeypatch.setattr(transfers, "fetch", lambda tensors: pytest.fail("the host waited"))
@@ -68,7 +61,7 @@ def test_they_are_right_more_often_than_guesses_that_do_not_hear_the_noise(tempe
     target = heads[0].double() + torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
     probs = (target / temperature).softmax(dim=-1)
     shared = [noise.gumbel(0, VOCAB, probs.device) for noise in noises(rows)]
-    chosen = coupled_choice(probs, torch.stack([own for own in shared if own is not None]))
+    chosen = coupled_choice(probs, torch.stack(shared))
     hearing = coupled_guesses(heads, [temperature] * rows, noises(rows), 4).ids[0]
     blind = TopK.of(heads[0], 4).ids
     hits = [(guess == chosen[:, None]).any(dim=-1).sum().item() for guess in (hearing, blind)]

@@ -12,11 +12,11 @@ from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.survival import Survival
 from truedraft.core.top_k import TopK
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import Calibration, tree_curves
 from truedraft.drafters.heads.guess_trees import (
-    MOST_NODES,
+    MOST_CHOSEN_NODES,
     MOST_RANKS,
     FixedTrees,
     GuessTrees,
@@ -70,17 +70,17 @@ def test_where_survival_is_calibrated_it_chooses() -> None:
 def test_calibration_between_temperatures() -> None:
     cold, hot = [[2, -2, -1, 1, 0]], [[0, 0, 0, 2, -1]]
     calibration = Calibration.of({"greedy": cold, "sampled": hot})
-    assert calibration(GREEDY) == Survival.of(cold)
-    assert calibration(SAMPLED) == calibration(SamplingParams(temperature=1.7)) == Survival.of(hot)
+    assert calibration(GREEDY) == AcceptanceOdds.of(cold)
+    assert calibration(SAMPLED) == calibration(SamplingParams(temperature=1.7)) == AcceptanceOdds.of(hot)
     between = calibration(SamplingParams(temperature=0.5))
-    assert between == Survival.of([[1, -1, -0.5, 1.5, -0.5]])
+    assert between == AcceptanceOdds.of([[1, -1, -0.5, 1.5, -0.5]])
     assert calibration(SamplingParams(temperature=0.5)) is between, "made once"
     for number in range(5000):  # a client chooses it
         assert calibration(SamplingParams(temperature=number / 5000)) is not None
     assert len(calibration._between) <= 101, "one for each hundredth"
     assert calibration(SEEDED) is None and Calibration()(GREEDY) is None
     raw_at_one = Calibration.of({"greedy": cold})
-    assert raw_at_one(SamplingParams(temperature=0.5)) == Survival.of([[1, -1, -0.5, 1, 0]])
+    assert raw_at_one(SamplingParams(temperature=0.5)) == AcceptanceOdds.of([[1, -1, -0.5, 1, 0]])
     assert raw_at_one(SAMPLED) is None and Calibration()(SamplingParams(temperature=0.5)) is None
     with pytest.raises(ModelError, match="is damaged"):
         Calibration.of({"greedy": [[1, 2]]})
@@ -146,7 +146,7 @@ def test_extents_are_upper_limits() -> None:
     assert LikeliestTrees(3).extent(200) == Budget(3, MOST_RANKS, 200)
     assert LikeliestTrees(3).extent(0).is_zero
     assert FixedTrees({"greedy": TREE, "sampled": STAR}).extent(2) == Budget(2, 2, 2)
-    with pytest.raises(OptionError, match=f"at most {MOST_NODES} nodes, got 257; give fewer, or a fixed tree"):
+    with pytest.raises(OptionError, match=f"at most {MOST_CHOSEN_NODES} nodes, got 257; give fewer, or a fixed tree"):
         LikeliestTrees(3).extent(257)
 
 

@@ -80,7 +80,7 @@ def ranked_with_noise(
     """Of each head all ids by logits + T min(T, 1) G; head 0 decides the first token of the step."""
     logits = heads.logits(vector[None], target.unembed, target.finish_logits)[:, 0]
     shared = [noise.gumbel(depth, target.vocab_size, logits.device) for depth in range(len(logits))]
-    gumbel = torch.stack([own for own in shared if own is not None])
+    gumbel = torch.stack(shared)
     weight = temperature * min(temperature, 1.0)
     return (logits + weight * gumbel).argsort(dim=-1, descending=True).tolist()
 
@@ -110,7 +110,7 @@ def test_greedy_and_other_requests_have_their_own_trees_in_one_batch(
     vectors = [target.vector_after([1, token]) for token in range(4)]
     params = [GREEDY, SEEDED, SAMPLED, SamplingParams(seed=1)]
     requests = [begun(drafter, i, *each) for i, each in enumerate(zip(params, vectors, strict=True))]
-    noise = [KeyedNoise(5, 3, i, greedy=each.greedy) for i, each in enumerate(params)]
+    noise = [KeyedNoise(5, 3, i) for i in range(4)]
     together = drafter.propose(requests, [drafter.limits] * 4, noise)
     assert [proposal.tree.shape for proposal in together] == [TREE.shape, STAR.shape, STAR.shape, TREE.shape]
     for place, (vector, tree) in enumerate(zip(vectors, (TREE, STAR, STAR, TREE), strict=True)):
@@ -215,7 +215,7 @@ def test_coupled_requests_get_what_their_noise_makes_likeliest(
     for position in range(8):
         noise = KeyedNoise(1, position, 0)
         shared = [noise.gumbel(depth, VOCAB, logits.device) for depth in range(3)]
-        gumbel = torch.stack([own for own in shared if own is not None])
+        gumbel = torch.stack(shared)
         probs = (logits + temperature * min(temperature, 1.0) * gumbel).softmax(dim=-1).tolist()
         paths = [path for d in (1, 2, 3) for path in itertools.product(range(VOCAB), repeat=d)]
         paths.sort(key=lambda path: -math.prod(probs[head][token] for head, token in enumerate(path)))
@@ -226,13 +226,6 @@ def test_coupled_requests_get_what_their_noise_makes_likeliest(
         (narrow,) = drafter.propose([request], [Budget(2, 1, 9)], [noise])
         assert narrow.tree.shape.parents == (-1, 0), "a budget of one child and two tokens"
     assert len(seen) > 1
-
-
-def test_without_noise_a_coupled_request_is_drafted_as_any_other(target: MarkovWithHead, drafter: Medusa) -> None:
-    vector = target.vector_after([1, 2])
-    coupled, sampled = begun(drafter, 0, SEEDED, vector), begun(drafter, 1, SAMPLED, vector)
-    made = drafter.propose([coupled, sampled], [drafter.limits] * 2, [KeyedNoise(0, 0, 0, greedy=True)] * 2)
-    assert made[0].tree.host_ids == made[1].tree.host_ids
 
 
 def test_trees_may_be_chosen_by_fewer_heads(target: MarkovWithHead, heads: MedusaHeads) -> None:

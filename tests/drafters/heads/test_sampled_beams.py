@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ EXACT = 1e-12
 
 
 def dist(name: str, path: Sequence[int]) -> Tensor:
+    return _dist(name, tuple(path))
+
+
+@cache
+def _dist(name: str, path: tuple[int, ...]) -> Tensor:
     """A distribution for every path of tokens, far from uniform."""
     seed = sum((token + 2) * 7**place for place, token in enumerate(path)) + (1000 if name == "p" else 0)
     weights = torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 2 + 0.02

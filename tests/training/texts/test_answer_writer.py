@@ -175,18 +175,15 @@ def test_lines_are_json_that_others_can_read(whole):
     assert record.keys() == {"prompt", "answer", "temperature", "stopped"} and record["temperature"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_unusable_options():
+    for options, message in (
         ({"answer_tokens": 0}, "answer_tokens must be 1 or more, got 0"),
         ({"batch": 0}, "batch must be 1 or more"),
         ({"temperatures": ()}, "at least one"),
         ({"temperatures": (-1.0,)}, "temperature must be a number, 0 or more"),
-    ],
-)
-def test_unusable_options(options, message):
-    with pytest.raises(OptionError, match=message):
-        WritingConfig(**options)
+    ):
+        with pytest.raises(OptionError, match=message):
+            WritingConfig(**options)
 
 
 def test_seeds_go_by_number():

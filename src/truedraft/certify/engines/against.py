@@ -17,16 +17,15 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.certify.checks import Deadline, Finding, Part, Status, now
+from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, log_mean
 from truedraft.certify.engines.asked import (
     BEGINNING,
     REPEATED_PROMPTS,
     REPEATED_TOKENS,
     TOKENS,
-    Asked,
+    AskedEngine,
     Tell,
-    check_prompts,
     greedy_answers,
     refuse_unusable,
 )
@@ -57,13 +56,13 @@ def compare_engines(
 
     Args and errors are those of `certify_engine`; each engine is asked for half of the tokens.
     """
-    check_prompts(prompts, math.inf)
+    check_run(prompts, math.inf, together, seconds)
     for each in (peer, other):
-        refuse_unusable(each, params, together, seconds, sends_seeds)
+        refuse_unusable(each, params, sends_seeds)
     began, deadline = now(), Deadline(seconds)
     # Seeds of the second engine lie elsewhere, so that equal noise does not make answers alike.
     seeds = ((params.seed or 0), (params.seed or 0) + (1 << 31))
-    both = [Asked(each, together, seed, sends_seeds) for each, seed in zip((peer, other), seeds, strict=True)]
+    both = [AskedEngine(each, together, seed, sends_seeds) for each, seed in zip((peer, other), seeds, strict=True)]
     findings = [_alike_greedily(both, prompts, params, tokens, deadline)]
     if not params.greedy:
         findings.insert(0, _alike_sampled(both, prompts, params, deadline, tokens, tell))
@@ -72,8 +71,8 @@ def compare_engines(
 
 
 def _alike_sampled(
-    both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams, deadline: Deadline, tokens: int,
-    tell: Tell,
+    both: Sequence[AskedEngine], prompts: Sequence[Sequence[int]], params: SamplingParams, deadline: Deadline,
+    tokens: int, tell: Tell,
 ) -> Finding:  # fmt: skip
     samples, judged = TwoSamples(), EProcess(pairs=1.0)
     beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in prompts[: 2 * REPEATED_PROMPTS]])
@@ -108,7 +107,11 @@ def _alike_sampled(
 
 
 def _alike_greedily(
-    both: Sequence[Asked], prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
+    both: Sequence[AskedEngine],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    tokens: int,
+    deadline: Deadline,
 ) -> Finding:
     """Greedy answers of both; where they part, their own log-probabilities tell near ties."""
     answers = [greedy_answers(each, prompts, params, tokens // 2, deadline) for each in both]

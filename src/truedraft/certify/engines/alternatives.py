@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify import faults
-from truedraft.certify.engines.law import Law
+from truedraft.certify.engines.answer_probs import AnswerProbs
 from truedraft.core.params import SamplingParams
 from truedraft.peers import FILTERS
 
@@ -33,12 +33,12 @@ class Alternative:
     Attributes:
         name: of the alternative.
         fault: the class of fault that it stands for.
-        probs: float64, from laws and drafts, folded (`Law.folded`); a row that is p bets nothing.
+        probs: float64, from answers and drafts, folded (`AnswerProbs.folded`); a row that is p bets nothing.
     """
 
     name: str
     fault: str
-    probs: Callable[[Law, Mapping[str, Tensor]], Tensor]
+    probs: Callable[[AnswerProbs, Mapping[str, Tensor]], Tensor]
 
 
 def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Sequence[str]) -> list[Alternative]:
@@ -47,7 +47,7 @@ def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Seq
     Args:
         params: the request's.
         filters: the engine's order.
-        drafts: names of the drafts that are known; their distributions come with each law.
+        drafts: names of the drafts that are known; their distributions come with each answer.
     """
     found = _of_state()
     if not params.greedy:
@@ -62,7 +62,7 @@ def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Seq
 
 
 def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[str]) -> Alternative:
-    return Alternative(name, fault, lambda law, drafts: law.folded(law.under(params, filters)))
+    return Alternative(name, fault, lambda own, drafts: own.folded(own.under(params, filters)))
 
 
 def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
@@ -70,7 +70,9 @@ def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alte
     t = params.temperature
     found = [
         Alternative(
-            "the likeliest token", "greedy above temperature 0", lambda law, drafts: _one_hot(law.folded(law.probs))
+            "the likeliest token",
+            "greedy above temperature 0",
+            lambda own, drafts: _one_hot(own.folded(own.probs)),
         ),
         *(
             _options(
@@ -98,10 +100,14 @@ def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternat
         found += [
             _options("no top-p", "top-p ignored", replace(params, top_p=1.0), filters),
             Alternative(
-                "one token more", "top-p off by one token", lambda law, drafts: law.folded(_resized(law, filters, 1))
+                "one token more",
+                "top-p off by one token",
+                lambda own, drafts: own.folded(_resized(own, filters, 1)),
             ),
             Alternative(
-                "one token less", "top-p off by one token", lambda law, drafts: law.folded(_resized(law, filters, -1))
+                "one token less",
+                "top-p off by one token",
+                lambda own, drafts: own.folded(_resized(own, filters, -1)),
             ),
         ]
     if params.top_k > 0:
@@ -134,9 +140,9 @@ def _of_state() -> list[Alternative]:
     """Distributions of another text than the one that was answered."""
     fault = "state of another text"
     return [
-        Alternative("one token behind", fault, lambda law, drafts: law.folded(_earlier(law.probs, 1))),
-        Alternative("two tokens behind", fault, lambda law, drafts: law.folded(_earlier(law.probs, 2))),
-        Alternative("any place of the answer", fault, lambda law, drafts: law.folded(_running_mean(law.probs))),
+        Alternative("one token behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
+        Alternative("two tokens behind", fault, lambda own, drafts: own.folded(_earlier(own.probs, 2))),
+        Alternative("any place of the answer", fault, lambda own, drafts: own.folded(_running_mean(own.probs))),
         Alternative("the last token again", fault, _last_again),
     ]
 
@@ -148,7 +154,7 @@ def _of_judging(draft: str) -> list[Alternative]:
         return Alternative(
             f"{draft}: {fault.detail}",
             fault.name,
-            lambda law, drafts: _judged(fault, law.folded(law.probs), law.folded(drafts[draft])),
+            lambda own, drafts: _judged(fault, own.folded(own.probs), own.folded(drafts[draft])),
         )
 
     found = [by(each) for each in (faults.KEEPS_ALL, faults.RESIDUAL_IS_P, faults.ONE_NUMBER)]
@@ -158,7 +164,9 @@ def _of_judging(draft: str) -> list[Alternative]:
     # Sums of many small cells are what is lost in bfloat16, so all of them are looked at.
     fine = faults.IN_BFLOAT16
     whole = Alternative(
-        f"{draft}: {fine.detail}", fine.name, lambda law, drafts: law.folded(_judged(fine, law.probs, drafts[draft]))
+        f"{draft}: {fine.detail}",
+        fine.name,
+        lambda own, drafts: own.folded(_judged(fine, own.probs, drafts[draft])),
     )
     return [*found, *map(by, drawing), whole]
 
@@ -177,10 +185,10 @@ def _one_hot(probs: Tensor) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, probs.argmax(dim=-1, keepdim=True), 1.0)
 
 
-def _resized(law: Law, filters: Sequence[str], more: int) -> Tensor:
+def _resized(answer: AnswerProbs, filters: Sequence[str], more: int) -> Tensor:
     """The nucleus with a token more, or without the one that crosses; of one token nothing is taken."""
-    wide = law.under(replace(law.question.params, top_p=1.0), filters)
-    sizes = ((law.probs > 0.0).sum(dim=-1, keepdim=True) + more).clamp_min(1)
+    wide = answer.under(replace(answer.question.params, top_p=1.0), filters)
+    sizes = ((answer.probs > 0.0).sum(dim=-1, keepdim=True) + more).clamp_min(1)
     values, order = wide.topk(min(int(sizes.max()), wide.shape[-1]), dim=-1)
     kept = torch.zeros_like(wide).scatter_(-1, order, values * (torch.arange(values.shape[-1]) < sizes))
     return kept / kept.sum(dim=-1, keepdim=True)
@@ -200,20 +208,20 @@ def _running_mean(probs: Tensor) -> Tensor:
     return torch.cat([probs[:_BEHIND], means[_BEHIND - 1 :]])
 
 
-def _last_again(law: Law, drafts: Mapping[str, Tensor]) -> Tensor:
-    again = torch.zeros_like(law.probs)
-    first = len(law.question.prompt)
-    last = torch.tensor(law.text[first - 1 : first - 1 + len(law.tokens)])
-    return law.folded(again.scatter_(-1, last[:, None], 1.0))
+def _last_again(answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> Tensor:
+    again = torch.zeros_like(answer.probs)
+    first = len(answer.question.prompt)
+    last = torch.tensor(answer.text[first - 1 : first - 1 + len(answer.tokens)])
+    return answer.folded(again.scatter_(-1, last[:, None], 1.0))
 
 
-def ngram_candidates(law: Law) -> Tensor:
+def ngram_candidates(answer: AnswerProbs) -> Tensor:
     """Of each token what stood behind the last place where the text before it ends alike: one-hot, or no mass at all.
 
     The longest of the last three tokens down to one is looked for, the latest place first, as n-gram speculation does.
     """
-    text, first = law.text, len(law.question.prompt)
-    found = torch.zeros_like(law.probs)
+    text, first = answer.text, len(answer.question.prompt)
+    found = torch.zeros_like(answer.probs)
     seen: dict[tuple[int, ...], int] = {}
     for place in range(1, len(text)):
         if place >= first:

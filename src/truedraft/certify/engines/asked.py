@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from truedraft.certify.checks import Deadline, Part
+from truedraft.certify.sampling import beginnings
 from truedraft.core.params import SamplingParams
-from truedraft.errors import OptionError, PeerError, PromptError
+from truedraft.errors import OptionError, PeerError
 from truedraft.peers import Peer, Question, Reply
 
 BEGINNING = 12
@@ -25,7 +26,6 @@ _RIVALS = 2
 _STREAMS = 3
 """Least answers of a round that go on for long, beside those of repeated prompts, which are as many tokens together."""
 _WHOLE = 4
-"""Of so many prompts one is asked whole, the others cut: a prefill tests nothing."""
 _DROPPED = 0.5
 
 Answered = tuple[Question, Reply]
@@ -33,7 +33,7 @@ Tell = Callable[[Part, float], None]
 
 
 @dataclass
-class Asked:
+class AskedEngine:
     """An engine, asked.
 
     Args:
@@ -102,38 +102,12 @@ class Asked:
         return f"it answered token id {most}, and the model has {self.vocab_size}: its tokenizer is another one"
 
 
-def streams(prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
-    """Prompts in turn, over and over: whole ones and beginnings."""
-    cut = [list(prompt) if i % _WHOLE == 0 else list(prompt)[: 2 * BEGINNING] for i, prompt in enumerate(prompts)]
-    return itertools.cycle(cut)
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], context_length: float) -> None:
-    """Refuse prompts that leave no room.
-
-    Raises:
-        PromptError: there are none, or one is empty or too long.
-    """
-    if not prompts:
-        raise PromptError("there is nothing to certify with: give at least one prompt")
-    for number, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < context_length - STREAM_TOKENS:
-            raise PromptError(
-                f"prompt {number} has {len(prompt)} tokens; give 1 to {context_length - STREAM_TOKENS - 1}, so that "
-                "the model has room to answer"
-            )
-
-
-def refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: float, sends_seeds: bool) -> None:
+def refuse_unusable(peer: Peer, params: SamplingParams, sends_seeds: bool) -> None:
     """Refuse what cannot be asked.
 
     Raises:
-        OptionError: how many at once, how long, or options that the engine does not take.
+        OptionError: options that the engine does not take.
     """
-    if together < 1:
-        raise OptionError(f"must be 1 or more, got {together}", field="batch")
-    if not 0.0 < seconds < float("inf"):
-        raise OptionError(f"the time must be above 0, got {seconds} seconds")
     if params.structured or params.bad_words:
         raise OptionError("an engine is certified without structured answers and bad words; leave them out")
     plain = replace(params, seed=params.seed if sends_seeds else None, stop=(), stop_token_ids=())
@@ -143,7 +117,7 @@ def refuse_unusable(peer: Peer, params: SamplingParams, together: int, seconds: 
 
 
 def greedy_answers(
-    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
+    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
 ) -> list[Answered]:
     """Greedy answers, with log-probabilities if the engine tells them; where greedy is what is certified, many."""
     cold = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -164,10 +138,10 @@ def greedy_answers(
 
 
 def groups(
-    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams
+    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> Iterator[tuple[list[Question], bool]]:
     """Questions that are asked together, and whether their prompt is one that is asked many times; without an end."""
-    turns = streams(prompts)
+    turns = itertools.cycle(beginnings(prompts, 2 * BEGINNING, _WHOLE))
     several = max(_STREAMS, asked.together)
     for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in prompts[:REPEATED_PROMPTS]]):
         repeats = several * STREAM_TOKENS // REPEATED_TOKENS

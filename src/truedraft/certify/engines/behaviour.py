@@ -11,8 +11,8 @@ from torch import Tensor
 
 from truedraft.certify.checks import Finding, Part, Status
 from truedraft.certify.engines.allowance import Allowance
-from truedraft.certify.engines.asked import Answered, Asked
-from truedraft.certify.engines.law import Judge, unknown_end
+from truedraft.certify.engines.answer_probs import Judge, unknown_end
+from truedraft.certify.engines.asked import Answered, AskedEngine
 from truedraft.core.params import SamplingParams
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Question, Reply
@@ -61,7 +61,7 @@ def lengths(answered: Sequence[Answered], target: LanguageModel) -> list[Finding
     return found
 
 
-def stop_questions(asked: Asked, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
+def stop_questions(asked: AskedEngine, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
     """Questions whose answers hold a stop text at known places: greedy ones again, with a text that stood in them."""
     found = []
     for question, reply in greedy:
@@ -111,11 +111,11 @@ def stops(
 def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
     """Whether an end of text, as greedy decoding finds it up to rounding, stands behind the answer."""
     plain = replace(question.params, stop=(), max_tokens=len(reply.token_ids) + 1)
-    law = next(iter(judge.laws([(Question(question.prompt, plain), reply)])), None)
-    return law is not None and len(law.tokens) > len(reply.token_ids) and not bool(law.outside[-1])
+    answer = next(iter(judge.answer_probs([(Question(question.prompt, plain), reply)])), None)
+    return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])
 
 
-def seeds(asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Finding]:
+def seeds(asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Finding]:
     """Whether a seed gives the same answer again, and with neighbours; measured, for few engines promise it."""
     if params.greedy or "seed" not in asked.peer.facts.takes or not asked.sends_seeds:
         return []
@@ -134,9 +134,9 @@ def seeds(asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams
     ]
 
 
-def replace_together(asked: Asked, together: int) -> Asked:
+def replace_together(asked: AskedEngine, together: int) -> AskedEngine:
     """The same engine, asked so many questions at once, with counts of its own."""
-    return Asked(asked.peer, together, asked.seed, asked.sends_seeds, asked.vocab_size)
+    return AskedEngine(asked.peer, together, asked.seed, asked.sends_seeds, asked.vocab_size)
 
 
 def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Finding:

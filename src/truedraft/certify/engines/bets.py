@@ -2,10 +2,10 @@
 
 For an alternative a and a weight w, fixed before the token is seen, (1 - w) p + w a over p is a likelihood ratio. Its
 mean is 1 if the token follows p. If it follows a p' that rounding made of p, its mean is at most 1 + w g TV(a, p) with
-the gain g of `Law`. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products are e-processes
-(Ville): the mean over alternatives and weights ever reaches 1/a with probability a at most, whenever one stops. Of
-alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it names the
-fault.
+the gain g of `AnswerProbs`. Nothing is bet on doubtful tokens: a is p there. Divided by that, the products are
+e-processes (Ville): the mean over alternatives and weights ever reaches 1/a with probability a at most, whenever one
+stops. Of alternatives the product is largest, in the long run, for the one nearest to what the engine does: so it names
+the fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from truedraft.certify.e_process import log_mean
 from truedraft.certify.engines.alternatives import Alternative
-from truedraft.certify.engines.law import LEAST_SURE, Law
+from truedraft.certify.engines.answer_probs import LEAST_SURE, AnswerProbs
 
 WEIGHTS = (0.1, 0.3, 0.6, 0.9, 0.99)
 _FLOOR = 1e-4
@@ -61,17 +61,17 @@ class Bets:
         self._far = torch.zeros(len(self._alternatives), dtype=torch.float64)
         self._tokens = 0
 
-    def add(self, law: Law, drafts: Mapping[str, Tensor]) -> None:
+    def add(self, answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> None:
         """Go on with the tokens of an answer.
 
         Args:
-            law: of the answer.
+            answer: with its distributions.
             drafts: by name the draft's distributions `[tokens, vocab]`; a row without mass is no draft.
         """
-        self._tokens += int(law.gain.isfinite().sum())
-        p, doubtful = law.folded(law.probs), law.folded(law.doubtful.double()) > 0.0
+        self._tokens += int(answer.gain.isfinite().sum())
+        p, doubtful = answer.folded(answer.probs), answer.folded(answer.doubtful.double()) > 0.0
         for number, alternative in enumerate(self._alternatives):
-            self._logs[number] += self._growth(law, p, alternative.probs(law, drafts), ~doubtful, number)
+            self._logs[number] += self._growth(answer, p, alternative.probs(answer, drafts), ~doubtful, number)
 
     def lose(self, tokens: int, log_ratio: float) -> None:
         """Pay for tokens that were drawn and are not known, so that what is left gains nothing by the choice.
@@ -82,9 +82,9 @@ class Bets:
         most = math.expm1(2.0 * log_ratio) / LEAST_SURE + _FORBIDDEN / _FLOOR
         self._logs += tokens * (torch.log1p(-weights) - torch.log1p(weights * most + _SUMMING))
 
-    def _growth(self, law: Law, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
+    def _growth(self, answer: AnswerProbs, p: Tensor, a: Tensor, sure: Tensor, number: int) -> Tensor:
         """The logarithms by which bets on one alternative grow over an answer, `[weights]`."""
-        tokens = law.places()[:, None]
+        tokens = answer.places()[:, None]
         # Of the tokens that are not doubtful it has the mass that p has there.
         sizes = [(each * sure).sum(dim=-1, keepdim=True) for each in (p, a)]
         a = torch.where(sure & (sizes[1] > 0.0), a * (sizes[0] / sizes[1].clamp_min(1e-300)), p)
@@ -93,9 +93,9 @@ class Bets:
         ratio = torch.where(own > 0.0, other / own, other / _FLOOR)
         ratio = torch.where(sure.gather(-1, tokens)[:, 0], ratio, 1.0)  # also of a doubtful one that has no mass in p
         # What is forbidden is paid for less than it may come.
-        allowed = law.gain * distance + _FORBIDDEN / _FLOOR * (a * (p == 0.0)).sum(dim=-1)
+        allowed = answer.gain * distance + _FORBIDDEN / _FLOOR * (a * (p == 0.0)).sum(dim=-1)
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-        usable = law.gain.isfinite()
+        usable = answer.gain.isfinite()
         self._far[number] += float(distance[usable].sum())
         ratio, allowed = ratio[usable, None], allowed[usable, None]
         return (torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)).sum(dim=0)

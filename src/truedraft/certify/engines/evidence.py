@@ -11,8 +11,8 @@ from torch import Tensor
 
 from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, Events, EventTests, TestResult, log_mean
 from truedraft.certify.engines.alternatives import alternatives_for
+from truedraft.certify.engines.answer_probs import AnswerProbs
 from truedraft.certify.engines.bets import Bet, Bets
-from truedraft.certify.engines.law import Law
 from truedraft.certify.engines.repeated import Repeated
 from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
@@ -29,7 +29,7 @@ class Evidence:
         vocab: size of the vocabulary.
         params: options that all answers share.
         filters: the engine's order.
-        drafts: names of the drafts whose distributions come with laws.
+        drafts: names of the drafts whose distributions come with answers.
         slack: the allowance at the request's temperature.
 
     Attributes:
@@ -56,23 +56,23 @@ class Evidence:
         self.sure = 0
         self.outside = 0
 
-    def add(self, law: Law, drafts: Mapping[str, Tensor], *, repeated: bool) -> None:
+    def add(self, answer: AnswerProbs, drafts: Mapping[str, Tensor], *, repeated: bool) -> None:
         """Test the tokens of one answer.
 
         Args:
-            law: of the answer.
+            answer: with its distributions.
             drafts: by name the draft's distributions `[tokens, vocab]`.
             repeated: whether its prompt is asked many times.
         """
         self._answers += 1
-        self._bets.add(law, drafts)
+        self._bets.add(answer, drafts)
         if repeated and not self.dropped:
-            self._repeated.add(law)
-        self._outside.add(torch.full((len(law.tokens), 1), _OUTSIDE, dtype=torch.float64), law.outside[:, None])
-        self._processes.add(*self._of_events(law), self.dropped / (self._answers + self.dropped))
-        self.tokens += len(law.tokens)
-        self.sure += int(law.sure.sum())
-        self.outside += int(law.outside.sum())
+            self._repeated.add(answer)
+        self._outside.add(torch.full((len(answer.tokens), 1), _OUTSIDE, dtype=torch.float64), answer.outside[:, None])
+        self._processes.add(*self._of_events(answer), self.dropped / (self._answers + self.dropped))
+        self.tokens += len(answer.tokens)
+        self.sure += int(answer.sure.sum())
+        self.outside += int(answer.outside.sum())
         # Behind whole answers alone: whether one is dropped hangs on its end.
         self.process.see(self.log_parts(), self.tokens)
 
@@ -83,13 +83,13 @@ class Evidence:
         self.dropped += answers
         self._bets.lose(answers * tokens, self._slack)
 
-    def _of_events(self, law: Law) -> tuple[Tensor, Tensor]:
+    def _of_events(self, answer: AnswerProbs) -> tuple[Tensor, Tensor]:
         """Events of the tokens whose distribution is sure."""
-        nothing = [Decision(place, None, ()) for place in range(len(law.tokens))]
+        nothing = [Decision(place, None, ()) for place in range(len(answer.tokens))]
         # No draft is known; that is what `coupled` says to the events.
-        scored = Scored(law.probs, law.tokens, law.question.prompt, nothing, 0, coupled=True)
+        scored = Scored(answer.probs, answer.tokens, answer.question.prompt, nothing, 0, coupled=True)
         chances, hits = self._events.measure(scored)
-        return chances.masked_fill(~law.sure[:, None], -1.0), hits
+        return chances.masked_fill(~answer.sure[:, None], -1.0), hits
 
     def log_parts(self) -> dict[str, float]:
         """The logarithm of each part's evidence so far; each is an e-process, and so is their mean."""

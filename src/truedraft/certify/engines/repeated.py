@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.e_process import log_mean
-from truedraft.certify.engines.law import Law
+from truedraft.certify.engines.answer_probs import AnswerProbs
 
 _TRUST = (15.0, 60.0, 250.0)
 _SAME = (0.1, 0.4)
@@ -34,23 +34,23 @@ class Repeated:
         self._last: dict[tuple[int, ...], int] = {}
         self._logs = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
 
-    def add(self, law: Law) -> None:
+    def add(self, answer: AnswerProbs) -> None:
         """Go on with an answer."""
-        for place, token in enumerate(law.tokens):
-            beginning = (*law.question.prompt, -1, *law.tokens[:place])
-            if bool(law.gain[place].isfinite()) and not bool(law.doubtful[place, token]):
-                self._logs += self._of_counts(beginning, law, place)
+        for place, token in enumerate(answer.tokens):
+            beginning = (*answer.question.prompt, -1, *answer.tokens[:place])
+            if bool(answer.gain[place].isfinite()) and not bool(answer.doubtful[place, token]):
+                self._logs += self._of_counts(beginning, answer, place)
                 self._last[beginning] = token
                 self._counts[beginning][token] += 1
 
-    def _of_counts(self, beginning: tuple[int, ...], law: Law, place: int) -> Tensor:
+    def _of_counts(self, beginning: tuple[int, ...], answer: AnswerProbs, place: int) -> Tensor:
         """The steps of all bets at one token, of those that are not doubtful; they share the mass that p has there."""
-        counts, p, token = self._counts[beginning], law.probs[place], law.tokens[place]
-        total, gain = sum(counts.values()), float(law.gain[place])
+        counts, p, token = self._counts[beginning], answer.probs[place], answer.tokens[place]
+        total, gain = sum(counts.values()), float(answer.gain[place])
         steps = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
         if not total:
             return steps
-        mass = float(p[~law.doubtful[place]].sum())
+        mass = float(p[~answer.doubtful[place]].sum())
         own = float(p[token]) or _FLOOR
         seen = torch.tensor(list(counts))
         shares = torch.tensor([mass * counts[one] / total for one in counts], dtype=torch.float64)

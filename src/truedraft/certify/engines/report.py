@@ -8,14 +8,14 @@ from typing import Any
 
 from truedraft.certify.checks import Finding, Status
 from truedraft.certify.e_process import ALARM, CERTAIN
-from truedraft.certify.engines.asked import Asked
+from truedraft.certify.engines.asked import AskedEngine
 from truedraft.certify.report import Report, option_words
 from truedraft.core.params import SamplingParams
 from truedraft.peers import PeerFacts
 
 
 def engine_report(
-    findings: Sequence[Finding], asked: Sequence[Asked], params: SamplingParams, seconds: float, **more: Any
+    findings: Sequence[Finding], asked: Sequence[AskedEngine], params: SamplingParams, seconds: float, **more: Any
 ) -> Report:
     """What came of an engine.
 

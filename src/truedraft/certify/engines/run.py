@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.certify.checks import Deadline, Finding, Part, Status, now
+from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.engines import behaviour
 from truedraft.certify.engines.allowance import Allowance, judging_logits, measured_allowance
 from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
+from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, filtered, with_one_end
 from truedraft.certify.engines.asked import (
     GREEDY_PROMPTS,
+    STREAM_TOKENS,
     TOKENS,
     Answered,
-    Asked,
+    AskedEngine,
     Tell,
-    check_prompts,
     greedy_answers,
     groups,
     refuse_unusable,
 )
 from truedraft.certify.engines.evidence import Evidence
-from truedraft.certify.engines.law import Judge, Law, filtered, with_one_end
 from truedraft.certify.engines.report import engine_report
 from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
@@ -73,16 +73,16 @@ def certify_engine(
         tell: is told a part and the fraction of it that is done.
 
     Raises:
-        OptionError, PromptError: unusable options or prompts, or options that the engine does not take.
+        OptionError: unusable options or prompts, or options that the engine does not take.
         PeerError: the engine could not be asked.
         TruedraftError: the target failed.
     """
-    check_prompts(prompts, target.context_length)
-    refuse_unusable(peer, params, together, seconds, sends_seeds)
+    check_run(prompts, target.context_length - STREAM_TOKENS - 1, together, seconds)
+    refuse_unusable(peer, params, sends_seeds)
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
-    asked, known = Asked(peer, together, params.seed or 0, sends_seeds, target.vocab_size), dict(drafts or {})
+    asked, known = AskedEngine(peer, together, params.seed or 0, sends_seeds, target.vocab_size), dict(drafts or {})
     greedy = greedy_answers(asked, prompts, params, tokens, deadline)
     tell(Part.GREEDY, 1.0)
     measured, differences = measured_allowance(target, rounded, _with_raw(peer, greedy))
@@ -113,13 +113,13 @@ def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
 
 
 def _of_greedy(
-    judge: Judge, answered: Sequence[Answered], drafts: Mapping[str, LanguageModel], asked: Asked
+    judge: Judge, answered: Sequence[Answered], drafts: Mapping[str, LanguageModel], asked: AskedEngine
 ) -> Finding:
     """Greedy tokens at their own prefixes: the likeliest one, or one that rounding cannot tell from it."""
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
     evidence = _evidence(judge, params, drafts)
-    for law in judge.laws(answered):
-        evidence.add(law, drafted(law, drafts, judge), repeated=False)
+    for answer in judge.answer_probs(answered):
+        evidence.add(answer, drafted(answer, drafts, judge), repeated=False)
     ties = evidence.tokens - evidence.sure
     summary = (
         f"{evidence.tokens:,} tokens, {ties} of them at near ties; {evidence.outside} are not the likeliest token by "
@@ -131,7 +131,7 @@ def _of_greedy(
 
 
 def _tokens_finding(
-    part: Part, name: str, evidence: Evidence, asked: Asked, enough: bool, summary: str, facts: dict[str, Any]
+    part: Part, name: str, evidence: Evidence, asked: AskedEngine, enough: bool, summary: str, facts: dict[str, Any]
 ) -> Finding:
     """What evidence comes to: a fault only where the engine told its ids itself."""
     status = Status.HOLDS if enough else Status.NOT_ENOUGH
@@ -144,7 +144,7 @@ def _tokens_finding(
 
 
 def _sampled(
-    judge: Judge, asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams,
+    judge: Judge, asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams,
     drafts: Mapping[str, LanguageModel], deadline: Deadline, tokens: int, tell: Tell,
 ) -> tuple[Finding, list[Answered], PeerError | None]:  # fmt: skip
     """Sampled tokens until they are enough, the evidence is certain, the time is over, or the engine fails."""
@@ -161,14 +161,14 @@ def _sampled(
             break
         kept += answered
         evidence.lose(len(questions) - len(answered), questions[0].params.max_tokens)
-        for law in judge.laws(answered):
-            evidence.add(law, drafted(law, drafts, judge), repeated=repeated)
+        for answer in judge.answer_probs(answered):
+            evidence.add(answer, drafted(answer, drafts, judge), repeated=repeated)
         tell(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
     tell(Part.SAMPLED, 1.0)
     return _sampled_finding(evidence, judge, asked), kept, failed
 
 
-def _sampled_finding(evidence: Evidence, judge: Judge, asked: Asked) -> Finding:
+def _sampled_finding(evidence: Evidence, judge: Judge, asked: AskedEngine) -> Finding:
     detectable = evidence.smallest_detectable()
     until = evidence.process.reached
     summary = (
@@ -192,23 +192,23 @@ def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, Languag
     return Evidence(judge.target.vocab_size, params, judge.filters, [*drafts, COPIED], slack)
 
 
-def drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
+def drafted(answer: AnswerProbs, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
     """The drafts' distributions at the tokens of an answer, under its options."""
-    found = {COPIED: ngram_candidates(law)}
+    found = {COPIED: ngram_candidates(answer)}
     for name, model in drafts.items():
-        found[name] = torch.zeros_like(law.probs)
-        known = next((place for place, token in enumerate(law.text) if token >= model.vocab_size), len(law.text))
+        found[name] = torch.zeros_like(answer.probs)
+        known = next((place for place, token in enumerate(answer.text) if token >= model.vocab_size), len(answer.text))
         # A row is of what stands before its token: it may be one that the draft does not have, and must not matter.
-        first, last = len(law.question.prompt), min(known + 1, len(law.text), model.context_length)
+        first, last = len(answer.question.prompt), min(known + 1, len(answer.text), model.context_length)
         if known < first or last <= first:  # a draft that cannot read the text guesses nothing
             continue
-        behind = [*law.text[first : last - 1], 0]  # no row sees the last
-        (logits,) = judging_logits(model, [(law.question.prompt, behind)])
+        behind = [*answer.text[first : last - 1], 0]  # no row sees the last
+        (logits,) = judging_logits(model, [(answer.question.prompt, behind)])
         ids = min(model.vocab_size, judge.target.vocab_size)
         rows = torch.full((len(logits), judge.target.vocab_size), -math.inf, dtype=torch.float64)
         rows[:, :ids] = logits[:, :ids]
-        probs = filtered(rows, law.question.params, judge.filters).probs
-        found[name][: len(rows)] = with_one_end(probs, law.ends)
+        probs = filtered(rows, answer.question.params, judge.filters).probs
+        found[name][: len(rows)] = with_one_end(probs, answer.ends)
     return found
 
 
@@ -216,7 +216,7 @@ def drafted(law: Law, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict
 
 
 def _promises(
-    asked: Asked, prompts: Sequence[Sequence[int]], params: SamplingParams, greedy: Sequence[Answered],
+    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, greedy: Sequence[Answered],
     answered: Sequence[Answered], judge: Judge,
 ) -> list[Finding]:  # fmt: skip
     """Lengths, stop texts and seeds; an engine that fails meanwhile loses nothing of what was found before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
+from truedraft.drafters.held import Held
 from truedraft.drafters.measured_trees import MeasuredTrees
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.heads.base import Head
@@ -37,7 +38,7 @@ class HeadDrafter(Drafter, MeasuredTrees, Generic[HeadT, RunnerT]):
     """
 
     features: ClassVar[Features | None] = Features()
-    told_late = True
+    observes_lazily = True
 
     def __init__(self, head: HeadT) -> None:
         self.head = head
@@ -45,6 +46,7 @@ class HeadDrafter(Drafter, MeasuredTrees, Generic[HeadT, RunnerT]):
         self.note = head.record.note
         self.facts: dict[str, Any] = dict(head.record.facts)
         self._vectors: dict[int, Tensor | None] = {}  # by request: the one that gave its last token, [width]
+        self.held = Held(noted=[self._vectors])
         self._runner: RunnerT | None = None
         self._runs_with: LanguageModel | None = None
 
@@ -76,6 +78,7 @@ class HeadDrafter(Drafter, MeasuredTrees, Generic[HeadT, RunnerT]):
             target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))  # raises where it cannot
         self._runner = self._runner_for(target)
         self._runs_with = target
+        self.held.request_bytes = self.head.config.width * target.dtype.itemsize
 
     @property
     def _running(self) -> tuple[RunnerT, LanguageModel]:
@@ -98,15 +101,6 @@ class HeadDrafter(Drafter, MeasuredTrees, Generic[HeadT, RunnerT]):
             # A copy: the next forward may write over the rows, and one row should not hold on to all of them. Behind
             # the entries that heads read there are the zeros of a padded target.
             self._vectors[request.id] = outcome.hidden[-1, : self.head.config.width].clone()
-
-    @property
-    def request_bytes(self) -> int:  # type: ignore[override]
-        """Of the vector that it reads."""
-        return 0 if self._runs_with is None else self.head.config.width * self._runs_with.dtype.itemsize
-
-    @property
-    def holding(self) -> Collection[int]:
-        return self._vectors
 
     def end(self, request: DraftRequest) -> None:
         self._vectors.pop(request.id, None)

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.core import transfers
-from truedraft.core.survival import Scores, as_they_are
 from truedraft.core.top_k import TopK, stable_topk
 from truedraft.core.tree import TokenTree, shape_of
+from truedraft.drafters.heads.acceptance import Scores, as_they_are
 from truedraft.heads.redrafter import RedrafterRunner
 
 NO_TOKEN = -1
@@ -88,7 +88,7 @@ def beam_search(
         hidden: `[requests, width]`: the vectors from which the requests' last tokens were drawn.
         drawn: `[requests]`, int64: those tokens, on the target's device.
         beams: how many are kept, at most as many as there are token ids.
-        scores: what beams are chosen by: for one row or beam after another of each request, by `survival.scores_for`.
+        scores: what beams are chosen by: for one row or beam after another of each request, by `acceptance.scores_for`.
 
     Yields:
         For length 1, 2, 3, ... the beams that are kept, the best first; their scores are sums of what `scores` makes of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.core.params import SamplingParams
-from truedraft.core.survival import RAW, Survival
+from truedraft.drafters.heads.acceptance import RAW, AcceptanceOdds
 from truedraft.errors import ModelError, OptionError
 from truedraft.theory import AcceptanceCurve
 
@@ -16,7 +16,7 @@ GREEDY, SAMPLED, COUPLED = "greedy", "sampled", "coupled"
 LIKELIEST, COUNTED = "likeliest", "counted"
 """Trees that are chosen at each step, and the one that was counted for all."""
 FACT = "survival"
-"""Among the facts: for each depth the five numbers of `core.survival.Odds`."""
+"""Among the facts: for each depth the five numbers of `acceptance.Odds`."""
 BEAMS_FACT = "beams"
 """Among a recurrent head's facts: for "greedy" and "sampled" requests a list of objects with `beams`, `length`, `nodes`
 and `tokens`, the last two lists of equal length."""
@@ -30,7 +30,7 @@ def kind_of(params: SamplingParams) -> str:
 
 
 class Calibration:
-    """Survival by the kind of requests: "greedy" at temperature 0, "sampled" and "coupled" at temperature 1.
+    """Odds of acceptance by the kind of requests: "greedy" at temperature 0, "sampled" and "coupled" at temperature 1.
 
     Between these temperatures, to the nearest hundredth, the odds are taken in between, above 1 they are those of 1.
     Seeded requests know the target's noise, so their guesses survive otherwise. For kinds that are missing the heads'
@@ -40,9 +40,9 @@ class Calibration:
         kinds: what was fitted, as many depths each.
     """
 
-    def __init__(self, kinds: Mapping[str, Survival] | None = None) -> None:
+    def __init__(self, kinds: Mapping[str, AcceptanceOdds] | None = None) -> None:
         self._kinds = dict(kinds or {})
-        self._between: dict[tuple[str, float], Survival | None] = {}
+        self._between: dict[tuple[str, float], AcceptanceOdds | None] = {}
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> Calibration:
@@ -52,9 +52,9 @@ class Calibration:
             ModelError: they are something else.
         """
         with _reading("trees of these heads", "them"):
-            return cls({kind: Survival.of(depths) for kind, depths in kept.items()})
+            return cls({kind: AcceptanceOdds.of(depths) for kind, depths in kept.items()})
 
-    def __call__(self, params: SamplingParams) -> Survival | None:
+    def __call__(self, params: SamplingParams) -> AcceptanceOdds | None:
         """What serves for a request; None where paths are chosen by the heads' own probabilities."""
         if params.greedy:
             return self._kinds.get(GREEDY)
@@ -68,10 +68,10 @@ class Calibration:
         return self._between[key]
 
 
-def _raw_like(other: Survival | None) -> Survival:
+def _raw_like(other: AcceptanceOdds | None) -> AcceptanceOdds:
     """The heads' own probabilities, for as many depths as another has."""
     assert other is not None
-    return Survival((RAW,) * len(other.depths))
+    return AcceptanceOdds((RAW,) * len(other.depths))
 
 
 def tree_curves(facts: Mapping[str, Any], heads: int) -> dict[str, AcceptanceCurve]:

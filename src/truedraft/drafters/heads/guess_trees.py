@@ -17,16 +17,16 @@ from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree, likeliest_paths
-from truedraft.core.survival import Survival
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree
+from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import FACT, GREEDY, SAMPLED, Calibration, fixed_for, kind_of, tree_curves
 from truedraft.errors import CompositionError, OptionError
 from truedraft.theory import AcceptanceCurve
 
 MOST_RANKS = 64
 """Guesses of a head that a tree chosen at each step may take up."""
-MOST_NODES = 256
+MOST_CHOSEN_NODES = 256
 """Nodes of a tree chosen at each step; the paths to choose from grow faster than these."""
 
 Wanted: TypeAlias = tuple[SamplingParams, Budget]
@@ -205,9 +205,10 @@ class LikeliestTrees(GuessTrees):
         self._fixed_for = frozenset(fixed_for)
 
     def extent(self, nodes: int) -> Budget:
-        if nodes > MOST_NODES:
+        if nodes > MOST_CHOSEN_NODES:
             raise OptionError(
-                f"a tree chosen at each step has at most {MOST_NODES} nodes, got {nodes}; give fewer, or a fixed tree"
+                f"a tree chosen at each step has at most {MOST_CHOSEN_NODES} nodes, got {nodes}; give fewer, or a "
+                "fixed tree"
             )
         return Budget(min(self._heads, nodes), min(MOST_RANKS, nodes), nodes)
 
@@ -227,7 +228,7 @@ class LikeliestTrees(GuessTrees):
 
     def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
         found: dict[int, TokenTree] = {}
-        alike: dict[tuple[Budget, Survival | None], list[int]] = {}
+        alike: dict[tuple[Budget, AcceptanceOdds | None], list[int]] = {}
         for row, (params, budget) in enumerate(requests):
             fixed = self._tree_of(params)
             if fixed is not None:
@@ -277,7 +278,9 @@ def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, A
     return LikeliestTrees(heads, tree_curves(facts, heads), FixedTrees(counted), calibration, fixed_for(facts))
 
 
-def _likeliest(ids: NDArray[Any], log_probs: NDArray[Any], nodes: int, survival: Survival | None) -> list[TokenTree]:
+def _likeliest(
+    ids: NDArray[Any], log_probs: NDArray[Any], nodes: int, survival: AcceptanceOdds | None
+) -> list[TokenTree]:
     """The trees of the best paths among guesses `[depth, requests, ranks]`."""
     if survival is not None:
         scores = torch.from_numpy(log_probs)
@@ -313,7 +316,7 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
     Args:
         logits: `[depth, rows, vocab]`: row 0 of the first axis guesses the first token that the step decides.
         temperatures: of the rows' requests, above 0.
-        noise: of each row's request at this step; without Gumbel noise its logits stay as they are.
+        noise: of each row's request at this step.
         ranks: guesses of each head, at most `vocab`.
 
     Returns:
@@ -324,9 +327,7 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
     scores = logits.float().clone()
     for row, (temperature, own) in enumerate(zip(temperatures, noise, strict=True)):
         for head in range(depth):
-            gumbel = own.gumbel(head, vocab, logits.device)
-            if gumbel is not None:
-                scores[head, row].add_(gumbel, alpha=noise_weight(temperature))
+            scores[head, row].add_(own.gumbel(head, vocab, logits.device), alpha=noise_weight(temperature))
     return TopK.of(scores.flatten(0, 1), ranks).view(depth, rows)
 
 
@@ -335,6 +336,5 @@ def noise_weight(temperature: float) -> float:
 
     T would be right if the head's distribution were the target's. Below 1, fitting the weight to the choices of the
     embedded target gave about T squared for every head (0.5 at T = 0.7, 0.9 at T = 1), and more accepted tokens than T.
-    At T = 0 it vanishes, as the noise of greedy requests does.
     """
     return temperature * min(temperature, 1.0)

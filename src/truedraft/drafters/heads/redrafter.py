@@ -14,9 +14,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.survival import scores_for
 from truedraft.core.tree import TokenTree, narrowed
 from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.heads.acceptance import scores_for
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.beams import Beams, MergedBeams, beam_search, merge, trees_of, with_dropped
 from truedraft.drafters.heads.calibration import FACT, Calibration, beam_curves
@@ -44,8 +44,8 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
 
     The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
     the best continuations; with those that it drops on the way they are merged into a tree wherever they share
-    prefixes, and the tree's best nodes are proposed. Best is what is likeliest to be accepted, by the survival that was
-    calibrated for this head (`core.survival`), or else by its own probabilities. Beams were chosen, not drawn, so the
+    prefixes, and the tree's best nodes are proposed. Best is what is likeliest to be accepted, by the odds that were
+    fitted for this head (`AcceptanceOdds`), or else by its own probabilities. Beams were chosen, not drawn, so the
     rule follows the child that carries the token it draws from the target's distribution: exact at every temperature.
     (Accepting beams as if they had been drawn, as the published code does, is not.)
 

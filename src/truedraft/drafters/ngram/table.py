@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from truedraft.drafters.registry import TABLE
 from truedraft.errors import ModelError
-from truedraft.files import written_whole
+from truedraft.files import user_path, written_whole
 
 VERSION = 1
 MOST_ORDER = 8
@@ -208,7 +208,7 @@ class NgramTable:
         Raises:
             ModelError: there is none, it is cut off or damaged, or of another version; says which.
         """
-        file = _expanded(Path(path))
+        file = user_path(path, ModelError)
         file = file / TABLE if file.is_dir() else file
         try:
             with file.open("rb") as opened:
@@ -296,10 +296,3 @@ def _levels(file: Path, content: mmap.mmap, listed: Sequence[Mapping[str, Any]],
 
 def _refuse(file: Path, what: str, remedy: str) -> NoReturn:
     raise ModelError(f"the n-gram table {str(file)!r} {what}; {remedy}")
-
-
-def _expanded(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError:  # the home of nobody
-        return path

@@ -1,27 +1,20 @@
 """A draft model that drafts ahead: what lives in the other process, and what the two processes tell each other.
 
-Behind a chain that is being judged the likeliest outcome is that all of it stays, and that the token behind it is the
-one which the draft would take there. So that is taken to be the text, and the chain that the next step would be asked
-for is drafted behind it, with the noise of that step, by the same code as any other: it is, number for number, what
-would be drafted if it were asked for then. Whether it is used, a *hit*, or drafted anew changes when a token is
-drafted, and never which one. How much is drafted ahead is settled before the round, by the budget asked for last.
+The likeliest outcome of a chain that is being judged is that all of it stays, with the draft's own next token behind
+it. That is taken to be the text, and the next chain is drafted behind it, by the same code as any other, with the noise
+and the budget of the next step. It is used if the next step asks for just that, a *hit*; otherwise the chain is drafted
+anew. So drafting ahead changes when a token is drafted, and never which one.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
 
-import torch
-from numpy.typing import NDArray
-
-from truedraft.core.budget import Budget
+from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise, NoiseKey, Purpose
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import Draw, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree
 from truedraft.drafters.base import DraftRequest
@@ -36,7 +29,7 @@ class Call:
     Attributes:
         id: of the request.
         params: its options; they change no logits of single tokens.
-        tokens: that its text gained since it was told of last; all of it at the first call.
+        tokens: that its text gained since the last call; all of it at the first one.
         budget: of the chain; not zero.
         noise: its key, see `KeyedNoise.key`.
         limit: of its cache, in tokens.
@@ -51,53 +44,6 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """A proposal that is a chain, as it goes from one process to another.
-
-    Attributes:
-        tokens: of the nodes.
-        draws: of each tree row.
-        probs: `[nodes, vocab]` that they were drawn from; None where they are deterministic.
-        confidence: the draft's own probabilities of the tokens, where they were worked out.
-    """
-
-    tokens: list[int]
-    draws: tuple[tuple[Draw, ...], ...]
-    probs: NDArray[Any] | None
-    confidence: tuple[float, ...]
-
-    @classmethod
-    def of(cls, proposal: Proposal) -> Chain:
-        """A drafted chain."""
-        probs = None if proposal.probs is None else proposal.probs.numpy()
-        return cls(proposal.tree.host_ids, proposal.draws, probs, proposal.confidence)
-
-    def proposal(self) -> Proposal:
-        """The same, to be judged."""
-        probs = None if self.probs is None else torch.from_numpy(self.probs)
-        return Proposal(TokenTree.chain(self.tokens), self.draws, probs, self.confidence)
-
-    def within(self, budget: Budget) -> Chain | None:
-        """What a budget would have drafted of it, which is its beginning; None where that is longer, or unknown.
-
-        Args:
-            budget: of the same draft with the same noise.
-        """
-        length, survival, ends = min(budget.depth, budget.nodes), 1.0, not budget.looks
-        if budget.looks:
-            for number, probability in enumerate(self.confidence[:length], 1):
-                survival *= budget.chance(probability)
-                if number == length or not budget.goes_on(probability, survival):
-                    length, ends = number, True
-                    break
-        if not ends or length > len(self.tokens):
-            return None
-        probs = None if self.probs is None else self.probs[:length]
-        confidence = self.confidence[:length] if budget.looks else ()
-        return Chain(self.tokens[:length], (*self.draws[:length], ()), probs, confidence)
-
-
-@dataclass(frozen=True, slots=True)
 class Reply:
     """What was drafted.
 
@@ -105,36 +51,13 @@ class Reply:
         chains: one for each call.
         hits: how many of them had been drafted ahead.
         ahead_tokens: drafted ahead so far, used or not.
-        cpu_s: processor time of all that was drafted so far, ahead or not.
-        ahead_cpu_s: of what was drafted ahead.
         cache_bytes: that are held for requests.
-        failure: why nothing could be drafted ahead the last time; None where it could.
     """
 
-    chains: list[Chain]
+    chains: list[Proposal]
     hits: int
     ahead_tokens: int
-    cpu_s: float
-    ahead_cpu_s: float
     cache_bytes: int
-    failure: str | None
-
-
-class AheadWorker(Protocol):
-    """Where chains are drafted, and drafted ahead once they were handed out.
-
-    Attributes:
-        alive: whether it can be asked.
-    """
-
-    @property
-    def alive(self) -> bool: ...
-
-    def propose(self, calls: Sequence[Call]) -> Reply:
-        """A chain for each of some requests; raises DrafterError where there is none."""
-
-    def end(self, request: int) -> None:
-        """A request is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -143,24 +66,35 @@ class _Text:
 
     Attributes:
         request: as the draft model sees it.
-        call: that it was asked for last.
         tokens: its text as far as it was told, and behind that what is taken to follow.
         told: how many it was told.
         chain: that it was answered with.
+        noise: key of that chain's noise.
+        budget: that the next chain is taken to have, cut to what the draft may do.
         ahead: the chain behind what is taken to follow; None where there is none.
     """
 
     request: DraftRequest
-    call: Call
     tokens: list[int]
     told: int = 0
     chain: list[int] = field(default_factory=list)
-    ahead: Chain | None = None
+    noise: NoiseKey = (0, 0, 0, 0, 0)
+    budget: Budget = NO_DRAFT
+    ahead: Proposal | None = None
 
-    def key(self, further: int, step: int = 0, member: int | None = None) -> NoiseKey:
-        """Of the noise so many tokens and steps behind that of the call, or of another member there."""
-        root, position, steps, own, shared = self.call.noise
-        return root, position + further, steps + step, own if member is None else member, shared
+    def follow(self, new: Sequence[int]) -> int:
+        """Take in the tokens that really follow; with how many of its tokens the text still begins."""
+        pairs = enumerate(zip(self.tokens[self.told :], new, strict=False))
+        known = min(len(self.tokens) - self.told, len(new))
+        same = self.told + next((place for place, (one, other) in pairs if one != other), known)
+        self.tokens[self.told :] = new
+        self.told = len(self.tokens)
+        return same
+
+    def key(self, further: int, step: int = 0) -> NoiseKey:
+        """Of the noise so many tokens and steps behind that of the chain."""
+        root, position, steps, member, shared = self.noise
+        return root, position + further, steps + step, member, shared
 
 
 class _Verdicts(KeyedNoise):
@@ -178,115 +112,82 @@ class AheadDrafter:
 
     Args:
         drafter: drafts chains; its model carries no states from token to token.
-        clock: seconds of processor time.
     """
 
-    alive = True
-
-    def __init__(self, drafter: DraftModel, clock: Callable[[], float] = time.process_time) -> None:
+    def __init__(self, drafter: DraftModel) -> None:
         self.drafter = drafter
-        self._clock = clock
-        self._began_s = clock()
         self._texts: dict[int, _Text] = {}
         self._open: list[_Text] = []  # that were answered and not drafted ahead of
         self._ahead_tokens = 0
-        self._ahead_s = 0.0
-        self._failure: str | None = None
-
-    def _text(self, call: Call) -> _Text:
-        """A request, begun at its first call. It shares what it begins with with nobody: nobody knows who may."""
-        if call.id not in self._texts:
-            tokens: list[int] = []
-            request = DraftRequest(call.id, call.params, TokenView(tokens), scope=call.id)
-            self.drafter.begin(request)
-            self._texts[call.id] = _Text(request, call, tokens)
-        return self._texts[call.id]
 
     def end(self, request: int) -> None:
         """A request is over."""
         text = self._texts.pop(request, None)
         if text is not None:
             self._open = [each for each in self._open if each is not text]
-            del text.tokens[text.told :]
-            self.drafter.rewind(text.request)
             self.drafter.end(text.request)
 
     def propose(self, calls: Sequence[Call]) -> Reply:
         """A chain for each call: what was drafted ahead for it, or drafted now."""
-        texts = [self._text(call) for call in calls]
-        self._open = []
-        chains = [self._take(text, call) for text, call in zip(texts, calls, strict=True)]
-        missed = [place for place, chain in enumerate(chains) if chain is None]
+        chains = {place: chain for place, call in enumerate(calls) if (chain := self._take(call)) is not None}
+        hits = len(chains)
+        missed = [place for place in range(len(calls)) if place not in chains]
+        self._open = [self._texts[call.id] for call in calls]
         if missed:
             drafted = self.drafter.propose(
-                [texts[place].request for place in missed],
+                [self._open[place].request for place in missed],
                 [calls[place].budget for place in missed],
-                [_noise(calls[place].noise, calls[place].params) for place in missed],
+                [KeyedNoise.of_key(calls[place].noise) for place in missed],
             )
-            for place, proposal in zip(missed, drafted, strict=True):
-                chains[place] = Chain.of(proposal)
-        found = [chain for chain in chains if chain is not None]
-        for text, call, chain in zip(texts, calls, found, strict=True):
-            text.call, text.chain = call, chain.tokens
-        self._open = [text for text in texts if text.chain]
-        hits, spent_s = len(calls) - len(missed), self._clock() - self._began_s
-        held, failure = self.drafter.cache_bytes, self._failure
-        return Reply(found, hits, self._ahead_tokens, spent_s, self._ahead_s, held, failure)
+            chains |= zip(missed, drafted, strict=True)
+        for place, text in enumerate(self._open):
+            text.noise, text.chain = calls[place].noise, chains[place].tree.host_ids
+        replied = [chains[place] for place in range(len(calls))]
+        return Reply(replied, hits, self._ahead_tokens, self.drafter.held.n_bytes)
 
-    def _take(self, text: _Text, call: Call) -> Chain | None:
-        """Read on to where a request is now; the chain that was drafted ahead for it, if one was."""
-        assumed, ahead, text.ahead = tuple(text.tokens[text.told :]), text.ahead, None
-        if assumed != call.tokens:
-            pairs = enumerate(zip(assumed, call.tokens, strict=False))
-            same = next((place for place, (one, other) in pairs if one != other), min(len(assumed), len(call.tokens)))
-            del text.tokens[text.told + same :]
-            self.drafter.rewind(text.request)
-            text.tokens += call.tokens[same:]
-        text.told = len(text.tokens)
-        cache = self.drafter.caches[call.id]
+    def _take(self, call: Call) -> Proposal | None:
+        """Read on to where a request is now; the chain that was drafted ahead for it, if one was.
+
+        It shares what it begins with with nobody: nobody here knows who may.
+        """
+        text = self._texts.get(call.id)
+        if text is None:
+            tokens: list[int] = []
+            text = self._texts[call.id] = _Text(
+                DraftRequest(call.id, call.params, TokenView(tokens), scope=call.id), tokens
+            )
+            self.drafter.begin(text.request)
+        cache, assumed = self.drafter.caches[call.id], len(text.tokens)
         if cache.limit != call.limit:
             cache.limit_to(call.limit)
-        followed = call.noise == text.key(len(assumed), step=1)
-        if ahead is None or assumed != call.tokens or not followed:
+        followed = call.noise == text.key(assumed - text.told, step=1)
+        same = text.follow(call.tokens)
+        if same < assumed:
+            cache.rollback(min(cache.length, same))
+        budget, text.budget = text.budget, self.drafter.within(call.budget, text.request)
+        ahead, text.ahead = text.ahead, None
+        if ahead is None or not followed or not same == assumed == text.told:
             return None
-        return ahead.within(self.drafter.within(call.budget, text.request))
+        return ahead if text.budget == budget else _shortened(ahead, budget, text.budget)
 
     def draft_ahead(self) -> None:
-        """Draft for the likeliest outcome of the step that judges what was handed out last.
-
-        A failure loses no answer: then it is drafted when it is asked for.
-        """
-        texts, self._open = self._open, []
-        began_s = self._clock()
-        try:
-            if texts:
-                self._draft_behind(texts)
-            self._failure = None
-        except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
-        self._ahead_s += self._clock() - began_s
-
-    def _draft_behind(self, texts: Sequence[_Text]) -> None:
-        """Take each chain and the draft's own token behind it to be the text, and draft on, all requests together."""
+        """Draft for the likeliest outcome of the step that judges what was handed out last, all requests together."""
+        texts, self._open = [text for text in self._open if text.chain], []
         for text in texts:
             cache = self.drafter.caches[text.request.id]
             cache.commit(range(min(cache.uncommitted, len(text.chain))))
             text.tokens += text.chain
-        noises = [
-            _Verdicts.of_key(text.key(len(text.chain), member=0), greedy=text.request.params.greedy) for text in texts
-        ]
-        ends = self.drafter.propose([text.request for text in texts], [Budget(1)] * len(texts), noises)
+        ends = self._draft(texts, [Budget(1)] * len(texts), [_verdict(text) for text in texts])
         for text, end in zip(texts, ends, strict=True):
             text.tokens += end.tree.host_ids
         texts = [text for text, end in zip(texts, ends, strict=True) if len(end.tree)]
-        drafted = self.drafter.propose(
-            [text.request for text in texts],
-            [_ahead(self.drafter.within(text.call.budget, text.request), len(text.chain)) for text in texts],
-            [_noise(text.key(len(text.chain) + 1, step=1), text.request.params) for text in texts],
-        )
-        for text, proposal in zip(texts, drafted, strict=True):
-            text.ahead = Chain.of(proposal)
+        noises = [KeyedNoise.of_key(text.key(len(text.chain) + 1, step=1)) for text in texts]
+        for text, proposal in zip(texts, self._draft(texts, [text.budget for text in texts], noises), strict=True):
+            text.ahead = proposal
             self._ahead_tokens += len(proposal.tree)
+
+    def _draft(self, texts: Sequence[_Text], budgets: Sequence[Budget], noises: Sequence[KeyedNoise]) -> list[Proposal]:
+        return self.drafter.propose([text.request for text in texts], budgets, noises) if texts else []
 
 
 def ahead_drafter(
@@ -302,20 +203,21 @@ def ahead_drafter(
     return AheadDrafter(DraftModel(load(), num_speculative_tokens, min_probability=min_probability))
 
 
-def _ahead(budget: Budget, drafted: int) -> Budget:
-    """What is drafted ahead, known before it begins: as much as a budget allows, whatever its tokens turn out to be.
+def _verdict(text: _Text) -> KeyedNoise:
+    root, position, step, _, shared = text.key(len(text.chain))
+    return _Verdicts.of_key((root, position, step, 0, shared))
 
-    Where probabilities say how far to go, nobody knows how far that will be; then it is one token more than the last
-    time.
+
+def _shortened(chain: Proposal, given: Budget, wanted: Budget) -> Proposal | None:
+    """What a budget would have drafted of a chain; None where that is more, or a matter of probabilities.
 
     Args:
-        budget: of the last proposal, cut to what the draft may do.
-        drafted: tokens of that proposal.
+        chain: that was drafted.
+        given: its budget.
+        wanted: of the same draft with the same noise.
     """
-    if not budget.looks:
-        return budget
-    return replace(budget.cut(drafted + 1), min_probability=sys.float_info.min, floor=0.0)  # looks, and never stops
-
-
-def _noise(key: NoiseKey, params: SamplingParams) -> KeyedNoise:
-    return KeyedNoise.of_key(key, greedy=params.greedy)
+    length = min(wanted.depth, wanted.nodes)
+    if given.looks or wanted.looks or length > len(chain.tree):
+        return None
+    probs = None if chain.probs is None else chain.probs[:length]
+    return Proposal(TokenTree.chain(chain.tree.host_ids[:length]), (*chain.draws[:length], ()), probs)

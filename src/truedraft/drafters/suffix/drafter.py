@@ -11,6 +11,7 @@ from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree, likeliest_tree
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.candidates import CandidateDrafter
+from truedraft.drafters.held import Held
 from truedraft.drafters.prompt_lookup import NgramIndex, copied
 from truedraft.drafters.suffix.index import END, NO_MATCHES, WINDOW, Matches
 from truedraft.drafters.suffix.store import SuffixStore
@@ -53,11 +54,8 @@ class SuffixDrafter(CandidateDrafter):
         depth = min(num_speculative_tokens, nodes)
         self.limits = Budget(depth=depth, width=nodes, nodes=nodes)
         self._own: dict[int, NgramIndex] = {}
+        self.held = Held(noted=[self._own])
         self._found: dict[int, tuple[int, Matches]] = {}  # by request: for which length of its text, and what
-
-    @property
-    def holding(self) -> frozenset[int]:
-        return frozenset(self._own)
 
     def begin(self, request: DraftRequest) -> None:
         self._own[request.id] = NgramIndex(_SIZES)

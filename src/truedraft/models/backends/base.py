@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from truedraft.cache import CachePool
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.base import HeadRun, Segment
+from truedraft.models.base import ForwardOutput, HeadRun, Segment
 from truedraft.models.packing import ForwardPlan
 
 
@@ -55,54 +55,45 @@ class Backend(ABC):
         """
         return CachePool(limit)
 
-    def forward(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+    def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
         """Reserve room in the segments' caches, lay the segments out, and run them.
 
         Args:
             segments: the requests' shares of the forward.
             device: of the model.
+            layers: whose output is wanted, too.
 
         Returns:
-            Logits `[rows, ids]` of the wanted rows, padded ids of the embedding included, and the vectors
-            `[rows, width]` that entered the LM head.
+            Of the wanted rows; logits of padded ids of the embedding included.
         """
-        if any(segment.inputs is not None for segment in segments):
-            return self._forward_apart(segments, device)
-        plan = ForwardPlan.of(segments, device, self.least_rows)
-        logits, hidden = self.run(plan)
-        return logits[: plan.wanted], hidden[: plan.wanted]
-
-    def _forward_apart(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-        """The same where some segments are prompts with images or sound, each of which is read in a forward of its
-        own."""
-        packed = [segment for segment in segments if segment.inputs is None]
-        numbers = [len(segment.rows) for segment in packed]
-        rest = self.forward(packed, device) if packed else None
-        others = iter([] if rest is None else zip(*(part.split(numbers) for part in rest), strict=True))
-        parts = [
-            next(others) if segment.inputs is None else self.run_inputs(ForwardPlan.of([segment], device, 1))
-            for segment in segments
-        ]
-        logits, hidden = zip(*parts, strict=True)
-        return torch.cat(logits), torch.cat(hidden)
-
-    def forward_showing(
-        self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The same, and what each of the layers gives at the wanted rows, `[rows, width]`."""
-        if len(segments) > 1 and any(segment.inputs is not None for segment in segments):
-            each = [self.forward_showing([segment], device, layers) for segment in segments]
-            showing = zip(*(layers_of for _, _, layers_of in each), strict=True)
-            return (
-                torch.cat([one for one, _, _ in each]),
-                torch.cat([one for _, one, _ in each]),
-                tuple(torch.cat(layer) for layer in showing),
-            )
-        plan = ForwardPlan.of(segments, device, self.least_rows if segments[0].inputs is None else 1)
+        alone = any(segment.inputs is not None for segment in segments)
+        if alone and len(segments) > 1:
+            return self._forward_apart(segments, device, layers)
+        plan = ForwardPlan.of(segments, device, 1 if alone else self.least_rows)
         seen: dict[int, Tensor] = {}
-        logits, hidden = self.run_watched(plan, layers, seen)
+        if layers:
+            logits, hidden = self.run_watched(plan, layers, seen)
+        else:
+            logits, hidden = self.run_inputs(plan) if alone else self.run(plan)
         shown = tuple(seen[layer].index_select(0, plan.rows)[: plan.wanted] for layer in layers)
-        return logits[: plan.wanted], hidden[: plan.wanted], shown
+        return ForwardOutput(logits[: plan.wanted], hidden[: plan.wanted], shown)
+
+    def _forward_apart(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
+        """The same where some are prompts with images or sound, each of which is read in a forward of its own."""
+        numbers = range(len(segments))
+        packed = [number for number in numbers if segments[number].inputs is None]
+        groups = [*filter(None, [packed]), *([number] for number in numbers if number not in packed)]
+        outputs = [self.forward([segments[number] for number in group], device, layers) for group in groups]
+        order = [number for group in groups for number in group]
+        counts = [len(segments[number].rows) for number in order]
+
+        def in_order(parts: tuple[Tensor, ...]) -> Tensor:
+            rows = dict(zip(order, torch.cat(parts).split(counts), strict=True))
+            return torch.cat([rows[number] for number in numbers])
+
+        parts = zip(*((each.logits, each.hidden, *each.layers) for each in outputs), strict=True)
+        logits, hidden, *shown = map(in_order, parts)
+        return ForwardOutput(logits, hidden, tuple(shown))
 
     @abstractmethod
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:

@@ -29,11 +29,15 @@ class EncoderDecoderBackend(AloneBackend):
 
     Args:
         model: an encoder-decoder.
-        sources: how its texts are laid out.
+        reason: why it does not run packed, for reports.
+
+    Raises:
+        UnsupportedModelError: it does not say how its texts are laid out.
     """
 
-    def __init__(self, model: PreTrainedModel, sources: Sources) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
+        super().__init__(model, reason)
+        sources = Sources.of(model, 0)
         self.input_names = frozenset() if sources.sound is None else frozenset({sources.sound.name})
         self._sources = sources
         self._width = int(model.get_encoder().config.get_text_config().hidden_size)

@@ -7,21 +7,21 @@ kept as the answers are written, and no second pass over the text is needed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from truedraft.core.params import SamplingParams
-from truedraft.core.tree import chain_shape
-from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
+from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import LanguageModel
+from truedraft.planning import StepWatcher, outputs_along
 from truedraft.training.loop import identity_of
 from truedraft.training.options import WritingOptions
 from truedraft.training.texts.prompts import prompts_hash
@@ -30,7 +30,6 @@ from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistilla
 _TRIED_STEPS = 25  # that are timed together
 _TRIED_TURNS = 3
 _PACED = 32  # steps after which it is said how long the rest will take
-_CHUNK = 256  # tokens of one forward where vectors are computed afterwards; the engine's own
 
 
 @dataclass(frozen=True)
@@ -101,37 +100,27 @@ def write_answers(
     files = AnswerFiles(folder, name, width, about)
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
-    writer = _Writer(target, _fitting(prompts, target, config), config, files, width)
+    steps = _answering(target, _fitting(prompts, target, config), config, files, width)
     trial, pace = ThreadTrial(target.device), _Pace(on_forecast)
     on_progress(len(files.records), len(prompts))
     try:
-        while len(files.records) < len(prompts):
-            if time_is_up() and len(files.records) >= len(config.temperatures):
+        while (written := len(files.records)) < len(prompts):
+            if time_is_up() and written >= len(config.temperatures):
                 break
-            if trial.run(writer.step):
+            pace.stepped(trial.run(lambda: next(steps)))
+            if len(files.records) > written:
                 on_progress(len(files.records), len(prompts))
-            pace.stepped(writer.steps_left)
     finally:
         trial.stop()
-        writer.stop()
+        steps.close()
     return files.read()
 
 
 @torch.inference_mode()
 def hidden_of(target: LanguageModel, record: WrittenAnswer) -> Tensor:
     """The vectors from which the tokens of a written answer were drawn, computed anew: `[tokens, width]`."""
-    ids = torch.tensor([*record.prompt, *record.answer][:-1], device=target.device)
-    first = len(record.prompt) - 1
-    cache = target.new_cache()
-    found = []
-    for start in range(0, len(ids), _CHUNK):
-        tokens = ids[start : start + _CHUNK]
-        rows = range(max(0, first - start), len(tokens))
-        output = target.forward([Segment(cache, tokens, chain_shape(len(tokens)), rows)])
-        cache.commit(range(len(tokens)))
-        found.append(output.hidden[:, : target.head_width].clone())
-    target.release_cache(cache)
-    return torch.cat(found)[: len(record.answer)]
+    outputs = outputs_along(target, [*record.prompt, *record.answer[:-1]], len(record.prompt) - 1)
+    return torch.cat([each.hidden[:, : target.head_width].clone() for each in outputs])
 
 
 class ThreadTrial:
@@ -191,88 +180,46 @@ class _Pace:
                 self._on_forecast((half[-1] - half[0]) / (len(half) - 1) * steps_left)
 
 
-class _VectorKeeper(NoDrafter):
-    """Never drafts; keeps the vector of every step of every request."""
+def _answering(
+    target: LanguageModel, prompts: Sequence[Sequence[int]], config: WritingConfig, files: AnswerFiles, width: int
+) -> Generator[int]:
+    """Let the target answer, and write answers in the order of their prompts, a step of the engine at a time.
 
-    features: ClassVar[Features | None] = Features()
+    Yields:
+        Steps until all prompts are answered, if all answers are as long as they may be and each batch is full.
+    """
+    watcher = StepWatcher([Features()])
+    engine = Engine(target, watcher, max_batch=config.batch, controller="fixed")
+    first = len(files.records)
+    running = deque(engine.submit(prompts[number], config.params(number)) for number in range(first, len(prompts)))
+    try:
+        while running:
+            engine.step()
+            while running and running[0].closed:
+                request = running.popleft()
+                shown = [each for each in watcher.seen.pop(request.id, ()) if not each.partial]
+                files.append(*_written(request, shown, width, target.eos_token_ids))
+            yield -(-len(running) // config.batch) * config.answer_tokens
+    finally:
+        for request in running:
+            engine.cancel(request)
 
-    told_late = False
 
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._kept: dict[int, list[Tensor]] = {}
-
-    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        """Keep what the last token was drawn from; a part of a prompt that is not its last gave none."""
-        for request, outcome in zip(batch, outcomes, strict=True):
-            if outcome.hidden is not None and not outcome.partial:
-                self._kept.setdefault(request.id, []).append(outcome.hidden[-1, : self._width].clone())
-
-    def take(self, request: Request) -> Tensor:
-        """The vectors `[steps, width]` of a finished request, which are then forgotten."""
-        return torch.stack(self._kept.pop(request.id))
-
-
-class _Writer:
-    """Keeps a batch full, and writes answers in the order of their prompts."""
-
-    def __init__(
-        self,
-        target: LanguageModel,
-        prompts: Sequence[Sequence[int]],
-        config: WritingConfig,
-        files: AnswerFiles,
-        width: int,
-    ) -> None:
-        self._keeper = _VectorKeeper(width)
-        self._engine = Engine(target, self._keeper, max_batch=config.batch, controller="fixed")
-        self._prompts = prompts
-        self._config = config
-        self._files = files
-        self._stop_ids = target.eos_token_ids
-        self._next = len(files.records)
-        self._running: dict[int, Request] = {}
-        self._finished: dict[int, tuple[WrittenAnswer, Tensor]] = {}
-
-    @property
-    def steps_left(self) -> int:
-        """Steps until all prompts are answered, if all answers are as long as they may be and each batch is full."""
-        batches = -(-(len(self._prompts) - len(self._files.records)) // self._config.batch)
-        return batches * self._config.answer_tokens
-
-    def step(self) -> int:
-        """One step of the engine; returns how many answers were written to disk."""
-        while len(self._running) < self._config.batch and self._next < len(self._prompts):
-            params = self._config.params(self._next)
-            self._running[self._next] = self._engine.submit(list(self._prompts[self._next]), params)
-            self._next += 1
-        self._engine.step()
-        for number in [number for number, request in self._running.items() if request.closed]:
-            self._finished[number] = self._written(self._running.pop(number))
-        before = len(self._files.records)
-        while len(self._files.records) in self._finished:
-            self._files.append(*self._finished.pop(len(self._files.records)))
-        return len(self._files.records) - before
-
-    def stop(self) -> None:
-        """Give back what is still running."""
-        for request in self._running.values():
-            self._engine.cancel(request)
-
-    def _written(self, request: Request) -> tuple[WrittenAnswer, Tensor]:
-        if request.error is not None:
-            raise TrainingError(
-                f"the target failed while it wrote text to train on: {request.error}"
-            ) from request.error
-        if request.warnings:
-            raise TrainingError(f"the vectors of the target could not be kept: {request.warnings[0]}")
-        hidden = self._keeper.take(request)
-        answer = request.tokens[request.prompt_tokens :]
-        stopped = len(hidden) > len(answer)  # the last vector gave the token that ended the answer
-        if stopped:
-            answer = [*answer, self._stop_ids[0]]
-        prompt = request.tokens[: request.prompt_tokens]
-        return WrittenAnswer(prompt, answer, float(request.params.temperature), stopped), hidden
+def _written(
+    request: Request, shown: Sequence[StepOutcome], width: int, stop_ids: Sequence[int]
+) -> tuple[WrittenAnswer, Tensor]:
+    """A finished answer, and the vectors `[tokens, width]` of the steps that gave its tokens."""
+    if request.error is not None:
+        raise TrainingError(f"the target failed while it wrote text to train on: {request.error}") from request.error
+    if request.warnings:
+        raise TrainingError(f"the vectors of the target could not be kept: {request.warnings[0]}")
+    hidden = torch.stack([each.hidden[-1, :width] for each in shown if each.hidden is not None])
+    answer = request.tokens[request.prompt_tokens :]
+    stopped = len(hidden) > len(answer)  # the last vector gave the token that ended the answer
+    if stopped:
+        answer = [*answer, stop_ids[0]]
+    prompt = request.tokens[: request.prompt_tokens]
+    return WrittenAnswer(prompt, answer, float(request.params.temperature), stopped), hidden
 
 
 def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:

@@ -21,8 +21,9 @@ from truedraft.errors import CacheError
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
 from truedraft.models.backends.graphs.replay import CudaGraphs, Outputs, Recorder, Runner
-from truedraft.models.base import Segment
+from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.llama import Linears, Llama
+from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan
 
 _MOST_SHARED_TOKENS = 64
@@ -76,7 +77,7 @@ class GraphBackend(Backend):
         self._arena = self._new_arena(limit)
         return ArenaPool(self._arena, limit)
 
-    def forward(self, segments: Sequence[Segment], device: torch.device) -> Outputs:
+    def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
         for segment in segments:
             segment.cache.reserve(len(segment.shape), segment.written)
         arena = self._arena
@@ -86,11 +87,12 @@ class GraphBackend(Backend):
             placed = [PlacedSegment(segment, self._slot_of(segment)) for segment in segments]
             for part in placed:
                 arena.clean(part.slot, part.end)
-            return self._run(placed)
+            return ForwardOutput(*self._run(placed))
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """Run a plan that was made elsewhere, of which only the segments are used."""
-        return self.forward([part.segment for part in plan.segments], self._device)
+        output = self.forward([part.segment for part in plan.segments], self._device)
+        return output.logits, output.hidden
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._decoder.unembed(vectors)
@@ -191,11 +193,12 @@ class _Product:
 
     @classmethod
     def of(cls, layers: Linears) -> _Product:
-        """The outputs of several layers of one input, one behind another, without a second copy of their weights."""
-        if len(layers) == 1:
-            bias = layers[0].bias
-            return cls(layers[0].weight.detach(), None if bias is None else bias.detach())
-        return cls(*_merged(layers))
+        """The outputs of several layers of one input, one behind another: the layers' own become views of one block."""
+        weight, bias = joined(layers)
+        if len(layers) > 1:
+            for layer, part in zip(layers, weight.split([layer.out_features for layer in layers]), strict=True):
+                layer.weight = nn.Parameter(part, requires_grad=False)
+        return cls(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -204,18 +207,6 @@ class _Product:
         """`residual`, to which the product was added in one kernel."""
         residual.addmm_(x, self.weight.t())
         return residual if self.bias is None else residual.add_(self.bias)
-
-
-def _merged(layers: Linears) -> tuple[Tensor, Tensor | None]:
-    """One block for the weights of several layers, and one for their biases; the layers' own become views of it."""
-    counts = [layer.out_features for layer in layers]
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    for layer, part in zip(layers, weight.split(counts), strict=True):
-        layer.weight = nn.Parameter(part, requires_grad=False)
-    if all(layer.bias is None for layer in layers):
-        return weight, None
-    biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach() for layer in layers]
-    return weight, torch.cat(biases)
 
 
 def _attend(

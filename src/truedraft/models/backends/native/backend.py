@@ -30,6 +30,7 @@ from truedraft.models.backends.native.memory import (
     CLayer,
     CLinear,
     CModel,
+    CNorms,
     CSegment,
     Scratch,
     Weights,
@@ -268,7 +269,7 @@ def _model(llama: Llama, weights: Weights) -> CModel:
         0 if experts is None else _units(max(width, inner)),
         None if coded.bits else weights.keep(llama.embedding),
         weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
-        llama.norm.offset, llama.norm.rounds_once,
+        CNorms(llama.norm.offset, llama.norm.rounds_once),
         lm_head, coded, (CLayer * len(layers))(*layers),
     )  # fmt: skip
 

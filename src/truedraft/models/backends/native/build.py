@@ -31,7 +31,7 @@ from truedraft.machine import cache_folder, could_not_be_kept, dtype_name, has_a
 
 _log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("decoder.c")
+SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _PLAIN = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-w")
 # Some compilers know this machine under another option.
@@ -121,7 +121,7 @@ def _key(compiler: Sequence[str], dtype: torch.dtype) -> str:
     """Everything that the result depends on."""
     asked = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
     told = (*compiler[1:], str(dtype), str(_PLAIN), str(_TRIES), platform.machine(), _processor())
-    read = [path.read_bytes() for path in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
+    read = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return hashlib.sha256(b"\0".join((*read, asked.stdout, *map(str.encode, told)))).hexdigest()[:24]
 
 
@@ -162,7 +162,7 @@ def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
     define = f"-DBF16={int(dtype is torch.bfloat16)}"
     failure = ""
     for option in _TRIES:
-        command = [*compiler, *_PLAIN, option, define, str(_SOURCE), "-o", str(path)]
+        command = [*compiler, *_PLAIN, option, define, str(SOURCE), "-o", str(path)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -105,14 +105,22 @@ void truedraft_pack(const cell *weight, int64_t rows, int64_t cells, cell *targe
 }
 
 /* A linear layer. Weights lie as [blocks of 16 outputs][input cells][16 outputs]; blocks come in fours. */
-typedef struct Linear {
+typedef struct {
     const cell *weights;
     const float *bias; /* [outputs, up to whole units] or NULL */
     int64_t inputs, outputs, read; /* read: the first inputs that are used; the others are known to be 0 */
     int64_t bits, scales; /* of a weight, where they are quantised as quantized.h says; else 0 */
     int64_t own; /* units before those of `more` */
-    const struct Linear *more; /* the last outputs, where they are quantised in another way than the first; or NULL */
+    const void *more; /* a Linear of the last outputs, where they are quantised in another way than the first; or NULL */
 } Linear;
+
+/* What a file says of some outputs of a quantised layer; NULL what its layout has not, see quantized.h. */
+typedef struct {
+    const uint8_t *codes;            /* [rows][inputs] */
+    const uint16_t *scales, *shifts; /* [rows][groups], or of heads [rows][heads]: in float16 */
+    const uint8_t *inner, *lesser;   /* [rows][groups]: of NESTED, inner scales and shifts; of ZEROED, zeros; of HALVES,
+                                      * inner scales [rows][2 groups] */
+} Coded;
 
 #include "quantized.h"
 

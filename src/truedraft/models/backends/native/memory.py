@@ -6,14 +6,17 @@ import contextlib
 import ctypes
 import itertools
 import mmap
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from truedraft.models.backends.native.build import SOURCE
 from truedraft.models.quantized import QuantizedWeight, numbers_of, quantized_of
 from truedraft.models.threads import forward_threads
 
@@ -29,178 +32,93 @@ _CPU = torch.device("cpu")
 _TILE = 8
 _GROUP = 96
 _MOST_THREADS = 128  # that team.h uses
+_NUMBERS: dict[str, type[Any]] = {"float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}
+Made = TypeVar("Made", bound=Structure)
 
-# The structures of decoder.c, field by field in its order.
+
+@cache
+def _declared() -> dict[str, str]:
+    """What decoder.c declares in its structures, by their names."""
+    source = re.sub(r"/\*.*?\*/", "", SOURCE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"typedef struct \{([^}]*)\} (\w+);", source)
+    return {name: declarations.replace("const ", "") for declarations, name in found}
 
 
+def _as_declared(*parts: type[Structure]) -> Callable[[type[Made]], type[Made]]:
+    """Gives a structure CName the fields of Name in decoder.c, so that their order stands there alone.
+
+    Worked example: of `int64_t rows; const Linear *linear; const float *a, *b;` these are a whole number, a pointer to
+    a `CLinear`, which has to be among the parts, and two addresses.
+
+    Args:
+        parts: structures that it holds, or points to and looks into.
+    """
+    kinds: dict[str, type[Any]] = _NUMBERS | {part.__name__[1:]: part for part in parts}
+
+    def made(structure: type[Made]) -> type[Made]:
+        fields: list[tuple[str, type[Any]]] = []
+        for declaration in _declared()[structure.__name__[1:]].split(";")[:-1]:
+            kind, names = declaration.split(maxsplit=1)
+            for name in names.split(","):
+                if "*" not in name:
+                    of = kinds[kind]
+                else:
+                    of = POINTER(kinds[kind]) if kinds.get(kind) in parts and name.count("*") == 1 else c_void_p
+                fields.append((name.strip(" *"), of))
+        structure._fields_ = fields
+        return structure
+
+    return made
+
+
+@_as_declared()
 class CLinear(Structure):
     """A linear layer with packed weights."""
 
-    _fields_ = (
-        ("weights", c_void_p),
-        ("bias", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("read", c_int64),
-        ("bits", c_int64),
-        ("scales", c_int64),
-        ("own", c_int64),
-        ("more", c_void_p),
-    )
 
-
+@_as_declared()
 class CCoded(Structure):
     """What a file says of some outputs of a quantised layer."""
 
-    _fields_ = (
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("shifts", c_void_p),
-        ("inner", c_void_p),
-        ("lesser", c_void_p),
-    )
 
-
+@_as_declared(CLinear)
 class CLayer(Structure):
     """A decoder layer."""
 
-    _fields_ = (
-        ("before_attention", c_void_p),
-        ("before_mlp", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("after_attention", c_void_p),
-        ("after_mlp", c_void_p),
-        ("sinks", c_void_p),
-        ("qkv", CLinear),
-        ("out", CLinear),
-        ("gate_up", CLinear),
-        ("down", CLinear),
-        ("router", CLinear),
-        ("attention_eps", c_float),
-        ("mlp_eps", c_float),
-        ("head_eps", c_float),
-        ("after_attention_eps", c_float),
-        ("after_mlp_eps", c_float),
-        ("scaling", c_float),
-        ("pattern", c_int64),
-        ("rotary", c_int64),
-    )
+
+@_as_declared()
+class CNorms(Structure):
+    """What all norms of a model do."""
 
 
+@_as_declared(CLinear, CLayer, CNorms)
 class CModel(Structure):
     """A whole model."""
 
-    _fields_ = (
-        ("width", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head", c_int64),
-        ("inner", c_int64),
-        ("layers", c_int64),
-        ("stride", c_int64),
-        ("embedded", c_int64),
-        ("turned", c_int64),
-        ("interleaved", c_int64),
-        ("gate", c_int64),
-        ("experts", c_int64),
-        ("chosen", c_int64),
-        ("normed", c_int64),
-        ("spread", c_int64),
-        ("embedding", c_void_p),
-        ("norm", c_void_p),
-        ("eps", c_float),
-        ("scale", c_float),
-        ("offset", c_float),
-        ("rounds_once", c_int32),
-        ("lm_head", CLinear),
-        ("coded", CLinear),
-        ("layer", POINTER(CLayer)),
-    )
 
-
+@_as_declared()
 class CSegment(Structure):
     """One request's share of a forward."""
 
-    _fields_ = (
-        ("start", c_int64),
-        ("count", c_int64),
-        ("length", c_int64),
-        ("written", c_int64),
-        ("capacity", c_int64),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("own_start", c_void_p),
-        ("own", c_void_p),
-    )
 
-
+@_as_declared(CSegment)
 class CBatch(Structure):
     """A packed forward."""
 
-    _fields_ = (
-        ("total", c_int64),
-        ("segments", c_int64),
-        ("wanted", c_int64),
-        ("tokens", c_void_p),
-        ("positions", c_void_p),
-        ("rows", c_void_p),
-        ("rotary", c_void_p),
-        ("first", c_void_p),
-        ("segment", POINTER(CSegment)),
-    )
 
-
+@_as_declared()
 class CScratch(Structure):
     """Memory for numbers on the way."""
 
-    _fields_ = (
-        ("stream", c_void_p),
-        ("projected", c_void_p),
-        ("mixed", c_void_p),
-        ("active", c_void_p),
-        ("fetched", c_void_p),
-        ("inputs", c_void_p),
-        ("scores", c_void_p),
-        ("slots", c_void_p),
-        ("between", c_void_p),
-        ("given", c_void_p),
-        ("choices", c_void_p),
-        ("shares", c_void_p),
-        ("sorted", c_void_p),
-        ("rows", c_int64),
-        ("keys", c_int64),
-        ("room", c_int64),
-        ("listed", c_int64),
-    )
 
-
+@_as_declared(CLinear)
 class CHeads(Structure):
     """Residual heads that end in the LM head."""
 
-    _fields_ = (
-        ("lm_head", POINTER(CLinear)),
-        ("block", POINTER(CLinear)),
-        ("layers", c_int64),
-        ("heads", c_int64),
-        ("used", c_int64),
-        ("wide", c_int64),
-    )
 
-
+@_as_declared()
 class CAsked(Structure):
     """What is asked of heads."""
-
-    _fields_ = (
-        ("rows", c_int64),
-        ("vocab", c_int64),
-        ("ranks", c_int64),
-        ("factor", c_double),
-        ("hidden", c_void_p),
-        ("logits", c_void_p),
-        ("values", c_void_p),
-        ("ids", c_void_p),
-    )
 
 
 class Weights:

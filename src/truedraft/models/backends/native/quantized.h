@@ -288,14 +288,6 @@ void truedraft_look_up(const Linear *l, const int64_t *outputs, int64_t count, e
     for (int64_t i = 0; i < count; i++) decode_row(l, outputs[i], to + i * l->inputs);
 }
 
-/* What a file says of some outputs of one layer; NULL what its layout has not. */
-typedef struct {
-    const uint8_t *codes;            /* [rows][inputs] */
-    const uint16_t *scales, *shifts; /* [rows][groups], or of heads [rows][heads]: in float16 */
-    const uint8_t *inner, *lesser;   /* [rows][groups]: of NESTED, inner scales and shifts; of ZEROED, zeros; of HALVES, inner
-                                      * scales [rows][2 groups] */
-} Coded;
-
 /* Lays `rows` outputs out, in blocks of 16 from block `first` on, each `apart` blocks behind the one before. */
 void truedraft_lay_out(const Linear *l, const Coded *from, int64_t rows, int64_t first, int64_t apart) {
     const int64_t groups = groups_of(l), heads = (groups + PER_HEAD - 1) / PER_HEAD, bits = l->bits, kind = l->scales;

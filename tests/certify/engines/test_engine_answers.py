@@ -10,12 +10,12 @@ from typing import cast
 import pytest
 import torch
 
-import truedraft.certify.engines.law as law_module
+import truedraft.certify.engines.answer_probs as answer_module
 from truedraft import SamplingParams
 from truedraft.certify.checks import Status
 from truedraft.certify.engines.allowance import EXACT, Allowance
+from truedraft.certify.engines.answer_probs import AnswerProbs, Judge, ended_tokens, filtered
 from truedraft.certify.engines.behaviour import lengths
-from truedraft.certify.engines.law import Judge, Law, ended_tokens, filtered
 from truedraft.core.probs import probs_from_logits
 from truedraft.peers import FILTERS, Question, Reply
 from truedraft.testing import MarkovModel
@@ -113,20 +113,20 @@ def test_several_ends_of_text_count_as_one() -> None:
     target = model((5, 4))
     judge = Judge(target, FILTERS, EXACT)
     asked = Question((1, 2), SamplingParams(temperature=1.0, max_tokens=8))
-    (law,) = judge.laws([(asked, reply(0, ended="stop"))])
-    torch.testing.assert_close(law.probs.sum(dim=-1), torch.ones(2, dtype=torch.float64))
-    assert law.probs[:, 4].tolist() == [0.0, 0.0]
-    plain = torch.softmax(law.logits, dim=-1)
-    torch.testing.assert_close(law.probs[:, 5], plain[:, 5] + plain[:, 4])
-    assert law.tokens == [0, 5]
+    (answer,) = judge.answer_probs([(asked, reply(0, ended="stop"))])
+    torch.testing.assert_close(answer.probs.sum(dim=-1), torch.ones(2, dtype=torch.float64))
+    assert answer.probs[:, 4].tolist() == [0.0, 0.0]
+    plain = torch.softmax(answer.logits, dim=-1)
+    torch.testing.assert_close(answer.probs[:, 5], plain[:, 5] + plain[:, 4])
+    assert answer.tokens == [0, 5]
 
 
 def test_penalties_look_at_the_answer_so_far() -> None:
     judge = Judge(model(), FILTERS, EXACT)
     params = SamplingParams(temperature=1.0, frequency_penalty=2.0, max_tokens=8)
-    (law,) = judge.laws([(Question((1, 2), params), reply(3, 3, 3))])
-    (free,) = judge.laws([(Question((1, 2), replace(params, frequency_penalty=0.0)), reply(3, 3, 3))])
-    assert (free.logits - law.logits)[:, 3].tolist() == pytest.approx([0.0, 2.0, 4.0])
+    (answer,) = judge.answer_probs([(Question((1, 2), params), reply(3, 3, 3))])
+    (free,) = judge.answer_probs([(Question((1, 2), replace(params, frequency_penalty=0.0)), reply(3, 3, 3))])
+    assert (free.logits - answer.logits)[:, 3].tolist() == pytest.approx([0.0, 2.0, 4.0])
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-300])
@@ -157,15 +157,16 @@ def test_an_answer_that_ended_with_another_special_token_drew_no_end_of_ours() -
 def test_what_is_folded_keeps_the_likeliest_tokens_and_takes_the_others_together() -> None:
     probs = torch.tensor([[0.0, 0.1, 0.4, 0.1, 0.0, 0.05, 0.05, 0.3]], dtype=torch.float64).expand(3, -1)
     nothing = torch.zeros_like(probs, dtype=torch.bool)
-    law = Law(
+    answer = AnswerProbs(
         Question((0,), SamplingParams()), [2, 7, 5], probs.log(), probs, nothing, nothing.any(-1), torch.zeros(3),
         torch.tensor([[7, 2]]).expand(3, -1),
     )  # fmt: skip
-    assert law.places().tolist() == [1, 0, 2]
-    torch.testing.assert_close(law.folded(probs)[0], torch.tensor([0.3, 0.4, 0.3], dtype=torch.float64))
+    assert answer.places().tolist() == [1, 0, 2]
+    torch.testing.assert_close(answer.folded(probs)[0], torch.tensor([0.3, 0.4, 0.3], dtype=torch.float64))
     # what has no mass has none, to the last bit: a bet divides by it
     assert (
-        float(law.folded(filtered(probs.log(), SamplingParams(temperature=1.0, top_k=2), FILTERS).probs)[0, 2]) == 0.0
+        float(answer.folded(filtered(probs.log(), SamplingParams(temperature=1.0, top_k=2), FILTERS).probs)[0, 2])
+        == 0.0
     )
 
 
@@ -174,7 +175,7 @@ def test_what_is_folded_keeps_the_likeliest_tokens_and_takes_the_others_together
 def test_a_nucleus_among_few_tokens_is_the_same(monkeypatch: pytest.MonkeyPatch, first: int, off: float) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.7)
     every = filtered(rows(200), params, FILTERS, within(off))
-    monkeypatch.setattr(law_module, "_FIRST", first)
+    monkeypatch.setattr(answer_module, "_FIRST", first)
     few = filtered(rows(200), params, FILTERS, within(off))
     for name in ("probs", "doubtful", "within", "gain"):
         torch.testing.assert_close(getattr(few, name), getattr(every, name))

@@ -45,7 +45,7 @@ RAW = Odds(0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Survival:
+class AcceptanceOdds:
     """Log probabilities that guesses are accepted, given that what they continue is.
 
     Attributes:
@@ -68,7 +68,7 @@ class Survival:
             raise OptionError("odds of acceptance are given for one depth or more, got none")
 
     @classmethod
-    def of(cls, depths: Sequence[Sequence[float]]) -> Survival:
+    def of(cls, depths: Sequence[Sequence[float]]) -> AcceptanceOdds:
         """From lists of numbers.
 
         Raises:
@@ -79,10 +79,10 @@ class Survival:
         except (TypeError, ValueError) as error:
             raise OptionError(f"odds of acceptance are five numbers for each depth, got {depths!r}") from error
 
-    def between(self, other: Survival, share: float) -> Survival:
+    def between(self, other: AcceptanceOdds, share: float) -> AcceptanceOdds:
         """Odds `share` of the way to another's of as many depths; their order stays."""
         pairs = zip(self.depths, other.depths, strict=True)
-        return Survival(
+        return AcceptanceOdds(
             tuple(Odds(*(a + share * (b - a) for a, b in zip(one, two, strict=True))) for one, two in pairs)
         )
 
@@ -120,7 +120,7 @@ Scores: TypeAlias = Callable[[Tensor, int], Tensor]
 """From log probabilities `[requests, ..., ranks]` of guesses and their depth to what paths are chosen by."""
 
 
-def scores_for(requests: Sequence[Survival | None], device: torch.device) -> Scores:
+def scores_for(requests: Sequence[AcceptanceOdds | None], device: torch.device) -> Scores:
     """What the paths of some requests are chosen by: each one's survival, or the log probabilities where it has none.
 
     Args:

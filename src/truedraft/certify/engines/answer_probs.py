@@ -27,7 +27,7 @@ _NUCLEUS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class AnswerProbs:
     """The target's distributions at the tokens of one answer.
 
     Attributes:
@@ -101,7 +101,7 @@ class Judge:
         self.filters = tuple(filters)
         self.allowance = allowance
 
-    def laws(self, answered: Sequence[tuple[Question, Reply]]) -> list[Law]:
+    def answer_probs(self, answered: Sequence[tuple[Question, Reply]]) -> list[AnswerProbs]:
         """One for each answer; those of equal length share forwards.
 
         Raises:
@@ -109,9 +109,9 @@ class Judge:
         """
         ended = [(question, ended_tokens(self.target, question, reply)) for question, reply in answered]
         rows = iter(judging_logits(self.target, [(question.prompt, tokens) for question, tokens in ended if tokens]))
-        return [self._law(question, tokens, next(rows)) for question, tokens in ended if tokens]
+        return [self._of_answer(question, tokens, next(rows)) for question, tokens in ended if tokens]
 
-    def _law(self, question: Question, tokens: Sequence[int], logits: Tensor) -> Law:
+    def _of_answer(self, question: Question, tokens: Sequence[int], logits: Tensor) -> AnswerProbs:
         params, ends = question.params, list(self.target.eos_token_ids)
         shaping = Shaping(params, question.prompt, len(question.prompt), ends, (), self.target.vocab_size)
         shaped = shaping.of_paths(logits, [tokens[:place] for place in range(len(tokens))]).double()
@@ -120,7 +120,7 @@ class Judge:
         outside = ~within.gather(-1, torch.tensor(list(tokens))[:, None])[:, 0]
         few = min(_TOLD_APART, probs.shape[-1])
         likeliest = None if few == probs.shape[-1] else shaped.topk(few, dim=-1).indices
-        return Law(question, tokens, shaped, probs, doubtful, outside, found.gain, likeliest, ends)
+        return AnswerProbs(question, tokens, shaped, probs, doubtful, outside, found.gain, likeliest, ends)
 
 
 _TOLD_APART = 8192
@@ -177,7 +177,7 @@ class Filtered:
         probs: `[rows, vocab]`.
         doubtful: `[rows, vocab]`, bool: tokens that rounding may keep or not.
         within: `[rows, vocab]`, bool: tokens that some rounding keeps.
-        gain: `[rows]`: as `Law.gain`.
+        gain: `[rows]`: as `AnswerProbs.gain`.
     """
 
     probs: Tensor

@@ -1,36 +1,43 @@
-"""Medusa through the whole engine: the target's distribution exactly, the same tokens for a seed, and requests that
-come and go.
+"""Medusa and ReDrafter through the whole engine: the target's distribution exactly, the same tokens for a seed,
+batches, ends, and requests that come and go.
 
-The exact distribution is summed over the rule's own kernel for the very trees that the drafter proposes. The
-distribution of what the engine emits is compared with it by a chi-square test at 1e-6, and a lossy rule is shown to
-fail both."""
+The exact distribution is summed over the rule's own kernel for the very trees that the drafter proposes; a lossy rule
+is shown to fail it. What an engine emits with heads is counted by `test_reasoning` and by the table of options.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
+from torch import Tensor
 
 from support.answers import assert_ends_inside_blocks
-from support.candidate_schemes import candidates_scheme
+from support.candidate_schemes import candidates_scheme, proposal_after
 from support.fixed_noise import answers_of
-from support.head_models import SHARPENED, MarkovWithHead, fitted_heads, random_heads
+from support.head_models import (
+    SHARPENED,
+    MarkovWithEmbedding,
+    MarkovWithHead,
+    fitted_heads,
+    fitted_redrafter,
+    random_heads,
+    random_redrafter,
+)
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
-from truedraft.drafters import Medusa
+from truedraft.drafters import Drafter, Medusa, Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.guess_trees import LikeliestTrees
-from truedraft.heads import MedusaHeads
+from truedraft.heads import HeadRecord, MedusaHeads
 from truedraft.heads.published import published_tree
+from truedraft.heads.redrafter import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.exact import Prefix, distance, emitted_dist, target_dist
@@ -42,23 +49,54 @@ TREES = {
     "published": published_tree().within(3, 4),
 }
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
+CALIBRATED = {"survival": {"greedy": SHARPENED, "sampled": SHARPENED}}
 
 
 @pytest.fixture(scope="module")
-def target() -> MarkovWithHead:
-    return MarkovWithHead.random(8, seed=1, sharpness=2.5, context_length=160)
+def target() -> MarkovWithEmbedding:
+    return MarkovWithEmbedding.random(8, seed=1, sharpness=2.5, context_length=160)
 
 
 @cache
-def heads_of(target: MarkovWithHead) -> MedusaHeads:
-    """Right about the greedy answers to half of the prompts; elsewhere only now and then."""
+def known_texts(target: MarkovWithEmbedding) -> list[list[int]]:
+    """The greedy answers to half of the prompts; elsewhere heads that are fitted to them are right now and then."""
     answers = Engine(target).generate(PROMPTS[:2], SamplingParams(max_tokens=60))
-    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, answers, strict=False)]
-    return fitted_heads(target, texts)
+    return [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, answers, strict=False)]
 
 
-def drafter_of(target: MarkovWithHead, tree: str = "mixed", nodes: int = 64) -> Medusa:
-    return Medusa(heads_of(target), {"greedy": TREES[tree]}, nodes=nodes)
+@cache
+def heads_of(target: MarkovWithEmbedding) -> MedusaHeads:
+    return fitted_heads(target, known_texts(target))
+
+
+@cache
+def head_of(target: MarkovWithEmbedding) -> RedrafterHead:
+    return fitted_redrafter(target, known_texts(target))
+
+
+def medusa(target: MarkovWithEmbedding, tree: str = "mixed") -> Medusa:
+    return Medusa(heads_of(target), {"greedy": TREES[tree]}, nodes=64)
+
+
+def redrafter(
+    target: MarkovWithEmbedding, beams: int = 4, length: int = 3, nodes: int = 9, **options: bool
+) -> Redrafter:
+    return Redrafter(head_of(target), beams=beams, length=length, nodes=nodes, **options)
+
+
+GUESSING: dict[str, Callable[[MarkovWithEmbedding], Drafter]] = {
+    **{f"medusa {tree}": lambda target, tree=tree: medusa(target, tree) for tree in TREES},
+    "redrafter 1-3-9": lambda target: redrafter(target, 1, 3, 9),
+    "redrafter 4-3-9": lambda target: redrafter(target, 4, 3, 9),
+    "redrafter 8-2-5": lambda target: redrafter(target, 8, 2, 5),
+    "redrafter 8-3-64": lambda target: redrafter(target, 8, 3, 64),
+    "redrafter 4-5-12": lambda target: redrafter(target, 4, 5, 12),
+}
+SOME: dict[str, Callable[[MarkovWithEmbedding], Drafter]] = {
+    "medusa": medusa,
+    "beams": redrafter,
+    "drawn": lambda target: redrafter(target, sampled=True),
+}
 
 
 # --- the distribution ---
@@ -89,69 +127,92 @@ def test_typical_acceptance_does_not(tree: str) -> None:
     assert off_by(TypicalAcceptance(), tree) > 0.05
 
 
-def p_value(target: MarkovWithHead, rule: Rule, answers: int = 3000) -> float:
-    """Chi-square of tokens 2 and 3 of many answers under the target's own joint distribution; cells of fewer than 10
-    are one."""
-    engine = Engine(target, drafter_of(target), rule, max_batch=64, controller="fixed", entropy=0)
-    made = engine.generate([[3, 1]] * answers, SamplingParams(max_tokens=3, temperature=1.0))
-    vocab = target.vocab_size
-    counts = np.zeros((vocab, vocab))
-    for answer in made:
-        counts[answer.token_ids[1], answer.token_ids[2]] += 1
-    dist = np.zeros((vocab, vocab))
-    for a, b, c in itertools.product(range(vocab), repeat=3):
-        dist[b, c] += float(
-            target.probs_after([3, 1])[a] * target.probs_after([1, a])[b] * target.probs_after([a, b])[c]
-        )
-    expected, observed = dist.ravel() * answers, counts.ravel()
-    rare = expected < 10
-    expected = np.append(expected[~rare], expected[rare].sum())
-    observed = np.append(observed[~rare], observed[rare].sum())
-    return float(stats.chi2.sf(((observed - expected) ** 2 / expected).sum(), df=len(expected) - 1))
+def test_calibration_chooses_beams_and_leaves_drawn_ones_alone() -> None:
+    """What is drawn may not depend on how likely it looks; the drawn beams' own distribution is held in
+    test_sampled_beams."""
+    world, head = small()
+    for sampled in (False, True):
+        trees = []
+        for facts in ({}, CALIBRATED):
+            drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=3, length=3, nodes=4, sampled=sampled)
+            drafter.check(world)
+            made = [proposal_after(drafter, world, (first, last)) for first in range(4) for last in range(4)]
+            trees.append([(each.tree.host_ids, each.tree.shape.parents) for each in made])
+        assert (trees[0] == trees[1]) is sampled
 
 
-def test_what_the_engine_emits_follows_the_target(target: MarkovWithHead) -> None:
-    """A correct engine fails with probability below 1e-6; seeds are fixed, so a run repeats."""
-    assert p_value(target, SpeculativeSampling()) > 1e-6
+@cache
+def small() -> tuple[MarkovWithEmbedding, RedrafterHead]:
+    world = MarkovWithEmbedding.random(4, seed=3, sharpness=1.0)
+    return world, random_redrafter(world, length=2, layers=1, spread=3.0)
 
 
-def test_the_same_test_catches_a_lossy_rule(target: MarkovWithHead) -> None:
-    assert p_value(target, TypicalAcceptance()) < 1e-6
+@pytest.mark.parametrize("facts", [{}, CALIBRATED], ids=["raw", "calibrated"])
+@pytest.mark.parametrize(("beams", "length", "nodes"), [(1, 2, 9), (3, 1, 9), (3, 2, 9), (4, 3, 5), (2, 3, 64)])
+def test_beams_emit_the_targets_distribution_exactly(
+    beams: int, length: int, nodes: int, facts: dict[str, dict[str, list[list[float]]]]
+) -> None:
+    world, head = small()
+    drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=beams, length=length, nodes=nodes)
+
+    def dist(prefix: Prefix) -> Tensor:
+        return world.probs_after((0, *prefix))
+
+    emitted = emitted_dist(SpeculativeSampling(), dist, candidates_scheme(world, drafter), 4)
+    assert distance(emitted, target_dist(dist, 4)) < 1e-12
 
 
 # --- tokens ---
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithHead, tree: str) -> None:
+@pytest.mark.parametrize("name", GUESSING)
+def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithEmbedding, name: str) -> None:
     params = SamplingParams(max_tokens=60)
-    engine = Engine(target, drafter_of(target, tree), controller="fixed", entropy=0)
+    engine = Engine(target, GUESSING[name](target), controller="fixed", entropy=0)
     plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)]
     made = engine.generate(PROMPTS, params)
     assert [answer.token_ids for answer in made] == plain
-    assert [engine.generate(prompt, params).stats for prompt in PROMPTS] == [answer.stats for answer in made]
+    alone = [engine.generate(prompt, params) for prompt in PROMPTS]
+    assert [a.stats.accepted_per_position for a in alone] == [a.stats.accepted_per_position for a in made]
     assert not any(answer.warnings for answer in made)
     accepted, drafted = (sum(getattr(a.stats, name) for a in made) for name in ("accepted_tokens", "draft_tokens"))
     assert 0 < accepted < drafted
+    if name.startswith("medusa"):
+        assert [answer.stats for answer in alone] == [answer.stats for answer in made]
+    else:
+        assert all(a.stats.draft_tokens <= a.stats.listed_tokens for a in made)
+        assert "1-3-9" in name or any(a.stats.draft_tokens < a.stats.listed_tokens for a in made)
 
 
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("options", [{}, {"seed": 5}, {"top_p": 0.8, "top_k": 5}], ids=["plain", "seeded", "cut"])
 def test_a_request_answers_alike_alone_in_a_batch_and_streamed(
-    target: MarkovWithHead, options: dict[str, float]
+    target: MarkovWithEmbedding, options: dict[str, float], name: str
 ) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.9, **options)  # type: ignore[arg-type]
-    engine = Engine(target, drafter_of(target), controller="fixed", entropy=0)
-    alone = [answers_of(engine, [prompt], params)[0].token_ids for prompt in PROMPTS]
-    assert [answer.token_ids for answer in answers_of(engine, PROMPTS, params)] == alone
-    two = answers_of(Engine(target, drafter_of(target), max_batch=2, controller="fixed", entropy=0), PROMPTS, params)
-    assert [answer.token_ids for answer in two] == alone
+    engine = Engine(target, SOME[name](target), controller="fixed")
+    alone = [answers_of(engine, [prompt], params)[0] for prompt in PROMPTS]
+    two = Engine(target, SOME[name](target), max_batch=2, controller="fixed")
+    for together in (answers_of(engine, PROMPTS, params), answers_of(two, PROMPTS, params)):
+        assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+        assert [a.stats.accepted_per_position for a in together] == [a.stats.accepted_per_position for a in alone]
+        assert not any(a.warnings for a in together)
+        assert sum(a.stats.accepted_tokens for a in together) > 0
     if "seed" in options:
-        assert [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids] == alone[0]
-        assert [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)] == alone
+        streamed = [token for piece in engine.stream(PROMPTS[0], params) for token in piece.token_ids]
+        assert streamed == alone[0].token_ids
+        assert [a.token_ids for a in Engine(target).generate(PROMPTS, params)] == [a.token_ids for a in alone]
+
+
+@pytest.mark.parametrize("name", ["medusa", "beams"])
+def test_answers_end_inside_an_accepted_block(target: MarkovWithEmbedding, name: str) -> None:
+    assert_ends_inside_blocks(Engine(target), Engine(target, SOME[name](target), controller="fixed"), PROMPTS[0])
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
-def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(target: MarkovWithHead, temperature: float) -> None:
+def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(
+    target: MarkovWithEmbedding, temperature: float
+) -> None:
     """Whatever trees and sizes draft; heads that hear the noise have more accepted than those kept from it.
 
     Seeds are fixed, so the counts are too.
@@ -178,10 +239,10 @@ class Unhearing(Medusa):
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
-        return super().propose(batch, budgets, [KeyedNoise(0, 0, 0, greedy=True)] * len(batch))
+        return super().propose(batch, budgets, [KeyedNoise(0, 0, 0)] * len(batch))
 
 
-def test_greedy_sampled_and_seeded_requests_share_a_batch(target: MarkovWithHead) -> None:
+def test_greedy_sampled_and_seeded_requests_share_a_batch(target: MarkovWithEmbedding) -> None:
     params = [
         SamplingParams(max_tokens=30),
         SamplingParams(max_tokens=30, temperature=0.8, seed=3),
@@ -199,10 +260,20 @@ def test_greedy_sampled_and_seeded_requests_share_a_batch(target: MarkovWithHead
             assert together[place].token_ids == plain[place].token_ids
 
 
-def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:
-    assert_ends_inside_blocks(
-        Engine(target), Engine(target, drafter_of(target), controller="fixed", entropy=0), PROMPTS[0]
-    )
+def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding) -> None:
+    """Greedy, sampled and seeded requests, with budgets that change from step to step."""
+    budgets = [Budget(3, 4), NO_DRAFT, Budget(1, 2), Budget(3, 1), Budget(2, 4, 3)]
+    params = [
+        SamplingParams(max_tokens=count, temperature=t, seed=seed)
+        for count, t, seed in ((40, 0.0, None), (7, 1.0, None), (25, 0.7, 1), (1, 0.0, None))
+    ]
+    drafter = redrafter(target, sampled=True)
+    answers = Engine(target, drafter, controller=ScriptedController(budgets)).generate(PROMPTS, params)
+    assert not any(answer.warnings for answer in answers)
+    assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
+    plain = Engine(target).generate(PROMPTS, params)
+    assert [a.token_ids for a in answers][0::2] == [a.token_ids for a in plain][0::2]
+    assert not drafter.holding, "every request gave its vector back"
 
 
 # --- requests that come and go ---
@@ -211,9 +282,9 @@ def test_answers_end_inside_an_accepted_block(target: MarkovWithHead) -> None:
 class Watched(Medusa):
     """Notes the vector of every request when it is asked for a proposal, and after every step."""
 
-    told_late = False
+    observes_lazily = False
 
-    def __init__(self, target: MarkovWithHead) -> None:
+    def __init__(self, target: MarkovWithEmbedding) -> None:
         super().__init__(heads_of(target), {"greedy": TREES["mixed"]})
         self.target = target
         self.seen = 0
@@ -239,7 +310,7 @@ class Watched(Medusa):
     ],
     ids=["always", "never", "now and then", "late"],
 )
-def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHead, budgets: list[Budget]) -> None:
+def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithEmbedding, budgets: list[Budget]) -> None:
     """Whatever was accepted, also after steps without a budget, and in a batch whose members end at different times."""
     drafter = Watched(target)
     engine = Engine(target, drafter, controller=ScriptedController(budgets), entropy=1)
@@ -255,8 +326,8 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithHea
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
 
-def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
-    long = MarkovWithHead(target.probs, context_length=2048)
+def test_a_long_prompt_is_read_in_parts(target: MarkovWithEmbedding) -> None:
+    long = MarkovWithEmbedding(target.probs, context_length=2048)
     drafter = Watched(long)
     engine = Engine(long, drafter, controller="fixed", entropy=0)
     prompt = [i * i % 8 for i in range(1500)]
@@ -266,7 +337,7 @@ def test_a_long_prompt_is_read_in_parts(target: MarkovWithHead) -> None:
     assert answer.stats.accepted_tokens > 0
 
 
-def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) -> None:
+def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithEmbedding) -> None:
     drafter = Watched(target)
     engine = Engine(target, drafter, controller="fixed", entropy=0)
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60))
@@ -279,8 +350,8 @@ def test_a_stream_that_is_dropped_leaves_nothing_behind(target: MarkovWithHead) 
     assert not drafter._vectors
 
 
-def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithHead) -> None:
-    drafter = drafter_of(target)
+def test_a_drafter_may_serve_two_engines_one_after_the_other(target: MarkovWithEmbedding) -> None:
+    drafter = medusa(target)
     first, second = (
         Engine(target, drafter, controller="fixed", entropy=0),
         Engine(target, drafter, controller="fixed", entropy=0),

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from truedraft.core.survival import Odds, Survival, scores_for
+from truedraft.drafters.heads.acceptance import AcceptanceOdds, Odds, scores_for
 from truedraft.errors import OptionError
 
-RAW = Survival.of([[0, 0, 0, 1, 0]])
-FLAT = Survival.of([[3.0, -1.5, -1.4, 1.0, -1.0], [2.0, -1.0, -0.5, 0.8, -0.3]])
+RAW = AcceptanceOdds.of([[0, 0, 0, 1, 0]])
+FLAT = AcceptanceOdds.of([[3.0, -1.5, -1.4, 1.0, -1.0], [2.0, -1.0, -0.5, 0.8, -0.3]])
 
 
 def log_probs(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_the_heads_own_probabilities_are_a_special_case() -> None:
 
 def test_no_guess_survives_more_than_one_of_lower_rank() -> None:
     """Whatever was fitted: here the first guess is given worse odds than the others, and deep ranks none."""
-    odd = Survival.of([[-5.0, 4.0, 0.0, 0.1, -2.0]])
+    odd = AcceptanceOdds.of([[-5.0, 4.0, 0.0, 0.1, -2.0]])
     for survival in (RAW, FLAT, odd):
         found = survival(log_probs(200), 1)
         assert (found <= 0.0).all() and (found.diff(dim=-1) <= 0.0).all() and found.isfinite().all()
@@ -60,7 +60,7 @@ def test_requests_of_several_kinds_get_what_each_gets_alone() -> None:
 
 
 def test_between_two_temperatures() -> None:
-    cold, hot = Survival.of([[2, -2, -1, 1, 0]]), Survival.of([[0, 0, 0, 2, -1]])
+    cold, hot = AcceptanceOdds.of([[2, -2, -1, 1, 0]]), AcceptanceOdds.of([[0, 0, 0, 2, -1]])
     assert cold.between(hot, 0.25).depths == (Odds(1.5, -1.5, -0.75, 1.25, -0.25),)
 
 
@@ -70,4 +70,4 @@ def test_between_two_temperatures() -> None:
 )
 def test_what_has_no_order_is_refused(depths: object) -> None:
     with pytest.raises(OptionError, match="odds of acceptance are"):
-        Survival.of(depths)  # type: ignore[arg-type]
+        AcceptanceOdds.of(depths)  # type: ignore[arg-type]

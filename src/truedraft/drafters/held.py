@@ -1,0 +1,69 @@
+"""What a drafter holds for requests: the caches of its models, and whatever else it notes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from truedraft.cache import PrefixCache, RequestCache
+from truedraft.models.base import LanguageModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelCaches:
+    """The caches of a model that drafts.
+
+    Attributes:
+        model: whose caches they are.
+        caches: by id of request; after `propose` and `observe` they hold what a fresh computation would.
+        prefixes: what requests begin with, and the texts that the model reads.
+        drafted: most tokens in a cache beyond those of a request.
+        per_token: most tokens of the model's own for one of the target's.
+    """
+
+    model: LanguageModel
+    caches: Mapping[int, RequestCache]
+    prefixes: PrefixCache
+    drafted: int
+    per_token: int = 1
+
+    def most(self, tokens: int) -> int:
+        """Most tokens in the cache of a request of so many, drafted ones included."""
+        return min(self.per_token * tokens, self.model.context_length) + self.drafted
+
+    def ahead(self, tokens: int) -> ModelCaches:
+        """The same where requests may be so many tokens longer before these are judged."""
+        return replace(self, drafted=self.drafted + self.per_token * tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """All that a drafter holds for requests; what it keeps of earlier ones is counted apart (`PrefixCache`).
+
+    Attributes:
+        models: caches of its models.
+        noted: what else it notes, by id of request.
+        request_bytes: that this takes for each request.
+        beside: bytes that it holds in another process.
+        in_target: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
+    """
+
+    models: Sequence[ModelCaches] = ()
+    noted: Sequence[Mapping[int, object]] = ()
+    request_bytes: int = 0
+    beside: int = 0
+    in_target: bool = False
+
+    @property
+    def requests(self) -> set[int]:
+        """Ids of requests that something is held for."""
+        return {
+            *(number for each in self.models for number in each.caches),
+            *(key for own in self.noted for key in own),
+        }
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that are held now."""
+        caches = [cache for each in self.models for cache in list(each.caches.values())]  # a step may run
+        return self.beside + self.request_bytes * len(self.requests) + sum(cache.n_bytes for cache in caches)

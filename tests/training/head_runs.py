@@ -1,0 +1,64 @@
+"""Trainings of heads in folders, as tests interrupt them and begin them again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from truedraft.heads import Head
+from truedraft.training.head_config import HeadTrainingConfig
+from truedraft.training.heads import HeadResult, train_heads
+from truedraft.training.loop import Callbacks
+from truedraft.training.texts.prompts import PromptSets
+
+Trained = tuple[Path, HeadResult, list[tuple[Any, ...]]]
+"""A folder after an uninterrupted training, with its result and what it said meanwhile."""
+
+
+def trained_in(target: Path, prompts: PromptSets, out: Path, config: HeadTrainingConfig) -> Trained:
+    said: list[tuple[Any, ...]] = []
+    return out, train_heads(target, prompts, out, config, callbacks=Callbacks(lambda *words: said.append(words))), said
+
+
+def copied(trained: Trained, folder: Path) -> Path:
+    """What an interruption after the writing leaves: texts and vectors."""
+    shutil.copytree(trained[0] / "work", folder / "work")
+    for name in ("checkpoint.pt", "log.jsonl", "run.json"):
+        (folder / "work" / name).unlink()
+    return folder
+
+
+def same_weights(kind: type[Head], one: Path, other: Path, within: float = 0.0) -> bool:
+    expected = kind.load(one).state_dict()
+    found = kind.load(other).state_dict()
+    return all(torch.allclose(weight, expected[name], rtol=0.0, atol=within) for name, weight in found.items())
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "work" / "log.jsonl").read_text().splitlines()]
+
+
+def assert_resumed_equals_uninterrupted(
+    trained: Trained, target: Path, prompts: PromptSets, folder: Path, config: HeadTrainingConfig, killed_at: int
+) -> None:
+    """To the bit, in weights and in what is logged."""
+
+    class KilledError(Exception):
+        pass
+
+    def kill(what: str, done: int, total: int, remark: str) -> None:
+        if what == "training" and done == killed_at + 1:
+            raise KilledError
+
+    copied(trained, folder)
+    with pytest.raises(KilledError):
+        train_heads(target, prompts, folder, config, callbacks=Callbacks(on_progress=kill))
+    train_heads(target, prompts, folder, config)
+    assert same_weights(config.head, trained[0], folder)
+    logs = [[entry | {"elapsed_s": None} for entry in log_of(each)] for each in (trained[0], folder)]
+    assert logs[0] == logs[1]
