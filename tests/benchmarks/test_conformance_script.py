@@ -34,7 +34,6 @@ MECHANISMS = {
 
 @pytest.fixture(autouse=True)
 def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "PROMPTS", conformance.PROMPTS[:4])
     monkeypatch.setattr(conformance, "COUNT", 10)
 
 

@@ -62,7 +62,7 @@ def test_what_a_drafter_reports_of_itself_is_told(run: Run, target: str, draft: 
     assert plain.record["drafter_reports"] == {} and "ahead hit rate" not in plain.err
     report = ahead.record["drafter_reports"]["draft"]
     assert 0 < report["proposals"] <= ahead.record["stats"]["target_calls"] and 0.0 <= report["ahead_hit_rate"] < 1.0
-    assert "draft: proposals " in ahead.err and "ahead hit rate" in ahead.err and "process cpu s" in ahead.err
+    assert "draft: proposals " in ahead.err and "ahead hit rate" in ahead.err
     for what in ("token_ids", "stats", "finish_reason"):
         assert ahead.record["prompts"][0][what] == plain.record["prompts"][0][what]
 
