@@ -219,7 +219,7 @@ def _convert(path: Path, folder: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(path.parent, **where)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
-        places = get_gguf_hf_weights_map(_without_weights(config, torch.float32), TensorProcessor())
+        places = get_gguf_hf_weights_map(without_weights(config, torch.float32), TensorProcessor())
     except (ValueError, KeyError, NotImplementedError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(f"{str(path)!r} cannot be read by transformers: {first_line(error)}") from error
     folder.mkdir(parents=True, exist_ok=True)
@@ -273,7 +273,8 @@ def _stored(path: Path) -> list[StoredTensor]:
     return tensors
 
 
-def _without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model whose matrices take no memory, and are nothing yet."""
     with _WithoutMemory(), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
@@ -288,7 +289,7 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
     """
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     file = np.memmap(index["file"], dtype=np.uint8, mode="r")
-    model = _without_weights(config, dtype)
+    model = without_weights(config, dtype)
     processor = TENSOR_PROCESSORS.get(config.model_type.removesuffix("_text"), TensorProcessor)(config=config.to_dict())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = set(dict(model.named_parameters()))

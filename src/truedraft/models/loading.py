@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,13 +29,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from truedraft.embedded import embedded_folder
 from truedraft.errors import ModelError, ModelNotFoundError, UnknownOptionError, UnsupportedModelError, first_line
 from truedraft.files import user_path
-from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
-from truedraft.models import gguf
+from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
+from truedraft.models import gguf, quantized_folder
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
@@ -54,6 +57,7 @@ from truedraft.models.probe import check_against_stock, probe_patterns, refuse_h
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 _BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
 # Quantised weights that transformers turns back into bfloat16 where it has no kernels for them.
@@ -129,9 +133,12 @@ def _load(
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
     read = partial(_read_as_stored, source, str(name), revision=revision, adapter=adapter)
-    model = read(kind).to(place)
-    if is_quantized(model) and not (fast_paths and pad_to is None and not adapters and _runs_quantized(model)):
+    model = read(kind)
+    by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
+    if not (by_codes and _runs_quantized(model)):
+        _announce_numbers(model, str(name))
         dequantize(model)
+    model = model.to(place)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend = _packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
@@ -283,6 +290,19 @@ def _runs_quantized(model: PreTrainedModel) -> bool:
     return llama is not None and NativeBackend.fits(llama)
 
 
+def _announce_numbers(model: PreTrainedModel, name: str) -> None:
+    """Say what quantised weights take in memory where they are made numbers of the model's dtype."""
+    if is_quantized(model) or hasattr(model, "quantized_by"):
+        count = sum(weight.numel() for weight in model.parameters())
+        _log.warning(
+            "%s: its quantised weights are made %s at load, for no forward here runs their codes: they take %s of "
+            "memory",
+            name,
+            dtype_name(model.dtype),
+            in_bytes(count * model.dtype.itemsize),
+        )
+
+
 def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
     """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
 
@@ -367,6 +387,8 @@ def _read_as_stored(
     refuse_other_kinds(config, name)
     if adapter is None and (Path(source) / gguf.INDEX).is_file():
         return gguf.load_weights(Path(source), config, name, dtype)
+    if adapter is None and quantized_folder.method_of(config) in quantized_folder.READ_HERE:
+        return _load_quantized(source, config, name, dtype, revision)
     model = load_weights(source, config, name, dtype, revision)
     return model if adapter is None else merge_adapter(model, adapter)
 
@@ -403,20 +425,63 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
     Raises:
         ModelError: the weights cannot be read, or do not fit the configuration; generation_config.json is broken.
     """
+    if quantized_folder.method_of(config) in quantized_folder.READ_HERE:
+        model = _load_quantized(source, config, name, dtype, revision)
+        dequantize(model)
+        return model
     refuse_broken_generation_config(source, name, revision)
     if (Path(source) / gguf.INDEX).is_file():
         model = gguf.load_weights(Path(source), config, name, dtype)
         dequantize(model)
         return model
+    return _load_by_transformers(source, config, name, dtype, revision)
+
+
+def _load_quantized(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+    """A model of a folder with quantised weights: by its codes where its parameters can have them, else in numbers.
+
+    Raises:
+        UnsupportedModelError: its codes are of a kind that is not read.
+        ModelError: as `load_weights`.
+    """
+    refuse_broken_generation_config(source, name, revision)
+    folder = quantized_folder.QuantizedFolder(source, config, name, revision)
+    bare = copy.deepcopy(config)
+    del bare.quantization_config
+    model = folder.by_codes(bare, dtype) if _class_of(bare) is AutoModelForCausalLM else None
+    if model is None:
+        model = _load_by_transformers(source, bare, name, dtype, revision, folder.numbers(dtype))
+        model.quantized_by = quantized_folder.method_of(config)
+        model.config.name_or_path = source
+    with contextlib.suppress(OSError):  # there is none
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+    return model
+
+
+def _load_by_transformers(
+    source: str,
+    config: Any,
+    name: str,
+    dtype: torch.dtype,
+    revision: str | None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> PreTrainedModel:
+    """As `load_weights`; the source's tensors may be given."""
+    kind, given = _class_of(config), {}
+    if tensors is not None:
+        given["state_dict"] = dict(tensors)
+        with torch.device("meta"):
+            kind = type(kind.from_config(config)) if hasattr(kind, "from_config") else kind
     try:
         with quiet_transformers():
-            model, report = _class_of(config).from_pretrained(
-                source,
+            model, report = kind.from_pretrained(
+                source if tensors is None else None,
                 config=config,
                 dtype=dtype,
                 revision=revision,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **given,
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
@@ -471,12 +536,11 @@ def _bad_generation_config(name: str, what: str) -> ModelError:
 
 def refuse_other_kinds(config: Any, name: str) -> None:
     """Refuse encoders, models that read no text, and quantised weights before any weight is read."""
-    quantised = getattr(config, "quantization_config", None) or {}
-    method = quantised.get("quant_method") or ("bitsandbytes" if quantised else None)
-    if method is not None and method not in _TURNED_BACK:
+    method = quantized_folder.method_of(config)
+    if method is not None and method not in {*quantized_folder.READ_HERE, *_TURNED_BACK}:
         raise UnsupportedModelError(
-            f"the weights of {name!r} are quantised (by {method}), and truedraft cannot run these, whatever "
-            "is installed; name the model that it was made from, in bfloat16 or float32"
+            f"the weights of {name!r} are quantised by {method}, which truedraft does not read; name the model that it "
+            "was made from, in bfloat16 or float32, or one by GPTQ, AWQ or compressed-tensors"
         )
     if config.is_encoder_decoder:
         known = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
@@ -517,12 +581,12 @@ def _class_of(config: Any) -> Any:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' own bars and warnings off the user's screen while it loads or saves."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
@@ -25,6 +25,7 @@ class Scheme(Enum):
     - ZEROED: scale * (code - zero). GPTQ and AWQ.
     - NESTED: (scale of the head * inner scale) * code - (shift of the head * inner shift). Q4_K and Q5_K.
     - HALVES: (scale of the head * inner scale) * (code - middle), inner scales with a sign, one for half a group. Q6_K.
+    - WIDE and WIDE_ZEROED: as ONE and ZEROED, with scales that are no float16.
     """
 
     ONE = 0
@@ -32,6 +33,8 @@ class Scheme(Enum):
     ZEROED = 2
     NESTED = 3
     HALVES = 4
+    WIDE = 5
+    WIDE_ZEROED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,12 @@ class QuantizedWeight:
         bits: of a code: 4, 5, 6 or 8.
         scheme: what codes and scales mean.
         codes: `[out, in]`, uint8, from 0.
-        scales: float16, `[out, groups]`, of NESTED and HALVES `[out, heads]`.
+        scales: float16, `[out, groups]`, of NESTED and HALVES `[out, heads]`; of WIDE and WIDE_ZEROED float32.
         shifts: float16, likewise; None but of SHIFTED and NESTED.
         inner: uint8, `[out, groups]`: inner scales of NESTED, zeros of ZEROED; of HALVES int8 `[out, 2 groups]`; or
             None.
         lesser: uint8, `[out, groups]`: inner shifts of NESTED; or None.
+        order: `[in]`, int32: which input each column multiplies, where groups are not of neighbours; or None.
     """
 
     bits: int
@@ -56,6 +60,7 @@ class QuantizedWeight:
     shifts: Tensor | None = None
     inner: Tensor | None = None
     lesser: Tensor | None = None
+    order: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -73,21 +78,26 @@ class QuantizedWeight:
     def rows(self, index: Tensor | slice) -> QuantizedWeight:
         """Some outputs, in another order or not."""
         rest = [None if each is None else each[index] for each in (self.shifts, self.inner, self.lesser)]
-        return QuantizedWeight(self.bits, self.scheme, self.codes[index], self.scales[index], *rest)
+        some = QuantizedWeight(self.bits, self.scheme, self.codes[index], self.scales[index], *rest)
+        return replace(some, order=self.order)
 
     def dequantized(self) -> Tensor:
         """`[out, in]`, float32: products and sums in the order and with the rounding of the `gguf` package."""
+        numbers = self._in_own_order()
+        return numbers if self.order is None else numbers[:, self.order.argsort()]
+
+    def _in_own_order(self) -> Tensor:
         inputs, middle = self.inputs, 2 ** (self.bits - 1)
         codes = self.codes.float()
 
         def spread(each: Tensor, over: int) -> Tensor:
             return each.float().repeat_interleave(over, 1)[:, :inputs]
 
-        if self.scheme is Scheme.ONE:
+        if self.scheme in (Scheme.ONE, Scheme.WIDE):
             return spread(self.scales, GROUP) * (codes - middle)
         if self.scheme is Scheme.SHIFTED and self.shifts is not None:
             return spread(self.scales, GROUP) * codes + spread(self.shifts, GROUP)
-        if self.scheme is Scheme.ZEROED and self.inner is not None:
+        if self.scheme in (Scheme.ZEROED, Scheme.WIDE_ZEROED) and self.inner is not None:
             return spread(self.scales, GROUP) * (codes - spread(self.inner, GROUP))
         assert self.inner is not None
         if self.scheme is Scheme.HALVES:
@@ -105,10 +115,14 @@ class StoredWeight:
     Attributes:
         form: of what is read.
         read: reads it.
+        order: of what is read.
+        shape: of what is read, where it is known before; else None.
     """
 
     form: tuple[int, Scheme]
     read: Callable[[], QuantizedWeight]
+    order: Tensor | None = None
+    shape: tuple[int, int] | None = None
 
 
 def quantized_of(weight: Tensor) -> StoredWeight | None:
@@ -142,7 +156,7 @@ def in_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
     stored, count = quantized_of(weight), len(parts[0])
     if stored is not None:
         for part, rows in zip(parts, (slice(count), slice(count, None)), strict=True):
-            part.quantized = StoredWeight(stored.form, partial(_rows, stored, rows))  # type: ignore[attr-defined]
+            part.quantized = replace(stored, read=partial(_rows, stored, rows), shape=None)  # type: ignore[attr-defined]
     return parts[0], parts[1]
 
 

@@ -233,8 +233,8 @@ class NativeBackend(Backend):
 
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
-    """Whether outputs that are quantised in another way than those before begin a unit, and both factors of the MLP are
-    quantised in one way."""
+    """Whether outputs that are quantised in another way than those before begin a unit, both factors of the MLP are
+    quantised in one way, and weights that read one row have its inputs in one order."""
 
     def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
         stored = [quantized_of(linear.weight) for linear in linears]
@@ -245,7 +245,15 @@ def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
         at += linear.out_features
         if before != after and None not in (before, after) and at % UNIT:
             return False
-    return len(set(forms(layer.gate_up))) < 2
+    return len(set(forms(layer.gate_up))) < 2 and _of_one_order(layer.qkv) and _of_one_order(layer.gate_up)
+
+
+def _of_one_order(linears: Linears) -> bool:
+    orders = [stored.order for linear in linears if (stored := quantized_of(linear.weight)) is not None]
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in itertools.pairwise(orders)
+    )
 
 
 def _model(llama: Llama, weights: Weights) -> CModel:

@@ -112,12 +112,13 @@ typedef struct {
     int64_t bits, scales; /* of a weight, where they are quantised as quantized.h says; else 0 */
     int64_t own; /* units before those of `more` */
     const void *more; /* a Linear of the last outputs, where they are quantised in another way than the first; or NULL */
+    const int32_t *order; /* which input of a row each input is, where a quantised weight has them in an order of its own; or NULL */
 } Linear;
 
 /* What a file says of some outputs of a quantised layer; NULL what its layout has not, see quantized.h. */
 typedef struct {
     const uint8_t *codes;            /* [rows][inputs] */
-    const uint16_t *scales, *shifts; /* [rows][groups], or of heads [rows][heads]: in float16 */
+    const uint16_t *scales, *shifts; /* [rows][groups], or of heads [rows][heads]: in float16, of WIDE ones in float32 */
     const uint8_t *inner, *lesser;   /* [rows][groups]: of NESTED, inner scales and shifts; of ZEROED, zeros; of HALVES,
                                       * inner scales [rows][2 groups] */
 } Coded;

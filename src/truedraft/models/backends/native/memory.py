@@ -164,14 +164,15 @@ class Weights:
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
 
     def _coded(self, parts: Sequence[QuantizedWeight], bias: Tensor | None, turns: bool) -> CLinear:
-        """A layer with the codes and scales of its parts; those that lie in one piece are whole units together."""
+        """A layer with the codes and scales of its parts, all of one order; pieces of one form are whole units."""
         alike = [list(each) for _, each in itertools.groupby(parts, lambda part: part.form)]
-        outputs, inputs = sum(map(len, parts)), parts[0].inputs
+        outputs, inputs, order = sum(map(len, parts)), parts[0].inputs, parts[0].order
+        kept = None if order is None else self.keep(order)
         linear: CLinear | None = None
         for some in reversed(alike):
             linear = CLinear(
                 self._laid_out(some, turns), None, inputs, outputs, inputs, some[0].bits, some[0].scheme.value,
-                -(-sum(map(len, some)) // UNIT), None if linear is None else self._point_at(linear),
+                -(-sum(map(len, some)) // UNIT), None if linear is None else self._point_at(linear), kept,
             )  # fmt: skip
         assert linear is not None
         linear.bias = None if bias is None else self.keep(bias)
@@ -228,7 +229,9 @@ class Weights:
         with ThreadPoolExecutor(forward_threads()) as pool:
             list(pool.map(run, range(0, units, _QUANTIZED_UNITS)))
         self._kept.append(codes)
-        return CLinear(address, linear.bias, linear.inputs, linear.outputs, linear.read, bits)
+        made = CLinear(address, linear.bias, linear.inputs, linear.outputs, linear.read, bits)
+        made.order = linear.order
+        return made
 
 
 def pieces(linear: CLinear) -> Iterator[CLinear]:

@@ -28,8 +28,8 @@
  * ONE: a scale; zero is the middle code. SHIFTED: a scale and a shift. ZEROED: a scale and a zero of 8 bits.
  * NESTED: in the head a scale of scales and one of shifts, which these, without a sign and of 8 bits, are multiplied by;
  * shifts are subtracted. HALVES: in the head a scale of scales, with a sign and of 8 bits, each for 16 inputs; zero is the
- * middle code. */
-enum { ONE, SHIFTED, ZEROED, NESTED, HALVES };
+ * middle code. WIDE and WIDE_ZEROED: as ONE and ZEROED, scales in float32. */
+enum { ONE, SHIFTED, ZEROED, NESTED, HALVES, WIDE, WIDE_ZEROED };
 
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
 typedef uint8_t octets __attribute__((vector_size(LANES)));
@@ -38,7 +38,8 @@ typedef int8_t bytes __attribute__((vector_size(LANES)));
 static int64_t groups_of(const Linear *l) { return (l->inputs + PER_SCALE - 1) / PER_SCALE; }
 static int64_t head_bytes(int64_t scales) { return scales == NESTED ? 4 * UNIT : scales == HALVES ? 2 * UNIT : 0; }
 static int64_t scale_bytes(int64_t scales) {
-    return scales == ONE ? 2 * UNIT : scales == SHIFTED ? 4 * UNIT : scales == ZEROED ? 3 * UNIT : 2 * UNIT;
+    const int64_t each = scales == SHIFTED || scales == WIDE || scales == WIDE_ZEROED ? 4 : 2;
+    return (each + (scales == ZEROED || scales == WIDE_ZEROED)) * UNIT;
 }
 static int64_t code_bytes(int64_t bits) { return UNIT * PER_SCALE * bits / 8; }
 static int64_t unit_bytes(const Linear *l) {
@@ -69,7 +70,7 @@ static inline Row row_at(const float *x, int64_t groups) {
     return (Row){codes, scales, (const int32_t(*)[2])(scales + groups)};
 }
 
-/* Rows of x `[rows][stride]` as quantised inputs, one row for every `read` floats. */
+/* Rows of x `[rows][stride]` as quantised inputs in the weight's order, one row for every `read` floats. */
 static void gather_quantized(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
     const int64_t groups = groups_of(l), inputs = l->read;
     for (int64_t r = 0; r < rows; r++, x += stride, out += inputs) {
@@ -77,6 +78,11 @@ static void gather_quantized(const Linear *l, const element *x, int64_t stride, 
         for (int64_t g = 0; g < groups; g++) {
             const int64_t count = inputs - g * PER_SCALE < PER_SCALE ? inputs - g * PER_SCALE : PER_SCALE;
             const element *from = x + g * PER_SCALE;
+            element some[PER_SCALE];
+            if (l->order) {
+                for (int64_t i = 0; i < count; i++) some[i] = x[l->order[g * PER_SCALE + i]];
+                from = some;
+            }
             int8_t *codes = (int8_t *)row.codes + g * PER_SCALE;
             lanes most = all(0.0f);
             for (int64_t i = 0; i < count; i += LANES) most = larger(absolute(load(from + i)), most);
@@ -144,17 +150,18 @@ static inline lanes as_float16(lanes v) { const shorts bits = as_scales(v); retu
 typedef struct { lanes scale[2], shift; ints zero; } Maker;
 
 static inline __attribute__((always_inline)) Maker maker_of(const uint8_t *head, const uint8_t *scales, const int bits, const int kind, int b) {
-    const int at = b * LANES;
+    const int at = b * LANES, each = kind == WIDE || kind == WIDE_ZEROED ? 4 : 2;
     Maker m = {.shift = all(0.0f), .zero = {0}};
-    if (kind == ONE || kind == HALVES) m.zero = m.zero + (1 << (bits - 1));
+    if (kind == ONE || kind == HALVES || kind == WIDE) m.zero = m.zero + (1 << (bits - 1));
     if (kind == HALVES)
         for (int h = 0; h < 2; h++) m.scale[h] = load_scales(head + 2 * at) * load_bytes(scales + h * UNIT + at);
     else if (kind == NESTED) {
         m.scale[0] = m.scale[1] = load_scales(head + 2 * at) * load_octets(scales + at);
         m.shift = -(load_scales(head + 2 * (UNIT + at)) * load_octets(scales + UNIT + at));
-    } else m.scale[0] = m.scale[1] = load_scales(scales + 2 * at);
+    } else if (each == 4) m.scale[0] = m.scale[1] = (lanes)load_codes(scales + 4 * at);
+    else m.scale[0] = m.scale[1] = load_scales(scales + 2 * at);
     if (kind == SHIFTED) m.shift = load_scales(scales + 2 * (UNIT + at));
-    if (kind == ZEROED) m.zero = __builtin_convertvector(load_octets(scales + 2 * UNIT + at), ints);
+    if (kind == ZEROED || kind == WIDE_ZEROED) m.zero = __builtin_convertvector(load_octets(scales + each * UNIT + at), ints);
     return m;
 }
 
@@ -229,6 +236,7 @@ static void quantized_unit(const Linear *l, int64_t at, const float *x, int64_t 
             break;
             FORM(8, ONE) FORM(8, SHIFTED) FORM(8, ZEROED) FORM(6, HALVES) FORM(5, ONE) FORM(5, SHIFTED) FORM(5, NESTED)
             FORM(4, ONE) FORM(4, SHIFTED) FORM(4, ZEROED) FORM(4, NESTED)
+            FORM(8, WIDE) FORM(8, WIDE_ZEROED) FORM(4, WIDE) FORM(4, WIDE_ZEROED)
 #undef FORM
         }
     }
@@ -261,8 +269,8 @@ void truedraft_decode(const Linear *l, float *to) {
             for (int b = 0; b < SUMS; b++) {
                 decode(l, at, g, b, weight);
                 for (int i = 0; i < LANES && at * UNIT + b * LANES + i < l->outputs; i++)
-                    for (int k = 0; k < PER_SCALE && g * PER_SCALE + k < l->inputs; k++)
-                        to[(at * UNIT + b * LANES + i) * l->inputs + g * PER_SCALE + k] = weight[k][i];
+                    for (int64_t k = 0, in = g * PER_SCALE; k < PER_SCALE && in < l->inputs; k++, in++)
+                        to[(at * UNIT + b * LANES + i) * l->inputs + (l->order ? l->order[in] : in)] = weight[k][i];
             }
 }
 
@@ -300,11 +308,13 @@ void truedraft_lay_out(const Linear *l, const Coded *from, int64_t rows, int64_t
             uint8_t *codes = own + scale_bytes(kind) + block % (UNIT / BLOCK) * (code_bytes(bits) / (UNIT / BLOCK)) + o % BLOCK * 4;
             uint16_t *sixteen = (uint16_t *)(in_head ? head : own);
             const int64_t place = o * each + (in_head ? g / PER_HEAD : g);
-            sixteen[at] = from->scales[place];
+            if (kind == WIDE || kind == WIDE_ZEROED) memcpy(own + 4 * at, from->scales + 2 * place, 4);
+            else sixteen[at] = from->scales[place];
             if (from->shifts) sixteen[UNIT + at] = from->shifts[place];
             if (kind == NESTED) own[at] = from->inner[o * groups + g], own[UNIT + at] = from->lesser[o * groups + g];
             if (kind == HALVES) for (int h = 0; h < 2; h++) own[h * UNIT + at] = from->inner[(o * groups + g) * 2 + h];
             if (kind == ZEROED) own[2 * UNIT + at] = from->inner[o * groups + g];
+            if (kind == WIDE_ZEROED) own[4 * UNIT + at] = from->inner[o * groups + g];
             for (int64_t k = 0; k < PER_SCALE && g * PER_SCALE + k < l->inputs; k++) {
                 const uint8_t code = from->codes[o * l->inputs + g * PER_SCALE + k];
                 const int64_t q = k / 4;
