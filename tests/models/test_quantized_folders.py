@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from support.quantized_folders import Made, awq, bitsandbytes_8, edit, fp8, gptq, packed, whole, write
+from support.quantized_folders import Made, awq, bitsandbytes_8, edit, four_bits, fp8, gptq, packed, whole, write
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
@@ -60,7 +60,10 @@ BY_CODES = [
     pytest.param(partial(whole, symmetric=False), compressed(8, None, "int-quantized"), id="w8a8-zeros"),
     pytest.param(bitsandbytes_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, id="bitsandbytes-8"),
 ]
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 IN_NUMBERS = [
+    pytest.param(four_bits, NF4, id="nf4"),
+    pytest.param(partial(four_bits, double=True), NF4 | {"bnb_4bit_use_double_quant": True}, id="nf4-double"),
     pytest.param(partial(fp8, block=(64, 96)), {"quant_method": "fp8", "weight_block_size": [64, 96]}, id="fp8-blocks"),
     pytest.param(partial(fp8, block=None), {"quant_method": "fp8", "weight_block_size": None}, id="fp8-whole"),
     pytest.param(partial(fp8, block=(1, 0), end="weight_scale"), {"quant_method": "fbgemm_fp8"}, id="fp8-by-output"),
@@ -255,3 +258,82 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ModelError, match="cannot load the weights of"):
         load_model(folder, dtype="float32")
+
+
+BROKEN = [
+    (
+        partial(gptq, bits=2),
+        GPTQ | {"bits": 2},
+        nothing,
+        UnsupportedModelError,
+        "with codes of 2 bits, which truedraft",
+    ),
+    (awq, AWQ, without("qzeros"), ModelError, "lacks its qzeros; fetch"),
+    (awq, AWQ, with_shape("qweight", 64, 32), ModelError, r"has scales of 4 groups, and inputs of groups up to 2"),
+    (awq, AWQ, with_shape("qweight", 128, 30), ModelError, "has 256 codes in 30 words of 32 bits, and .* says 4 bits"),
+    (
+        awq,
+        AWQ | {"version": "gemv"},
+        nothing,
+        UnsupportedModelError,
+        "in AWQ's format 'gemv', which truedraft does not",
+    ),
+    (packed, compressed(4, 32), without("weight_scale"), ModelError, "lacks its weight_scale; fetch"),
+    (packed, compressed(4, 32), without("weight_shape"), ModelError, "lacks its weight_shape; fetch"),
+    (packed, compressed(8, 32), nothing, ModelError, "codes in .* words of 32 bits, and config.json says 8 bits"),
+    (packed, compressed(4, 64), nothing, ModelError, "has scales of . groups, and inputs of groups up to"),
+    (
+        partial(packed, group=16),
+        compressed(4, 16),
+        nothing,
+        UnsupportedModelError,
+        "groups of inputs that are no multiples of 32, which",
+    ),
+    (
+        packed,
+        compressed(4, 32),
+        with_shape("weight_scale", 3, 4),
+        ModelError,
+        "has scales of 3 outputs in place of 256",
+    ),
+    (whole, compressed(8, None, "int-quantized"), without("weight_scale"), ModelError, "lacks its weight_scale; fetch"),
+    (bitsandbytes_8, NF4, without("SCB"), ModelError, "lacks its SCB; fetch"),
+    (four_bits, NF4, without("weight.absmax"), ModelError, "lacks its weight.absmax; fetch"),
+    (four_bits, NF4, with_shape("weight", 9, 1), ModelError, "has 18 codes and 512 scales for a weight of .256, 128."),
+    (
+        four_bits,
+        NF4,
+        with_shape("weight.quant_state.bitsandbytes__nf4", 5),
+        ModelError,
+        "has a quant_state that cannot be read; fetch",
+    ),
+    (four_bits, NF4, without("weight.quant_state.bitsandbytes__nf4"), ModelError, "has a weight of U8, and no scales"),
+    (partial(fp8, block=(64, 64)), {"quant_method": "fp8"}, nothing, ModelError, "and config.json says no blocks"),
+    (
+        partial(fp8, block=(64, 64)),
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        without("weight_scale_inv"),
+        ModelError,
+        "lacks its weight_scale; fetch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("quantise", "config", "change", "error", "said"), BROKEN)
+def test_a_damaged_folder(
+    quantise: Callable[[Tensor], Made],
+    config: dict[str, Any],
+    change: Callable[[dict[str, Tensor]], Any],
+    error: type[ModelError],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    folder, _ = write(tmp_path, quantise, config)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(error, match=said) as caught:
+        load_model(folder, dtype="float32")
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)

@@ -176,6 +176,38 @@ def fp8(weight: Tensor, block: tuple[int, int] | None, *, end: str = "weight_sca
     return {"weight": codes, end: written, "activation_scale": torch.ones(())}, codes.float() * spread
 
 
+def four_bits(weight: Tensor, *, block: int = 64, double: bool = False) -> Made:
+    """As bitsandbytes writes NF4: codes of a table of 16 numbers, by quantiles of a normal distribution.
+
+    Args:
+        weight: `[out, in]`.
+        block: weights that share a scale.
+        double: whether the scales are codes of a table themselves.
+    """
+    quantiles = torch.special.ndtri(torch.linspace(0.03, 0.97, 16))
+    table = quantiles / quantiles.abs().max()
+    blocks = weight.reshape(-1, block)
+    scales = blocks.abs().amax(1)
+    said: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    tensors = {"weight.quant_map": table, "weight.absmax": scales}
+    if double:
+        own, mean = torch.linspace(-1, 1, 256), float(scales.mean())
+        most = (scales - mean).abs().view(-1, 16).amax(1)
+        codes = ((scales - mean)[:, None] / most.repeat_interleave(16)[:, None] - own).abs().argmin(1)
+        scales = own[codes] * most.repeat_interleave(16) + mean
+        said |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": mean}
+        tensors |= {
+            "weight.absmax": codes.to(torch.uint8),
+            "weight.nested_absmax": most,
+            "weight.nested_quant_map": own,
+        }
+    codes = (blocks[..., None] / scales[:, None, None] - table).abs().argmin(-1)
+    pairs = codes.flatten().view(-1, 2)
+    tensors["weight"] = (pairs[:, :1] * 16 + pairs[:, 1:]).to(torch.uint8)
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    return tensors, (table[codes] * scales[:, None]).view(weight.shape)
+
+
 def write(folder: Path, quantise: Callable[[Tensor], Made], said: dict[str, Any], **sizes: Any) -> tuple[Path, Path]:
     """A folder with quantised linear layers, the LM head left out, and one with the numbers that they stand for.
 

@@ -37,6 +37,9 @@ class Tensors(Protocol):
     def broken(self, what: str) -> ModelError:
         """The error that says what is wrong with the layer."""
 
+    def unread(self, what: str) -> UnsupportedModelError:
+        """The error that says what the layer has and truedraft does not read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -149,7 +152,7 @@ def _known_bits(tensors: Tensors, layout: Layout, words: int, codes: int) -> int
         said = " or ".join(map(str, layout.bits))
         raise tensors.broken(f"has {codes} codes in {words} words of 32 bits, and config.json says {said} bits")
     if bits not in BITS:
-        raise UnsupportedModelError(f"{tensors.broken(f'has codes of {bits} bits')}; truedraft reads those of 4 and 8")
+        raise tensors.unread(f"codes of {bits} bits")
     return bits
 
 
@@ -192,9 +195,7 @@ def _grouped(
     order = group_of.argsort(stable=True)
     of_piece = group_of[order][::GROUP].long()
     if not torch.equal(group_of[order], of_piece.repeat_interleave(GROUP)[:inputs].to(group_of.dtype)):
-        raise UnsupportedModelError(
-            f"{tensors.broken('has groups of inputs')}; truedraft reads groups of multiples of {GROUP}"
-        )
+        raise tensors.unread(f"groups of inputs that are no multiples of {GROUP}")
     if zeros is not None and (zeros.shape != scales.shape):
         raise tensors.broken(f"has zeros of the shape {list(zeros.shape)}, and scales of {list(scales.shape)}")
     if zeros is not None and bool((zeros == 2 ** (bits - 1)).all()):

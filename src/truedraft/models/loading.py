@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,14 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelError, ModelNotFoundError, UnknownOptionError, UnsupportedModelError, first_line
+from truedraft.errors import (
+    MissingExtraError,
+    ModelError,
+    ModelNotFoundError,
+    UnknownOptionError,
+    UnsupportedModelError,
+    first_line,
+)
 from truedraft.files import user_path
 from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
 from truedraft.models import gguf, quantized_folder
@@ -60,8 +66,6 @@ from truedraft.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 _BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
-# Quantised weights that transformers turns back into bfloat16 where it has no kernels for them.
-_TURNED_BACK = {"mxfp4"}
 # Classes of transformers that continue text, what they see or hear beside it left out.
 _WRITING: tuple[Mapping[str, Any], ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -292,7 +296,7 @@ def _runs_quantized(model: PreTrainedModel) -> bool:
 
 def _announce_numbers(model: PreTrainedModel, name: str) -> None:
     """Say what quantised weights take in memory where they are made numbers of the model's dtype."""
-    if is_quantized(model) or hasattr(model, "quantized_by"):
+    if is_quantized(model) or getattr(model, "quantized_by", None) is not None:
         count = sum(weight.numel() for weight in model.parameters())
         _log.warning(
             "%s: its quantised weights are made %s at load, for no forward here runs their codes: they take %s of "
@@ -382,15 +386,14 @@ def read_model(
 def _read_as_stored(
     source: str, name: str, dtype: torch.dtype, revision: str | None = None, adapter: str | Path | None = None
 ) -> PreTrainedModel:
-    """As `read_model`; matrices of a GGUF file are `quantized` where they are there, unless an adapter is merged."""
+    """As `read_model`; matrices are `quantized` where they are stored so, unless an adapter is merged."""
     config = load_config(source, name, revision)
     refuse_other_kinds(config, name)
-    if adapter is None and (Path(source) / gguf.INDEX).is_file():
-        return gguf.load_weights(Path(source), config, name, dtype)
-    if adapter is None and quantized_folder.method_of(config) in quantized_folder.READ_HERE:
-        return _load_quantized(source, config, name, dtype, revision)
-    model = load_weights(source, config, name, dtype, revision)
-    return model if adapter is None else merge_adapter(model, adapter)
+    model = _load_as_stored(source, config, name, dtype, revision)
+    if adapter is None:
+        return model
+    dequantize(model)
+    return merge_adapter(model, adapter)
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
@@ -425,64 +428,53 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
     Raises:
         ModelError: the weights cannot be read, or do not fit the configuration; generation_config.json is broken.
     """
-    if quantized_folder.method_of(config) in quantized_folder.READ_HERE:
-        model = _load_quantized(source, config, name, dtype, revision)
-        dequantize(model)
-        return model
+    model = _load_as_stored(source, config, name, dtype, revision)
+    dequantize(model)
+    return model
+
+
+def _load_as_stored(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+    """As `load_weights`, weights `quantized` where the source has them so and the model's parameters can be."""
     refuse_broken_generation_config(source, name, revision)
     if (Path(source) / gguf.INDEX).is_file():
-        model = gguf.load_weights(Path(source), config, name, dtype)
-        dequantize(model)
-        return model
-    return _load_by_transformers(source, config, name, dtype, revision)
-
-
-def _load_quantized(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
-    """A model of a folder with quantised weights: by its codes where its parameters can have them, else in numbers.
-
-    Raises:
-        UnsupportedModelError: its codes are of a kind that is not read.
-        ModelError: as `load_weights`.
-    """
-    refuse_broken_generation_config(source, name, revision)
-    folder = quantized_folder.QuantizedFolder(source, config, name, revision)
-    bare = copy.deepcopy(config)
-    del bare.quantization_config
-    model = folder.by_codes(bare, dtype) if _class_of(bare) is AutoModelForCausalLM else None
-    if model is None:
-        model = _load_by_transformers(source, bare, name, dtype, revision, folder.numbers(dtype))
-        model.quantized_by = quantized_folder.method_of(config)
+        return gguf.load_weights(Path(source), config, name, dtype)
+    kind, method = _class_of(config), quantized_folder.method_of(config)
+    given: dict[str, Any] = {"pretrained_model_name_or_path": source, "revision": revision}
+    if method is None:
+        return _load_by_transformers(kind, config, name, dtype, given)
+    if method in quantized_folder.BY_TRANSFORMERS:
+        model = _load_by_transformers(kind, config, name, dtype, given | quantized_folder.options_of(config))
+        quantized_folder.make_numbers(model)
+    else:
+        folder = quantized_folder.QuantizedFolder(source, config, name, revision)
+        config = quantized_folder.without_quantization(config)
+        found = folder.by_codes(config, dtype) if kind is AutoModelForCausalLM else None
+        if found is None:
+            with torch.device("meta"):
+                kind = type(kind.from_config(config)) if hasattr(kind, "from_config") else kind
+            given = {"pretrained_model_name_or_path": None, "state_dict": folder.numbers(dtype)}
+            found = _load_by_transformers(kind, config, name, dtype, given)
+        model = found
         model.config.name_or_path = source
-    with contextlib.suppress(OSError):  # there is none
-        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+        with contextlib.suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+    model.quantized_by = method
     return model
 
 
 def _load_by_transformers(
-    source: str,
-    config: Any,
-    name: str,
-    dtype: torch.dtype,
-    revision: str | None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
+    kind: Any, config: Any, name: str, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """As `load_weights`; the source's tensors may be given."""
-    kind, given = _class_of(config), {}
-    if tensors is not None:
-        given["state_dict"] = dict(tensors)
-        with torch.device("meta"):
-            kind = type(kind.from_config(config)) if hasattr(kind, "from_config") else kind
+    """As `load_weights`, by a class of transformers that is given the rest."""
     try:
         with quiet_transformers():
             model, report = kind.from_pretrained(
-                source if tensors is None else None,
-                config=config,
-                dtype=dtype,
-                revision=revision,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **given,
+                config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True, **given
             )
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the weights of {name!r} need a package that is not installed ({first_line(error)}); install it"
+        ) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
     missing, superfluous = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
@@ -537,7 +529,7 @@ def _bad_generation_config(name: str, what: str) -> ModelError:
 def refuse_other_kinds(config: Any, name: str) -> None:
     """Refuse encoders, models that read no text, and quantised weights before any weight is read."""
     method = quantized_folder.method_of(config)
-    if method is not None and method not in {*quantized_folder.READ_HERE, *_TURNED_BACK}:
+    if method is not None and method not in {*quantized_folder.READ_HERE, *quantized_folder.BY_TRANSFORMERS}:
         raise UnsupportedModelError(
             f"the weights of {name!r} are quantised by {method}, which truedraft does not read; name the model that it "
             "was made from, in bfloat16 or float32, or one by GPTQ, AWQ or compressed-tensors"

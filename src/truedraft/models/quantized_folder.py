@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Mxfp4Config, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -26,6 +27,8 @@ from truedraft.models.quantized import StoredWeight
 
 READ_HERE = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes")
 """Methods, by config.json's names, whose folders this reads."""
+BY_TRANSFORMERS = ("mxfp4", "torchao")
+"""Those that transformers reads, and whose weights are made numbers then."""
 _GPTQ_FORMATS = (None, "gptq", "gptq_v2")
 # Of products with inputs in fewer bits, by scales that were measured; ours have scales of their own.
 _OF_ACTIVATIONS = {
@@ -75,6 +78,9 @@ class _Layer:
 
     def broken(self, what: str) -> ModelError:
         return ModelError(f"layer {self.name!r} of {self.folder!r} {what}; fetch its files again, or mend config.json")
+
+    def unread(self, what: str) -> UnsupportedModelError:
+        return _not_read(self.folder, f"(layer {self.name!r}) with {what}")
 
 
 class QuantizedFolder:
@@ -215,6 +221,28 @@ def method_of(config: Any) -> str | None:
         return None
     told: dict[str, Any] = said if isinstance(said, dict) else said.to_dict()
     return str(getattr(told.get("quant_method"), "value", told.get("quant_method") or "bitsandbytes"))
+
+
+def without_quantization(config: Any) -> Any:
+    """The configuration of the model that is not quantised."""
+    bare = copy.deepcopy(config)
+    del bare.quantization_config
+    return bare
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """What transformers is asked for where it reads the weights."""
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if method_of(config) == "mxfp4" else {}
+
+
+def make_numbers(model: PreTrainedModel) -> None:
+    """Give the weights of a model that transformers read as numbers of its dtype."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if type(weight.data) is not Tensor:
+                numbers = weight.dequantize().to(model.dtype)
+                setattr(module, name, nn.Parameter(numbers, requires_grad=False))
+    model.config.__dict__.pop("quantization_config", None)
 
 
 def _not_read(name: str, what: str) -> UnsupportedModelError:
