@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import Gemma3TextConfig, GPT2Config, Phi3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from support.quantized_folders import Made, awq, bitsandbytes_8, edit, four_bits, fp8, gptq, packed, whole, write
+from support.quantized_folders import SIZES, Made, awq, bitsandbytes_8, edit, four_bits, fp8, gptq, packed, whole, write
+from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
@@ -166,6 +169,60 @@ def test_small_floats_are_made_numbers(
     assert torch.equal(logits(models[0]), logits(models[1]))
     assert models[0].fingerprint == models[1].fingerprint
     assert "quantized" not in str(models[0].module.config)
+
+
+FAMILIES = [
+    pytest.param(Qwen3Config(**SIZES, head_dim=32), True, id="qwen3"),
+    pytest.param(Phi3Config(**SIZES), True, id="phi3"),
+    pytest.param(Gemma3TextConfig(**SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32), True, id="gemma3"),
+    pytest.param(
+        Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        False,
+        id="qwen3-moe",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "codes"), FAMILIES)
+def test_families_are_run_by_codes_or_numbers(config: PretrainedConfig, codes: bool, tmp_path: Path) -> None:
+    """Experts lie one by one in a folder, and together in the model, so they are made numbers."""
+    folder, twin = write(tmp_path, gptq, GPTQ, build(config, 1, 0.15))
+    model, numbers = (load_model(each, dtype="float32") for each in (folder, twin))
+    assert (model.weight_bytes < 0.6 * numbers.weight_bytes) == codes
+    assert model.fingerprint == numbers.fingerprint
+    expected = logits(numbers)
+    apart = (logits(model) - expected).std() / expected.std()
+    assert 0 < apart < 0.1 if codes else apart == 0
+
+
+def test_layers_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 192, "n_embd": 128, "n_layer": 1, "n_head": 4, "n_positions": 256}
+    model = build(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None), 1)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "transformer.h.0.attn.c_proj"
+    layer, _ = gptq(tensors.pop(f"{name}.weight").T)
+    tensors |= {f"{name}.{end}": each.contiguous() for end, each in layer.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    edit(tmp_path, quantization_config=GPTQ)
+    with pytest.raises(UnsupportedModelError, match="of layers that have their inputs first, as GPT-2's, which"):
+        load_model(tmp_path)
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    folder, twin = write(tmp_path, packed, compressed(4, 32))
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)  # a layer's tensors are parted, too
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, own in parts.items():
+        save_file({name: tensors[name] for name in own}, folder / file, {"format": "pt"})
+    places = {name: file for file, own in parts.items() for name in own}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert load_model(folder, dtype="float32").fingerprint == load_model(twin, dtype="float32").fingerprint
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks model-00002-of-00002\.safetensors, a file of its weights; fetch"):
+        load_model(folder, dtype="float32")
 
 
 def test_where_no_native_forward_fits_the_memory_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,18 +23,24 @@ Made = tuple[dict[str, Tensor], Tensor]
 """A layer's tensors by what stands behind its name, and the weight `[out, in]` that they stand for, in float32."""
 
 
-def tiny_llama(**sizes: Any) -> PreTrainedModel:
-    """Two layers; all sizes are multiples of 64."""
-    config = LlamaConfig(
-        **{"vocab_size": 192, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2} | sizes,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return build(config, seed=3, spread=0.15)
+SIZES: dict[str, Any] = {
+    "vocab_size": 192,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""All that are read in groups are multiples of 64."""
+
+
+def tiny_llama() -> PreTrainedModel:
+    """Two layers."""
+    return build(LlamaConfig(**SIZES), seed=3, spread=0.15)
 
 
 @dataclass(frozen=True)
@@ -208,17 +214,19 @@ def four_bits(weight: Tensor, *, block: int = 64, double: bool = False) -> Made:
     return tensors, (table[codes] * scales[:, None]).view(weight.shape)
 
 
-def write(folder: Path, quantise: Callable[[Tensor], Made], said: dict[str, Any], **sizes: Any) -> tuple[Path, Path]:
+def write(
+    folder: Path, quantise: Callable[[Tensor], Made], said: dict[str, Any], model: PreTrainedModel | None = None
+) -> tuple[Path, Path]:
     """A folder with quantised linear layers, the LM head left out, and one with the numbers that they stand for.
 
     Args:
         folder: to make both in.
         quantise: a weight.
         said: what config.json says of it.
-        sizes: of the model.
+        model: None for a tiny Llama.
     """
     made, numbers = folder / "quantised", folder / "numbers"
-    tiny_llama(**sizes).save_pretrained(numbers)
+    (model or tiny_llama()).save_pretrained(numbers)
     shutil.copytree(numbers, made)
     tensors, kept = load_file(numbers / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
