@@ -19,7 +19,7 @@ class ExportOptions:
     """Options of `truedraft export`."""
 
     out: Path = option(meaning="The folder to write; a new one, or an empty one.", metavar="DIR", heading="Report")
-    model: ModelOptions = group("Model and drafter")
+    model: ModelOptions = group("Model and drafter", without=("weights",))
     machine: MachineOptions = group("Machine", without=("device", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
@@ -46,7 +46,8 @@ def export(options: ExportOptions) -> int:
         terminal.json(
             {
                 "command": "export",
-                **dataclasses.asdict(model),
+                "model": model.model,
+                "pad_to": model.pad_to,
                 "out": str(exported.folder),
                 "parameters": exported.parameters,
                 "bytes": exported.bytes,

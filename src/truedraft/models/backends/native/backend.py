@@ -40,6 +40,7 @@ from truedraft.models.backends.native.memory import (
 )
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
+from truedraft.models.mapped import forget_pages
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.quantized import Scheme, in_halves, quantized_of
@@ -69,7 +70,7 @@ class NativeBackend(Backend):
         self._forward.restype = ctypes.c_int
         self._dtype = llama.dtype
         self._weights = Weights(library)
-        self._tied = llama.tied
+        self._table = llama.embedding if llama.tied else None
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
@@ -122,12 +123,16 @@ class NativeBackend(Backend):
 
     def quantize(self, bits: int) -> None:
         model, weights = self._model, self._weights
+        if self.weight_bytes:
+            raise UnsupportedModelError("its own are quantised already; leave --weights out")
         before = {whole.weights for whole, _ in _linears(model)}
         made = _quantized(model, weights, bits)
         self._scratch.settle()
-        if model.coded.bits == 0 and self._tied:
+        if self._table is not None:
             before.add(model.embedding)
             model.coded, model.embedding = made.lm_head, None
+            forget_pages(self._table)
+            self._table.data = self._table.new_zeros(()).expand(self._table.shape)
         model.layer, model.lm_head = made.layer, made.lm_head
         weights.free(before)
         self._lm_head.forget()
