@@ -86,8 +86,7 @@ class NativeBackend(Backend):
         bits = sorted({linear.bits for whole, _ in _linears(model) for linear in pieces(whole)})
         self.fast_paths = ("native forward", "packed weights")
         if any(bits):
-            named = f"{bits[0] or 'all'} bits" if len(bits) == 1 else f"{bits[0] or 'all'} to {bits[-1]} bits"
-            self.fast_paths = ("native forward", f"weights of {named}")
+            self.fast_paths = ("native forward", _weights_of(library, bits))
             self.weight_bytes = sum(
                 self._weights.bytes_of(linear) * count for whole, count in _linears(model) for linear in pieces(whole)
             )
@@ -137,7 +136,7 @@ class NativeBackend(Backend):
         weights.free(before)
         self._lm_head.forget()
         self.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(model))
-        self.fast_paths = ("native forward", f"weights of {bits} bits")
+        self.fast_paths = ("native forward", _weights_of(self._library, [bits]))
 
     def quantized(self, bits: int) -> NativeBackend:
         fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
@@ -151,7 +150,7 @@ class NativeBackend(Backend):
         del twin._model
         twin._make_model = partial(_quantized, self._model, twin._weights, bits)
         twin.weight_bytes = fewer
-        twin.fast_paths = ("native forward", f"weights of {bits} bits")
+        twin.fast_paths = ("native forward", _weights_of(self._library, [bits]))
         return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
@@ -235,6 +234,15 @@ class NativeBackend(Backend):
         if known is None or known.generation != buffers.generation:
             known = self._caches[buffers] = _Addresses(buffers, *self._cache_shape, self._dtype)
         return known
+
+
+def _weights_of(library: Any, bits: Sequence[int]) -> str:
+    """Of how many bits they are, 0 being those of the dtype, and by what they are multiplied; ascending bits."""
+    named = (
+        f"weights of {bits[0] or 'all'} bits" if len(bits) == 1 else f"weights of {bits[0] or 'all'} to {bits[-1]} bits"
+    )
+    slower = ("one by one, for want of AVX2", "in pairs, for want of VNNI", "")[library.truedraft_dot()]
+    return f"{named}, multiplied {slower}" if slower else named
 
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
