@@ -436,10 +436,10 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
 def _load_as_stored(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
     """As `load_weights`, weights `quantized` where the source has them so and the model's parameters can be."""
     refuse_broken_generation_config(source, name, revision)
-    if (Path(source) / gguf.INDEX).is_file():
+    if gguf.is_read_here(source):
         return gguf.load_weights(Path(source), config, name, dtype)
     kind, method = _class_of(config), quantized_folder.method_of(config)
-    given: dict[str, Any] = {"pretrained_model_name_or_path": source, "revision": revision}
+    given = gguf.place_of(source) | {"revision": revision}
     if method is None:
         return _load_by_transformers(kind, config, name, dtype, given)
     if method in quantized_folder.BY_TRANSFORMERS:
