@@ -318,6 +318,9 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 BROKEN = [
+    (gptq, GPTQ, with_shape("scales", 256), ModelError, r"has tensors that do not fit together \(not enough values"),
+    (packed, compressed(4, 32), with_shape("weight_shape", 3), ModelError, "has tensors that do not fit together"),
+    (partial(fp8, block=None), {"quant_method": "fp8"}, with_shape("weight", 9), ModelError, "do not fit together"),
     (
         partial(gptq, bits=2),
         GPTQ | {"bits": 2},

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,7 +91,8 @@ def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
 
     def in_place(words: Tensor) -> Tensor:
         codes = unpacked(words, bits)
-        return codes.view(len(codes), -1, 8)[..., list(_AWQ_PLACES)].view(len(codes), -1).T
+        placed = np.take(codes.numpy().reshape(len(codes), -1, 8), _AWQ_PLACES, axis=2)
+        return torch.from_numpy(placed.reshape(len(codes), -1)).T
 
     zeros, group_of = in_place(tensors["qzeros"]), _in_order(inputs, layout, groups)
     return _grouped(tensors, bits, lambda: in_place(tensors["qweight"]), scales.T, zeros, group_of)
@@ -134,14 +136,17 @@ def of_bitsandbytes(tensors: Tensors, layout: Layout) -> StoredWeight:
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """Codes `[rows, codes]` of words `[rows, words]` of 32 bits, the first in the lowest bits; uint8."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = np.ascontiguousarray(words.numpy()).view(np.uint8)  # by one thread: many small steps wait for others
     if bits == 8:
-        return octets
-    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
+        return torch.from_numpy(octets)
+    codes = np.empty((len(octets), 2 * octets.shape[1]), dtype=np.uint8)
+    np.bitwise_and(octets, 15, out=codes[:, ::2])
+    np.right_shift(octets, 4, out=codes[:, 1::2])
+    return torch.from_numpy(codes)
 
 
 def _from_zero(codes: Tensor) -> Tensor:
-    return (codes.to(torch.int16) + 128).to(torch.uint8)
+    return torch.from_numpy(codes.numpy().view(np.uint8) ^ 128)
 
 
 def _known_bits(tensors: Tensors, layout: Layout, words: int, codes: int) -> int:
@@ -220,13 +225,8 @@ def _read(
     of_piece: Tensor,
     order: Tensor | None,
 ) -> QuantizedWeight:
-    found = codes()
-    inner = None if zeros is None else zeros[:, of_piece].contiguous()
-    return QuantizedWeight(
-        bits,
-        scheme,
-        (found if order is None else found[:, order]).contiguous(),
-        scales[:, of_piece].contiguous(),
-        inner=inner,
-        order=order,
-    )
+    found = codes().numpy()
+    found = np.ascontiguousarray(found) if order is None else np.take(found, order.numpy(), axis=1)
+    inner = None if zeros is None else torch.from_numpy(np.take(zeros.numpy(), of_piece.numpy(), axis=1))
+    spread = torch.from_numpy(np.take(scales.numpy(), of_piece.numpy(), axis=1))
+    return QuantizedWeight(bits, scheme, torch.from_numpy(found), spread, inner=inner, order=order)

@@ -6,10 +6,10 @@ import copy
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,13 +43,14 @@ _OF_WEIGHTS = {
 }
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _NUMBERS_OF = {"F8_E4M3", "F8_E5M2"}
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor is."""
+    """A tensor in an open file, which is read when it is asked for."""
 
-    file: str
+    file: Any
     dtype: str
     shape: tuple[int, ...]
 
@@ -64,8 +65,7 @@ class _Layer:
 
     def __getitem__(self, end: str) -> Tensor:
         self.shape(end)
-        with safe_open(self.places[end].file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(f"{self.name}.{end}" if self.name else end)
+        tensor: Tensor = self.places[end].file.get_tensor(f"{self.name}.{end}" if self.name else end)
         return tensor
 
     def get(self, end: str) -> Tensor | None:
@@ -104,21 +104,22 @@ class QuantizedFolder:
         self._method = method_of(config)
         self._layout, self._block = _layout_of(self._method or "", self._said, name), _block_of(self._said)
         self._plain: dict[str, _Layer] = {}
-        self._numbers: dict[str, Callable[[], Tensor]] = {}
+        self._numbers: dict[str, tuple[Callable[[_Layer], Tensor], _Layer]] = {}
         self._codes: dict[str, StoredWeight] = {}
         for layer in self._layers():
             self._add(layer)
 
     def _layers(self) -> Iterator[_Layer]:
         found: defaultdict[str, dict[str, _Place]] = defaultdict(dict)
+        known = _OF_WEIGHTS | _OF_ACTIVATIONS
         for file in _files(self._source, self._name, self._revision):
             try:
-                with safe_open(file, framework="pt") as opened:
-                    for tensor in opened.keys():  # noqa: SIM118 - it is no dict
-                        end = next((each for each in _ends_of(tensor) if each in _OF_WEIGHTS | _OF_ACTIVATIONS), tensor)
-                        part = opened.get_slice(tensor)
-                        layer = tensor[: -len(end)].removesuffix(".")
-                        found[layer][end] = _Place(file, part.get_dtype(), tuple(part.get_shape()))
+                opened = safe_open(file, framework="pt")
+                for tensor in opened.keys():  # noqa: SIM118 - it is no dict
+                    end = next((each for each in _ends_of(tensor) if each in known), tensor)
+                    part = opened.get_slice(tensor)
+                    layer = tensor[: -len(end)].removesuffix(".")
+                    found[layer][end] = _Place(opened, part.get_dtype(), tuple(part.get_shape()))
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"cannot load the weights of {self._name!r}: {first_line(error)}") from error
         for name, places in found.items():
@@ -131,12 +132,12 @@ class QuantizedFolder:
         reader = self._reader(layer)
         own = {"bias"} & ends
         if reader is not None:
-            self._codes[f"{layer.name}.weight"] = reader(layer, self._layout)
+            self._codes[f"{layer.name}.weight"] = _later(reader, layer, self._layout)
         elif any(state in ends for state in small_floats.STATES):
-            self._numbers[f"{layer.name}.weight"] = partial(small_floats.four_bits, layer)
+            self._numbers[f"{layer.name}.weight"] = (_whole(small_floats.four_bits), layer)
         elif weight is not None and weight.dtype in _NUMBERS_OF:
             layer.shape("weight_scale_inv" if "weight_scale_inv" in ends else "weight_scale")
-            self._numbers[f"{layer.name}.weight"] = partial(small_floats.fp8, layer, self._block)
+            self._numbers[f"{layer.name}.weight"] = (_whole(partial(small_floats.fp8, block=self._block)), layer)
         else:
             if weight is not None and weight.dtype not in _FLOATS:
                 raise layer.broken(f"has a weight of {weight.dtype}, and no scales that would make it numbers")
@@ -197,7 +198,7 @@ class QuantizedFolder:
     def numbers(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors in numbers, by the names that the folder of the unquantised model would have."""
         made = {name: stored.read().dequantized().to(dtype) for name, stored in self._codes.items()}
-        made |= {name: read().to(dtype) for name, read in self._numbers.items()}
+        made |= {name: read(layer).to(dtype) for name, (read, layer) in self._numbers.items()}
         return made | {name: layer[_end(name, layer)] for name, layer in self._plain.items()}
 
     def _drop_biases(self, model: PreTrainedModel) -> None:
@@ -212,6 +213,24 @@ class QuantizedFolder:
         modules = dict(model.named_modules())
         if any(isinstance(modules.get(name.removesuffix(".weight")), Conv1D) for name in self._codes):
             raise _not_read(self._name, "of layers that have their inputs first, as GPT-2's")
+
+
+def _later(reader: Callable[[_Layer, Layout], StoredWeight], layer: _Layer, layout: Layout) -> StoredWeight:
+    """What is found of a layer, which is let go of and read again when its codes are asked for."""
+    read = _whole(partial(reader, layout=layout))
+    return replace(read(layer), read=lambda: read(layer).read())
+
+
+def _whole(read: Callable[[_Layer], Read]) -> Callable[[_Layer], Read]:
+    """What reads a layer, and says which one it was where its tensors do not fit together."""
+
+    def reading(layer: _Layer) -> Read:
+        try:
+            return read(layer)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise layer.broken(f"has tensors that do not fit together ({first_line(error)})") from error
+
+    return reading
 
 
 def method_of(config: Any) -> str | None:
