@@ -121,6 +121,25 @@ def test_a_folder_is_run_by_its_codes(quantise: Callable[[Tensor], Made], said: 
     assert apart.max() < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("quantise", "said"), BY_CODES)
+def test_a_row_has_the_same_bits_whatever_shares_its_forward(
+    quantise: Callable[[Tensor], Made], said: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if built(dtype).library is None:
+        pytest.skip(built(dtype).reason or "")
+    model = load_model(write(tmp_path, quantise, said)[0], dtype=dtype)
+    ids = torch.randint(190, (240,), generator=torch.Generator().manual_seed(0))
+    expected = logits(model, ids)
+    for size in (1, 2, 3, 5, 8, 13, 100):
+        cache, found = model.new_cache(), []
+        for part in ids.split(size):
+            output = model.forward([Segment(cache, part, chain_shape(len(part)), range(len(part)))])
+            found.append(output.logits.float())
+            cache.commit(range(len(part)))
+        assert torch.equal(torch.cat(found), expected), f"in pieces of {size}"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("quantise", "said"), [BY_CODES[0], BY_CODES[3], BY_CODES[5]])
 def test_speculation_changes_no_answer(
