@@ -91,9 +91,8 @@ def orders(folder: Path) -> dict[str, Tensor]:
     """Of each layer whose inputs fall into groups in an order of their own."""
     tensors = load_file(folder / "model.safetensors")
     ends = (".g_idx", ".weight_g_idx")
-    return {
-        name.rpartition(".")[0]: tensor.argsort(stable=True) for name, tensor in tensors.items() if name.endswith(ends)
-    }
+    said = {name.rpartition(".")[0]: tensor for name, tensor in tensors.items() if name.endswith(ends)}
+    return {name: tensor.argsort(stable=True) for name, tensor in said.items()}
 
 
 @pytest.mark.parametrize(("quantise", "said"), BY_CODES)

@@ -140,8 +140,7 @@ def packed(weight: Tensor, bits: int = 4, group: int = 32, **options: Any) -> Ma
     tensors["weight_shape"] = torch.tensor(weight.shape)
     if not options.get("symmetric", True):
         tensors["weight_zero_point"] = words(made.zeros.T, bits).T
-    if "seed" in options:
-        tensors["weight_g_idx"] = made.group_of.int()
+    tensors["weight_g_idx"] = made.group_of.int() if "seed" in options else torch.full((weight.shape[1],), -1)
     return tensors, made.numbers
 
 

@@ -107,8 +107,9 @@ def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
     _expect(tensors, "weight_packed", (out, -(-inputs * bits // 32)))
     scales = _by_output(tensors, scales, out)
     zeros = None if (words := tensors.get("weight_zero_point")) is None else unpacked(words.T, bits)[:, :out].T
-    known = tensors.get("weight_g_idx")
-    group_of = _in_order(inputs, layout, scales.shape[1]) if known is None else known
+    group_of = tensors.get("weight_g_idx")
+    if group_of is None or bool((group_of < 0).any()):  # no order was made
+        group_of = _in_order(inputs, layout, scales.shape[1])
 
     def codes() -> Tensor:
         return unpacked(tensors["weight_packed"], bits)[:, :inputs]
