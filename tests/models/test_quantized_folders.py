@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Gemma3TextConfig, GPT2Config, Phi3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from support.multimodal_models import FAMILIES as MULTIMODAL
 from support.quantized_folders import SIZES, Made, awq, bitsandbytes_8, edit, four_bits, fp8, gptq, packed, whole, write
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
@@ -211,6 +212,15 @@ def test_families_are_run_by_codes_or_numbers(config: PretrainedConfig, codes: b
     expected = logits(numbers)
     apart = (logits(model) - expected).std() / expected.std()
     assert 0 < apart < 0.1 if codes else apart == 0
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "gemma3"])
+def test_models_that_also_see_are_made_numbers(family: str, tmp_path: Path) -> None:
+    """Their folders call layers otherwise than transformers does."""
+    folder, twin = write(tmp_path, packed, compressed(4, 32), MULTIMODAL[family].model())
+    model, numbers = (load_model(each, dtype="float32") for each in (folder, twin))
+    assert model.fingerprint == numbers.fingerprint
+    assert torch.equal(logits(model, IDS % 140), logits(numbers, IDS % 140))
 
 
 def test_layers_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
