@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -186,6 +187,15 @@ def _refuse_other_layers(model: nn.Module, name: str) -> None:
         )
 
 
+class _WithoutProducts(TorchFunctionMode):
+    """Linear layers give zeros."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear:
+            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
 @torch.inference_mode(False)
 def _mixes_without_attention(model: nn.Module) -> bool:
     """Run the forward; whether the last row depends on other tokens although attention gives zeros."""
@@ -200,10 +210,9 @@ def _mixes_without_attention(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
     places = torch.arange(_TOKENS, device=device)
-    if is_quantized(
-        model
-    ):  # its weights pass no gradient; a family that is run by its codes is one whose layers we know
-        with torch.no_grad():
+    if is_quantized(model):
+        # There are no numbers to multiply by yet. Whose codes are run is a family whose layers we know.
+        with _WithoutProducts():
             model(input_ids=ids, position_ids=places[None], use_cache=False, logits_to_keep=1)
         return False
     hook = model.get_input_embeddings().register_forward_hook(watch)  # type: ignore[operator]
