@@ -264,6 +264,16 @@ def test_where_no_native_forward_fits_the_memory_is_announced(tmp_path: Path, ca
     assert torch.equal(logits(model), logits(load_model(twin, dtype="float32", fast_paths=False)))
 
 
+def test_layers_that_read_one_row_in_several_orders_are_made_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No tool writes such: queries, keys and values are quantised by the same inputs."""
+    folder, twin = write(tmp_path, lambda weight: gptq(weight, seed=len(weight)), GPTQ | {"desc_act": True})
+    model, numbers = (load_model(each, dtype="float32") for each in (folder, twin))
+    assert "its quantised weights are made float32" in caplog.text
+    assert torch.equal(logits(model), logits(numbers))
+
+
 def test_biases_of_zeros_for_layers_without_any_are_left_out(tmp_path: Path) -> None:
     """Some tools write one for every layer."""
 
