@@ -237,6 +237,32 @@ def test_layers_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantised_lm_head(tied: bool, tmp_path: Path) -> None:
+    """By its codes; where it is said to be the embedding, which has others, transformers reads it as of its own."""
+    folder, twin = write(tmp_path, gptq, GPTQ)
+    tensors, numbers = (load_file(each / "model.safetensors") for each in (folder, twin))
+    layer, numbers["lm_head.weight"] = gptq(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{end}": each for end, each in layer.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(numbers, twin / "model.safetensors", {"format": "pt"})
+    edit(folder, tie_word_embeddings=tied)
+    model = load_model(folder, dtype="float32")
+    assert (model.fast_paths[1] == "weights of 4 bits") == (not tied)
+    assert model.fingerprint == load_model(twin, dtype="float32").fingerprint
+
+
+def test_an_embedding_that_is_written_twice(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, gptq, GPTQ)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, tie_word_embeddings=True)
+    model = load_model(folder, dtype="float32")
+    assert "bits" in model.fast_paths[1]
+    assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
+
+
 def test_weights_in_several_files(tmp_path: Path) -> None:
     folder, twin = write(tmp_path, packed, compressed(4, 32))
     tensors = load_file(folder / "model.safetensors")

@@ -174,6 +174,8 @@ class QuantizedFolder:
         wanted = set(dict(model.named_parameters()))
         if self._numbers or not known <= set(parameters) or not wanted <= known:
             return None
+        if not self._tied_alike(parameters):
+            return None
         for name, stored in self._codes.items():
             weight = parameters[name]
             if stored.shape is not None and stored.shape != tuple(weight.shape):
@@ -182,12 +184,27 @@ class QuantizedFolder:
                     f"{list(weight.shape)}; fetch its files again, or mend config.json"
                 )
             weight.quantized = stored
-        for name, layer in self._plain.items():
-            self._fill(parameters[name], name, layer)
+        for name in self._plain:
+            self._fill(parameters[name], name)
         return model
 
-    def _fill(self, weight: nn.Parameter, name: str, layer: _Layer) -> None:
-        tensor = layer[_end(name, layer)]
+    def _tied_alike(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether what the folder says twice of tied weights, as of the embedding and the LM head, is one thing."""
+        first: dict[int, str] = {}
+        for name in (*self._codes, *self._plain):
+            other = first.setdefault(id(parameters[name]), name)
+            if other != name and (
+                not {name, other} <= set(self._plain) or not torch.equal(self._tensor(name), self._tensor(other))
+            ):
+                return False
+        return True
+
+    def _tensor(self, name: str) -> Tensor:
+        layer = self._plain[name]
+        return layer[name[len(layer.name) :].removeprefix(".")]
+
+    def _fill(self, weight: nn.Parameter, name: str) -> None:
+        tensor = self._tensor(name)
         if tensor.shape != weight.shape:
             raise ModelError(
                 f"{self._name!r} has {name!r} of the shape {list(tensor.shape)}, and its config.json asks for "
@@ -199,7 +216,7 @@ class QuantizedFolder:
         """All tensors in numbers, by the names that the folder of the unquantised model would have."""
         made = {name: stored.read().dequantized().to(dtype) for name, stored in self._codes.items()}
         made |= {name: read(layer).to(dtype) for name, (read, layer) in self._numbers.items()}
-        return made | {name: layer[_end(name, layer)] for name, layer in self._plain.items()}
+        return made | {name: self._tensor(name) for name in self._plain}
 
     def _drop_biases(self, model: PreTrainedModel) -> None:
         """Leave out biases of zeros that some tools write for layers that have none."""
@@ -211,7 +228,9 @@ class QuantizedFolder:
 
     def _refuse_turned(self, model: PreTrainedModel) -> None:
         modules = dict(model.named_modules())
-        if any(isinstance(modules.get(name.removesuffix(".weight")), Conv1D) for name in self._codes):
+        if any(
+            isinstance(modules.get(name.removesuffix(".weight")), Conv1D) for name in (*self._codes, *self._numbers)
+        ):
             raise _not_read(self._name, "of layers that have their inputs first, as GPT-2's")
 
 
@@ -309,10 +328,6 @@ def _ends_of(tensor: str) -> Iterator[str]:
     parts = tensor.split(".")
     for first in range(len(parts)):
         yield ".".join(parts[first:])
-
-
-def _end(name: str, layer: _Layer) -> str:
-    return name[len(layer.name) :].removeprefix(".")
 
 
 def _files(source: str, name: str, revision: str | None) -> list[str]:
