@@ -459,7 +459,8 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, file: NDArray[np.uint8], p
     order = np.ascontiguousarray(whole(np.arange(len(data))[:, None])[:, 0])
     as_stored = bool((order == np.arange(len(order))).all())
 
-    def read() -> QuantizedWeight:
-        return quantized_of(stored.kind, data if as_stored else data[order])
+    def rows(index: Tensor | slice) -> QuantizedWeight:
+        which = index.numpy() if isinstance(index, Tensor) else index
+        return quantized_of(stored.kind, data[which if as_stored else order[which]])
 
-    weight.quantized = StoredWeight(_READERS[stored.kind][2], read)  # type: ignore[attr-defined]
+    weight.quantized = StoredWeight(_READERS[stored.kind][2], rows)  # type: ignore[attr-defined]

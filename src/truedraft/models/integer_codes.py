@@ -225,9 +225,10 @@ def _read(
     zeros: Tensor | None,
     of_piece: Tensor,
     order: Tensor | None,
+    index: Tensor | slice,
 ) -> QuantizedWeight:
     found = codes().numpy()
     found = np.ascontiguousarray(found) if order is None else np.take(found, order.numpy(), axis=1)
     inner = None if zeros is None else torch.from_numpy(np.take(zeros.numpy(), of_piece.numpy(), axis=1))
     spread = torch.from_numpy(np.take(scales.numpy(), of_piece.numpy(), axis=1))
-    return QuantizedWeight(bits, scheme, torch.from_numpy(found), spread, inner=inner, order=order)
+    return QuantizedWeight(bits, scheme, torch.from_numpy(found), spread, inner=inner, order=order).rows(index)

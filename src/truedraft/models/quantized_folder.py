@@ -237,7 +237,7 @@ class QuantizedFolder:
 def _later(reader: Callable[[_Layer, Layout], StoredWeight], layer: _Layer, layout: Layout) -> StoredWeight:
     """What is found of a layer, which is let go of and read again when its codes are asked for."""
     read = _whole(lambda own: reader(own, layout))
-    return replace(read(layer), read=lambda: read(layer).read())
+    return replace(read(layer), rows=lambda index: read(layer).rows(index))
 
 
 def _whole(read: Callable[[_Layer], Read]) -> Callable[[_Layer], Read]:
