@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from support.gguf_files import TYPES, random_blocks, write
 from truedraft import load_model
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.errors import ModelError, ModelNotFoundError, TruedraftError, UnsupportedModelError
+from truedraft.errors import ModelNotFoundError, UnsupportedModelError
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scratch, Weights, pieces
@@ -210,37 +210,3 @@ def test_a_copy_with_fewer_bits_is_made_where_it_is_much_smaller(tmp_path: Path)
     narrow = load_model(write(tmp_path / "narrow.gguf", "llama", {"": "Q4_0"}), dtype="float32")
     with pytest.raises(UnsupportedModelError, match="its own are quantised, and such a copy has 100% of their bytes"):
         narrow.quantized(4)
-
-
-def cut(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def other_magic(content: bytes) -> bytes:
-    return b"GGML" + content[4:]
-
-
-@pytest.mark.parametrize(
-    ("broken", "said"),
-    [(cut, "is no whole GGUF file"), (other_magic, "is no whole GGUF file"), (lambda _: b"", "GGUF")],
-)
-def test_a_broken_file_is_refused(broken: Any, said: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "model.gguf", "llama", {"": "Q4_0"})
-    file.write_bytes(broken(file.read_bytes()))
-    with pytest.raises(ModelError, match=said):
-        load_model(file)
-
-
-def test_what_a_file_lacks_or_cannot_be_read_of_it_is_named(tmp_path: Path) -> None:
-    cases: list[tuple[dict[str, Any], type[TruedraftError], str]] = [
-        ({"kinds": {"": "Q4_0"}, "leave_out": "blk.1.ffn_up.weight"}, ModelError, r"lacks 1 tensors.*up_proj"),
-        (
-            {"kinds": {"": "TQ1_0"}},
-            UnsupportedModelError,
-            r"type TQ1_0, which truedraft does not read; get one of Q4_0",
-        ),
-    ]
-    for number, (given, error, said) in enumerate(cases):
-        file = write(tmp_path / f"{number}.gguf", "llama", **given)
-        with pytest.raises(error, match=said):
-            load_model(file)

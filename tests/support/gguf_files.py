@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFWriter
 from numpy.typing import NDArray
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -32,7 +33,7 @@ def random_blocks(kind: str, out: int, inputs: int, seed: int, scale: float = 0.
     inputs_of_block, size = GGML_QUANT_SIZES[of_type]
     blocks = rng.integers(0, 256, (out, inputs // inputs_of_block, size), dtype=np.uint8)
     inner = {"Q4_K": 30.0, "Q5_K": 30.0, "Q6_K": 60.0}.get(kind, 1.0)
-    for at in _SCALES[kind]:
+    for at in _SCALES.get(kind, ()):
         drawn = rng.normal(size=blocks.shape[:2]) * scale / inner / (4 if kind == "Q8_0" else 1)
         blocks[..., at : at + 2] = drawn.astype("<f2")[..., None].view(np.uint8)
     return blocks.reshape(out, -1)
@@ -47,6 +48,9 @@ def write(
     kv_heads: int = 2,
     tied: bool = True,
     leave_out: str = "",
+    more: Callable[[GGUFWriter], None] = lambda writer: None,
+    tokenizer: Callable[[GGUFWriter, list[str]], None] | None = None,
+    endian: GGUFEndian = GGUFEndian.LITTLE,
 ) -> Path:
     """A file of two layers with a byte tokenizer.
 
@@ -58,9 +62,12 @@ def write(
         kv_heads.
         tied: whether the LM head is the embedding.
         leave_out: the name of a tensor that is not written.
+        more: writes fields and tensors beside those.
+        tokenizer: writes that of a vocabulary; None writes a whole one.
+        endian: order of the bytes of numbers.
     """
-    vocab, head = _vocabulary(), _head(architecture)
-    writer = GGUFWriter(path, architecture)
+    vocab, head = vocabulary(), _head(architecture)
+    writer = GGUFWriter(path, architecture, endianess=endian)
     writer.add_context_length(512)
     writer.add_embedding_length(_WIDTH)
     writer.add_block_count(_LAYERS)
@@ -77,7 +84,7 @@ def write(
         writer.add_rope_dimension_count(head)
     if architecture == "gemma3":
         writer.add_sliding_window(16)
-    _add_tokenizer(writer, vocab)
+    (tokenizer or add_tokenizer)(writer, vocab)
     for number, (name, shape) in enumerate(_tensors(architecture, len(vocab), heads, kv_heads, tied)):
         if name == leave_out:
             continue
@@ -86,13 +93,14 @@ def write(
             writer.add_tensor(name, values.astype(np.float32))
             continue
         kind = next(each for part, each in kinds.items() if part in name)
-        if kind in TYPES:
+        if kind not in ("F32", "F16", "BF16"):
             data = random_blocks(kind, *shape, seed=number)
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
         else:
             values = np.random.default_rng(number).normal(0.0, 0.05, shape).astype(np.float32)
             of_type = GGMLQuantizationType[kind]
             writer.add_tensor(name, gguf.quantize(values, of_type), raw_dtype=of_type)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -138,7 +146,7 @@ def _tensors(architecture: str, vocab: int, heads: int, kv_heads: int, tied: boo
     return found
 
 
-def _vocabulary() -> list[str]:
+def vocabulary() -> list[str]:
     """The bytes as byte-level tokenizers write them, one pair, and what ends and opens turns."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = iter(range(0x100, 0x200))
@@ -146,7 +154,8 @@ def _vocabulary() -> list[str]:
     return [*letters, "th", "in", "<|end|>", "<|user|>", "<|assistant|>"]
 
 
-def _add_tokenizer(writer: GGUFWriter, vocab: list[str]) -> None:
+def add_tokenizer(writer: GGUFWriter, vocab: list[str]) -> None:
+    """Of bytes and one pair, with a chat template."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(vocab)

@@ -255,7 +255,7 @@ def _plan(options: PlanOptions) -> int:
     set_threads(options.machine.threads)
     model = with_model(options.model)
     with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
-        target = load_model(model.model, pad_to=model.pad_to, **options.machine.of_models)
+        target = load_model(model.model, **model.of_target, **options.machine.of_models)
     seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
     asked = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
     planned, kept_back = _split(options, target, asked)

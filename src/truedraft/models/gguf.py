@@ -6,11 +6,16 @@ as rows of such blocks.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import logging
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +26,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    Gemma2TensorProcessor,
+    LlamaTensorProcessor,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
 
 from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
 from truedraft.files import written_whole
-from truedraft.machine import cache_folder
+from truedraft.machine import cache_folder, could_not_be_kept
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 
 INDEX = "gguf.json"
-_FORMAT = 2
+_FORMAT = 3
+_MAGIC = b"GGUF"
+_FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
+_BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
+_log = logging.getLogger(__name__)
 
 Blocks = NDArray[np.uint8]
 """`[out, blocks of a row, bytes of a block]`."""
@@ -195,9 +210,25 @@ def folder_of(path: Path) -> Path:
     seen = path.stat()
     key = hashlib.sha256(f"{path} {seen.st_size} {seen.st_mtime_ns} {_FORMAT}".encode()).hexdigest()[:24]
     folder = cache_folder() / "gguf" / key
+    if (folder / INDEX).is_file():
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        folder = _of_this_process(cache_folder(), error.strerror or str(error)) / key
+        folder.mkdir(exist_ok=True)
     if not (folder / INDEX).is_file():
         _convert(path, folder)
     return folder
+
+
+@cache
+def _of_this_process(cannot_be_written: Path, reason: str) -> Path:
+    """A folder that goes with the process, in place of one that cannot be written."""
+    _log.warning(could_not_be_kept(cannot_be_written, reason))
+    folder = tempfile.mkdtemp(prefix="truedraft-gguf-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 class _WithoutMemory(TorchFunctionMode):
@@ -214,45 +245,91 @@ class _WithoutMemory(TorchFunctionMode):
 def _convert(path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    stored = _stored(path)
+    reader = _reader(path)
+    stored = _stored(path, reader)
     where = {"gguf_file": path.name}
     try:
         config = AutoConfig.from_pretrained(path.parent, **where)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
         places = get_gguf_hf_weights_map(_without_weights(config, torch.float32), TensorProcessor())
-    except (ValueError, KeyError, NotImplementedError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
+    except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(f"{str(path)!r} cannot be read by transformers: {first_line(error)}") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    with written_whole(folder / INDEX) as file:  # the last: it says that the folder is whole
-        file.write(
-            json.dumps(
-                {
-                    "file": str(path),
-                    "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in stored],
-                }
-            ).encode()
-        )
-
-
-def _stored(path: Path) -> list[StoredTensor]:
+    config.bos_token_id = _token(reader, "bos")  # the family's own, where the file says none
+    index = {
+        "file": str(path),
+        "architecture": _said(reader, "general.architecture"),
+        "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in stored],
+    }
     try:
-        from gguf import GGUFReader
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        with written_whole(folder / INDEX) as file:  # the last: it says that the folder is whole
+            file.write(json.dumps(index).encode())
+    except OSError as error:
+        raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _reader(path: Path) -> Any:
+    """What the package reads, of a file that is whole, and whose model is one that can be run."""
+    try:
+        from gguf import GGUFEndian, GGUFReader
     except ImportError as error:
         raise MissingExtraError(
             f"{str(path)!r} is a GGUF file, and the package that reads these is not installed; run pip install "
             "'truedraft[gguf]'"
         ) from error
-    if re.search(r"-\d{5}-of-\d{5}$", path.stem):
+    with path.open("rb") as file:
+        magic, version = file.read(4), file.read(4)
+    if magic != _MAGIC:
+        raise ModelError(f"{str(path)!r} is no GGUF file: it begins with {magic!r}; fetch it again")
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, OSError, IndexError, KeyError, TypeError, OverflowError) as error:
+        if "GGMLQuantizationType" in str(error):
+            raise UnsupportedModelError(
+                f"{str(path)!r} has weights of a type that the package gguf does not know ({first_line(error)}); "
+                f"get one of {', '.join(_READERS)}"
+            ) from error
+        said = f"of version {int.from_bytes(version, 'little')}, " if "version" in str(error) else ""
+        raise ModelError(f"{str(path)!r} is {said}cut off or damaged; fetch it again") from error
+    if reader.endianess is GGUFEndian.BIG:
+        raise UnsupportedModelError(
+            f"{str(path)!r} is written for big-endian machines; turn it by python -m "
+            "gguf.scripts.gguf_convert_endian FILE little"
+        )
+    if re.search(r"-\d{5}-of-\d{5}$", path.stem) or (_said(reader, "split.count") or 1) > 1:
         raise UnsupportedModelError(
             f"{str(path)!r} is one part of a model, and truedraft reads whole files; merge them with llama.cpp's "
             "llama-gguf-split --merge"
         )
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as error:
-        raise ModelError(f"{str(path)!r} is no whole GGUF file: {first_line(error)}; fetch it again") from error
+    stretched = _said(reader, f"{_said(reader, 'general.architecture')}.rope.scaling.type")
+    if stretched not in (None, "none"):
+        raise UnsupportedModelError(
+            f"{str(path)!r} stretches positions (rope.scaling of type {stretched!r}), which truedraft does not read of "
+            "GGUF files; get the model as a Hugging Face folder"
+        )
+    vocabulary, end = reader.get_field("tokenizer.ggml.tokens"), _token(reader, "eos")
+    if vocabulary is None or end is None or not 0 <= end < len(vocabulary.data):
+        lacks = "has no vocabulary" if vocabulary is None else f"names no token of it that ends a text (got {end})"
+        raise ModelError(f"{str(path)!r} {lacks}; get one that llama.cpp's convert_hf_to_gguf.py wrote")
+    return reader
+
+
+def _said(reader: Any, name: str) -> Any:
+    """A field of a file; None where it has no such."""
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def _token(reader: Any, name: str) -> int | None:
+    """A token of special meaning, by its id; None where the file says none."""
+    found: int | None = _said(reader, f"tokenizer.ggml.{name}_token_id")
+    return found
+
+
+def _stored(path: Path, reader: Any) -> list[StoredTensor]:
     tensors = [
         StoredTensor(
             each.name,
@@ -280,27 +357,70 @@ def _without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
+def is_read_here(source: str) -> bool:
+    """Whether a resolved source is a GGUF file for `load_weights`."""
+    return (Path(source) / INDEX).is_file() and _processor(_index(source)) in _BY_ROWS
+
+
+def place_of(source: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where a resolved source is.
+
+    GGUF files of families whose tensors are not rows of the file's are dequantised by transformers itself.
+    """
+    if not (Path(source) / INDEX).is_file():
+        return {"pretrained_model_name_or_path": source}
+    file = Path(_index(source)["file"])
+    return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+
+
+def _index(folder: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
+    return found
+
+
+def _processor(index: dict[str, Any]) -> type[TensorProcessor]:
+    found: type[TensorProcessor] = TENSOR_PROCESSORS.get(index["architecture"], TensorProcessor)
+    return found
+
+
 def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model whose matrices take no memory: their `quantized` gives what the file has of them.
 
     Raises:
-        ModelError: the file lacks tensors, or has others.
+        ModelError: the file is gone, lacks tensors, or has others.
     """
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    file = np.memmap(index["file"], dtype=np.uint8, mode="r")
+    index = _index(folder)
+    try:
+        file = np.memmap(index["file"], dtype=np.uint8, mode="r")
+    except OSError as error:
+        raise ModelError(f"cannot read the weights of {name!r}: {first_line(error)}") from error
     model = _without_weights(config, dtype)
-    processor = TENSOR_PROCESSORS.get(config.model_type.removesuffix("_text"), TensorProcessor)(config=config.to_dict())
+    processor = _processor(index)(config=config.to_dict())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = set(dict(model.named_parameters()))
-    for stored in (StoredTensor(**each) for each in index["tensors"]):
+    tensors = [StoredTensor(**each) for each in index["tensors"]]
+    others = [each.name for each in tensors if not each.place and each.name != _FACTORS]
+    for stored in tensors:
         if stored.place:
             missing.discard(stored.place)
             _fill(parameters[stored.place], stored, file, processor, name)
-    if missing:
-        raise ModelError(
-            f"{name!r} lacks {len(missing)} tensors of its model, the first {min(missing)!r}; fetch it again"
-        )
+        elif stored.name == _FACTORS:
+            _divide_frequencies(model, stored, file)
+    for what, which in (
+        ("lacks tensors of its model", sorted(missing)),
+        ("has tensors that its model has not", others),
+    ):
+        if which:
+            raise ModelError(f"{name!r} {what}: {len(which)}, the first {which[0]!r}; get another file")
     return model
+
+
+def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, file: NDArray[np.uint8]) -> None:
+    """Of rotary tables, as Llama 3.1 and later have it."""
+    factors = numbers_of(stored.kind, file[stored.offset : stored.offset + stored.size])
+    for buffer, values in model.named_buffers():
+        if buffer.endswith("inv_freq") and values.shape == factors.shape:
+            values.div_(factors)
 
 
 def _fill(weight: nn.Parameter, stored: StoredTensor, file: NDArray[np.uint8], processor: Any, name: str) -> None:

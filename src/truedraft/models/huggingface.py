@@ -215,19 +215,15 @@ class HuggingFaceModel(LanguageModel):
     def quantize(self, bits: int) -> None:
         """Give the model itself linear weights of so many bits, 8 or 4; what they were is freed.
 
-        It is another model then, whose answers are its own; heads that were trained for it fit nearly as well.
+        Its answers are those of these weights then. Name and fingerprint stay: what was trained for it still drafts.
 
         Raises:
-            UnsupportedModelError: its forward has no products with such weights.
+            UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
         """
         try:
             self._backend.quantize(bits)
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                f"{self.name} cannot have weights of {bits} bits ({error}): only the native forward runs these, in "
-                "which dense families run on CPUs"
-            ) from error
-        self.name += f" in {bits} bits"
+            raise UnsupportedModelError(f"{self.name} cannot be given weights of {bits} bits: {error}") from error
         self.weight_bytes, self.fast_paths = self._backend.weight_bytes, self._backend.fast_paths
 
     def quantized(self, bits: int) -> HuggingFaceModel:

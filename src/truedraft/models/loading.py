@@ -370,7 +370,7 @@ def _read_as_stored(
     """As `read_model`; matrices of a GGUF file are `quantized` where they are there, unless an adapter is merged."""
     config = load_config(source, name, revision)
     refuse_other_kinds(config, name)
-    if adapter is None and (Path(source) / gguf.INDEX).is_file():
+    if adapter is None and gguf.is_read_here(source):
         return gguf.load_weights(Path(source), config, name, dtype)
     model = load_weights(source, config, name, dtype, revision)
     return model if adapter is None else merge_adapter(model, adapter)
@@ -414,14 +414,14 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
         ModelError: the weights cannot be read, or do not fit the configuration; generation_config.json is broken.
     """
     refuse_broken_generation_config(source, name, revision)
-    if (Path(source) / gguf.INDEX).is_file():
+    if gguf.is_read_here(source):
         model = gguf.load_weights(Path(source), config, name, dtype)
         dequantize(model)
         return model
     try:
         with quiet_transformers():
             model, report = _class_of(config).from_pretrained(
-                source,
+                **gguf.place_of(source),
                 config=config,
                 dtype=dtype,
                 revision=revision,

@@ -124,9 +124,11 @@ class Backend(ABC):
         """Give the linear weights so many bits, 8 or 4; what they were is freed.
 
         Raises:
-            UnsupportedModelError: this backend has no products with such weights of its own.
+            UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
         """
-        raise UnsupportedModelError("its forward has no products with such weights")
+        raise UnsupportedModelError(
+            "it does not run by the native forward, which alone has products with such weights; leave --weights out"
+        )
 
     def quantized(self, bits: int) -> Backend:
         """The same with linear weights of so many bits, over the caches of this one; see `LanguageModel.quantized`.

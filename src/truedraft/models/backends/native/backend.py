@@ -40,6 +40,7 @@ from truedraft.models.backends.native.memory import (
 )
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
+from truedraft.models.mapped import forget_pages
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.quantized import Scheme, in_halves, quantized_of
@@ -69,7 +70,7 @@ class NativeBackend(Backend):
         self._forward.restype = ctypes.c_int
         self._dtype = llama.dtype
         self._weights = Weights(library)
-        self._tied = llama.tied
+        self._table = llama.embedding if llama.tied else None
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
@@ -85,8 +86,7 @@ class NativeBackend(Backend):
         bits = sorted({linear.bits for whole, _ in _linears(model) for linear in pieces(whole)})
         self.fast_paths = ("native forward", "packed weights")
         if any(bits):
-            named = f"{bits[0] or 'all'} bits" if len(bits) == 1 else f"{bits[0] or 'all'} to {bits[-1]} bits"
-            self.fast_paths = ("native forward", f"weights of {named}")
+            self.fast_paths = ("native forward", _weights_of(library, bits))
             self.weight_bytes = sum(
                 self._weights.bytes_of(linear) * count for whole, count in _linears(model) for linear in pieces(whole)
             )
@@ -122,17 +122,21 @@ class NativeBackend(Backend):
 
     def quantize(self, bits: int) -> None:
         model, weights = self._model, self._weights
+        if self.weight_bytes:
+            raise UnsupportedModelError("its own are quantised already; leave --weights out")
         before = {whole.weights for whole, _ in _linears(model)}
         made = _quantized(model, weights, bits)
         self._scratch.settle()
-        if model.coded.bits == 0 and self._tied:
+        if self._table is not None:
             before.add(model.embedding)
             model.coded, model.embedding = made.lm_head, None
+            forget_pages(self._table)
+            self._table.data = self._table.new_zeros(()).expand(self._table.shape)
         model.layer, model.lm_head = made.layer, made.lm_head
         weights.free(before)
         self._lm_head.forget()
         self.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(model))
-        self.fast_paths = ("native forward", f"weights of {bits} bits")
+        self.fast_paths = ("native forward", _weights_of(self._library, [bits]))
 
     def quantized(self, bits: int) -> NativeBackend:
         fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
@@ -146,7 +150,7 @@ class NativeBackend(Backend):
         del twin._model
         twin._make_model = partial(_quantized, self._model, twin._weights, bits)
         twin.weight_bytes = fewer
-        twin.fast_paths = ("native forward", f"weights of {bits} bits")
+        twin.fast_paths = ("native forward", _weights_of(self._library, [bits]))
         return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
@@ -230,6 +234,15 @@ class NativeBackend(Backend):
         if known is None or known.generation != buffers.generation:
             known = self._caches[buffers] = _Addresses(buffers, *self._cache_shape, self._dtype)
         return known
+
+
+def _weights_of(library: Any, bits: Sequence[int]) -> str:
+    """Of how many bits they are, 0 being those of the dtype, and by what they are multiplied; ascending bits."""
+    named = (
+        f"weights of {bits[0] or 'all'} bits" if len(bits) == 1 else f"weights of {bits[0] or 'all'} to {bits[-1]} bits"
+    )
+    slower = ("one by one, for want of AVX2", "in pairs, for want of VNNI", "")[library.truedraft_dot()]
+    return f"{named}, multiplied {slower}" if slower else named
 
 
 def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:

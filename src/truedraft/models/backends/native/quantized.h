@@ -15,7 +15,7 @@
  *
  * The file that includes this has vectors and Linear before, and `unit` behind it.
  */
-#if (defined(__AVX512VNNI__) || defined(__AVX512F__)) && LANES == 16 && !BF16
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -23,6 +23,11 @@
 #define QUADS (PER_SCALE / 4)
 #define PER_HEAD 8 /* groups that share a head */
 #define TOGETHER 4 /* most rows that are computed together */
+#if LANES == 16
+#define EACH_VECTOR _Pragma("GCC unroll 4")
+#else /* sums of more vectors find no room in registers */
+#define EACH_VECTOR _Pragma("GCC unroll 1")
+#endif
 
 /* How scales lie, 64 of everything: in float16, but for whole numbers of 8 bits.
  * ONE: a scale; zero is the middle code. SHIFTED: a scale and a shift. ZEROED: a scale and a zero of 8 bits.
@@ -97,17 +102,33 @@ static void gather_quantized(const Linear *l, const element *x, int64_t stride, 
     }
 }
 
-/* Adds the products of 4 codes of each output with 4 inputs. */
+/* Adds the products of 4 codes of each output with 4 inputs: by one instruction, or by two that multiply pairs of numbers
+ * of 16 bits, or one by one. */
 static inline ints dot(ints sum, words codes, const int8_t *inputs) {
     int32_t four;
     memcpy(&four, inputs, sizeof four);
 #if defined(__AVX512VNNI__) && LANES == 16
+#define DOT 2
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVX512BW__) && LANES == 16
+#define DOT 1
+    const __m512i in = _mm512_set1_epi32(four), even = _mm512_srai_epi16(_mm512_slli_epi16(in, 8), 8);
+    sum += (ints)_mm512_madd_epi16((__m512i)(codes & 0x00ff00ffu), even);
+    return sum + (ints)_mm512_madd_epi16((__m512i)(codes >> 8 & 0x00ff00ffu), _mm512_srai_epi16(in, 8));
+#elif defined(__AVX2__) && LANES == 8
+#define DOT 1
+    const __m256i in = _mm256_set1_epi32(four), even = _mm256_srai_epi16(_mm256_slli_epi16(in, 8), 8);
+    sum += (ints)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ffu), even);
+    return sum + (ints)_mm256_madd_epi16((__m256i)(codes >> 8 & 0x00ff00ffu), _mm256_srai_epi16(in, 8));
 #else
+#define DOT 0
     for (int i = 0; i < 4; i++) sum += (ints)(codes >> 8 * i & 255u) * (int32_t)(int8_t)(four >> 8 * i);
     return sum;
 #endif
 }
+
+/* By which of these products are made here: 2, 1 or 0. */
+int truedraft_dot(void) { return DOT; }
 
 static inline words load_codes(const uint8_t *p) { words v; memcpy(&v, p, sizeof v); return v; }
 static inline lanes load_octets(const uint8_t *p) { octets v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, lanes); }
@@ -176,15 +197,13 @@ static inline __attribute__((always_inline)) void quantized_rows(
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
         row[r] = row_at(x + r * apart, groups);
-#pragma GCC unroll 16
-        for (int b = 0; b < SUMS; b++) sum[r][b] = all(0.0f);
+        EACH_VECTOR for (int b = 0; b < SUMS; b++) sum[r][b] = all(0.0f);
     }
     for (int64_t g = 0; g < groups; g++, w += code_bytes(bits)) {
         if (g % PER_HEAD == 0) head = w, w += head_bytes(kind);
         const uint8_t *scales = w;
         w += scale_bytes(kind);
-#pragma GCC unroll 16
-        for (int b = 0; b < SUMS; b++) {
+        EACH_VECTOR for (int b = 0; b < SUMS; b++) {
             const uint8_t *codes = w + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
             const Maker made = maker_of(head, scales, bits, kind, b);
             const int halves = kind == HALVES ? 2 : 1;
