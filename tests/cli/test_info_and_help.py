@@ -15,11 +15,13 @@ from transformers import GPTJConfig
 
 import truedraft
 from cli.tiny import Result, Run
+from support.gguf_files import write
 from support.tiny_models import build
 from truedraft import embedded, load_model
 from truedraft.cli import info
 from truedraft.drafters.registry import write_record
 from truedraft.files import parameters_in
+from truedraft.models.backends.native.build import built
 
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
 
@@ -113,6 +115,19 @@ def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path
     assert "one text at a time, since it cannot run packed" in told and "a forward behind 56 tokens: 1 token" in told
     assert run("info", "--json").record["runs"] is None
     assert all(each["belongs"] is None for each in run("info", "--json").record["drafters"])
+
+
+@pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+def test_info_says_what_exact_means_of_quantised_weights(
+    run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: tmp_path)
+    file = write(tmp_path / "model.gguf", "llama", {"": "Q4_1"})
+    result = run("info", "--model", str(file), "--json")
+    assert result.status == 0, result.err
+    said = result.record["runs"]["quantised"]
+    assert "plain decoding of these quantised weights" in said and said in " ".join(result.out.split())
+    assert run("info", "--model", target, "--json").record["runs"]["quantised"] is None
 
 
 def test_the_main_job(run: Run) -> None:

@@ -18,6 +18,7 @@ from support.gguf_files import TYPES, random_blocks, write
 from truedraft import load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import ModelNotFoundError, UnsupportedModelError
+from truedraft.models.backends.native import backend as native
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scratch, Weights, pieces
@@ -38,6 +39,13 @@ FILES = [
     pytest.param("gemma3", {"token_embd": "Q8_0", "attn_v": "Q8_0", "ffn_down": "Q6_K", "": "Q5_0"}, True, id="gemma3"),
 ]
 IDS = torch.arange(1, 40) * 37 % 256
+
+
+@pytest.fixture(autouse=True)
+def _conversions_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of files goes with the tests."""
+    folder = tmp_path_factory.getbasetemp() / "conversions"
+    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: folder)
 
 
 def library_for(dtype: torch.dtype) -> Any:
@@ -160,6 +168,20 @@ def test_a_file_is_run_by_its_codes(architecture: str, kinds: dict[str, str], ti
     assert torch.equal(model.embed(IDS[:5]), numbers.embed(IDS[:5]))
     assert model.fingerprint == numbers.fingerprint
     assert model.weight_bytes < 0.4 * numbers.weight_bytes
+
+
+def test_a_forward_that_differs_from_the_models_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "model.gguf", "gemma3", {"token_embd": "Q8_0", "": "Q5_0"})
+    made = native._model
+
+    def of_another_scale(*given: Any) -> CModel:
+        model = made(*given)
+        model.scale = 1.0
+        return model
+
+    monkeypatch.setattr(native, "_model", of_another_scale)
+    with pytest.raises(UnsupportedModelError, match="gives other logits by its codes than by their numbers"):
+        load_model(file)
 
 
 def test_layers_in_numbers_may_stand_beside_quantised_ones(tmp_path: Path) -> None:

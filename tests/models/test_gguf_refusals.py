@@ -22,6 +22,13 @@ from truedraft.models.base import LanguageModel, Segment
 IDS = torch.arange(1, 30) * 37 % 256
 
 
+@pytest.fixture(autouse=True)
+def _conversions_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of files goes with the tests."""
+    folder = tmp_path_factory.getbasetemp() / "conversions"
+    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: folder)
+
+
 def logits(model: LanguageModel) -> torch.Tensor:
     cache = model.new_cache()
     return model.forward([Segment(cache, IDS, chain_shape(len(IDS)), range(len(IDS)))]).logits.float()
@@ -159,7 +166,7 @@ def test_a_cache_folder_that_cannot_be_written_is_done_without(
     expected = logits(load_model(file))
     in_the_way = tmp_path / "cache"
     in_the_way.write_text("no folder")
-    monkeypatch.setenv("TRUEDRAFT_CACHE", str(in_the_way))
+    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: in_the_way)
     assert logits(load_model(file)).equal(expected)
     assert logits(load_model(file)).equal(expected)
     told = [each for each in caplog.messages if "set TRUEDRAFT_CACHE to a folder that can be written" in each]

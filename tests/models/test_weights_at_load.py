@@ -52,6 +52,13 @@ def folder(tmp_path: Path) -> Path:
     return folder_of(LlamaConfig(**SIZES, tie_word_embeddings=True), tmp_path / "llama")
 
 
+@pytest.fixture(autouse=True)
+def _conversions_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of files goes with the tests."""
+    folder = tmp_path_factory.getbasetemp() / "conversions"
+    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: folder)
+
+
 def logits(model: LanguageModel, ids: Tensor = IDS) -> Tensor:
     cache = model.new_cache()
     try:

@@ -59,6 +59,7 @@ def test_products_are_those_of_the_fastest_path(slower: tuple[str, Any], kind: s
 def test_the_path_is_named(slower: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named, library = slower
     file = write(tmp_path / "model.gguf", "llama", {"": "Q4_1"})
+    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: tmp_path)
     monkeypatch.setattr("truedraft.models.backends.native.backend.built", lambda dtype: building.Built(library))
     said = "in pairs, for want of VNNI" if "pairs" in named else named
     assert load_model(file, dtype="float32").fast_paths == ("native forward", f"weights of 4 bits, multiplied {said}")

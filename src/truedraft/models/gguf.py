@@ -40,7 +40,7 @@ from truedraft.machine import cache_folder, could_not_be_kept
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 
 INDEX = "gguf.json"
-_FORMAT = 3
+_FORMAT = 4
 _MAGIC = b"GGUF"
 _FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
 _BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
@@ -264,11 +264,28 @@ def _convert(path: Path, folder: Path) -> None:
     }
     try:
         config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        _keep_tokenizer(tokenizer, folder)
         with written_whole(folder / INDEX) as file:  # the last: it says that the folder is whole
             file.write(json.dumps(index).encode())
     except OSError as error:
         raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer so that it is read as it is: a family's own class would make its rules anew at every load.
+
+    Added tokens stand beside it, too, for which its large file would otherwise be read a second time.
+    """
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    about = json.loads(file.read_text(encoding="utf-8"))
+    parts = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    about["tokenizer_class"] = "PreTrainedTokenizerFast"
+    about["added_tokens_decoder"] = {
+        str(number): {part: getattr(token, part) for part in parts}
+        for number, token in tokenizer.added_tokens_decoder.items()
+    }
+    file.write_text(json.dumps(about), encoding="utf-8")
 
 
 def _reader(path: Path) -> Any:
@@ -438,11 +455,11 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, file: NDArray[np.uint8], p
         numbers = torch.from_numpy(whole(numbers_of(stored.kind, data).numpy()))
         weight.data = numbers.view(weight.shape).to(weight.dtype)
         return
-    order = torch.from_numpy(np.ascontiguousarray(whole(np.arange(len(data))[:, None])[:, 0]))
-    as_stored = bool((order == torch.arange(len(order))).all())
+    order = np.ascontiguousarray(whole(np.arange(len(data))[:, None])[:, 0])
+    as_stored = bool((order == np.arange(len(order))).all())
 
-    def read() -> QuantizedWeight:
-        found = quantized_of(stored.kind, data)
-        return found if as_stored else found.rows(order)
+    def rows(index: Tensor | slice) -> QuantizedWeight:
+        which = index.numpy() if isinstance(index, Tensor) else index
+        return quantized_of(stored.kind, data[which if as_stored else order[which]])
 
-    weight.quantized = StoredWeight(_READERS[stored.kind][2], read)  # type: ignore[attr-defined]
+    weight.quantized = StoredWeight(_READERS[stored.kind][2], rows)  # type: ignore[attr-defined]

@@ -212,6 +212,10 @@ class HuggingFaceModel(LanguageModel):
             rows = sum(len(segment.tokens) for segment in segments)
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
+    def shallow(self, layers: int) -> AbstractContextManager[None]:
+        """Forwards end behind so many layers meanwhile, for a check at load; of models with quantised weights alone."""
+        return self._backend.shallow(layers)
+
     def quantize(self, bits: int) -> None:
         """Give the model itself linear weights of so many bits, 8 or 4; what they were is freed.
 

@@ -50,7 +50,13 @@ from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
-from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
+from truedraft.models.probe import (
+    check_against_stock,
+    check_codes,
+    probe_patterns,
+    refuse_hidden_state,
+    refuse_later_tokens,
+)
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.text.tokenizer import Tokenizer
 
@@ -214,11 +220,10 @@ def _checked(
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder, which runs neither packed nor with adapters beside its weights; merge them"
         )
-    # Of quantised weights there is no other forward: its products are held to their numbers by tests.
-    checks = [] if is_quantized(model) else [check_against_stock(model, name)]
+    check = check_codes(model, name) if is_quantized(model) else check_against_stock(model, name)
     try:
         loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-        for refuse in (*refusals, *checks):
+        for refuse in (*refusals, check):
             refuse(loaded)
     except torch.OutOfMemoryError:
         raise

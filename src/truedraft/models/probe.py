@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import embedding, linear
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -39,7 +40,7 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError, first_line
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.quantized import is_quantized
+from truedraft.models.quantized import is_quantized, quantized_of
 from truedraft.models.recurrence import carrying_modules, without_states
 from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
@@ -78,6 +79,9 @@ _DRAWS = 4
 _ALLOWED = 2.0
 # In float32 sums of other order count too, which the moves of outputs do not show: of the spread of the logits.
 _FLOOR = {torch.float32: 1e-3, torch.float64: 1e-3}
+
+# Of models with quantised weights: tokens and ids that are looked at, and how much of the logits' spread may differ.
+_CODES_TOKENS, _SOME_IDS, _ALLOWED_BY_CODES = 20, 1024, 0.1
 
 MaskFunction = Callable[..., Any]
 
@@ -186,6 +190,15 @@ def _refuse_other_layers(model: nn.Module, name: str) -> None:
         )
 
 
+class _WithoutProducts(TorchFunctionMode):
+    """Linear layers give zeros."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear:
+            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
 @torch.inference_mode(False)
 def _mixes_without_attention(model: nn.Module) -> bool:
     """Run the forward; whether the last row depends on other tokens although attention gives zeros."""
@@ -200,10 +213,9 @@ def _mixes_without_attention(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
     places = torch.arange(_TOKENS, device=device)
-    if is_quantized(
-        model
-    ):  # its weights pass no gradient; a family that is run by its codes is one whose layers we know
-        with torch.no_grad():
+    if is_quantized(model):
+        # There are no numbers to multiply by yet. Whose codes are run is a family whose layers we know.
+        with _WithoutProducts():
             model(input_ids=ids, position_ids=places[None], use_cache=False, logits_to_keep=1)
         return False
     hook = model.get_input_embeddings().register_forward_hook(watch)  # type: ignore[operator]
@@ -323,6 +335,68 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
             raise UnsupportedModelError(
                 f"{name} gives other logits packed than by itself (they differ by {difference:.2g}; rounding explains "
                 f"{allowed:.2g}){_cause(model)}; truedraft cannot run this family exactly"
+            )
+
+    return check
+
+
+class _Dequantizing(TorchFunctionMode):
+    """Products with quantised weights are those of their numbers, made for the moment; of the LM head of its first ids.
+
+    Args:
+        head: the weight of the LM head.
+    """
+
+    def __init__(self, head: Tensor) -> None:
+        super().__init__()
+        self._head = head
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stored = quantized_of(args[1]) if func in (linear, embedding) else None
+        if stored is None:
+            return func(*args, **(kwargs or {}))
+        if func is embedding:
+            found = stored.rows(args[0].flatten()).dequantized().to(args[1].dtype)
+            return found.view(*args[0].shape, -1)
+        rows = slice(_SOME_IDS) if args[1] is self._head else slice(None)
+        return linear(args[0], stored.rows(rows).dequantized().to(args[1].dtype), *args[2:], **(kwargs or {}))
+
+
+def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], None]:
+    """As `check_against_stock`, of a model with quantised weights: its first layers, one of each kind and two at least.
+
+    The model's own modules run those with numbers that are made of codes and dropped again, layer by layer. What the
+    native forward quantises more, inputs of products, costs a hundredth of the logits' spread.
+
+    Args:
+        model: still with its own attention, and weights that are `quantized`.
+        name: for the message.
+
+    Returns:
+        A function that raises UnsupportedModelError when logits behind those layers differ by much more.
+    """
+    decoder: Any = model.base_model
+    kinds = list(getattr(model.config, "layer_types", None) or [""])
+    count = min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(decoder.layers))
+    ids = torch.arange(1, _CODES_TOKENS + 1) * 7919 % len(model.get_input_embeddings().weight)
+    layers = decoder.layers
+    decoder.layers = layers[:count]
+    try:
+        with torch.inference_mode(), _Dequantizing(model.get_output_embeddings().weight):
+            expected = model(input_ids=ids[None], use_cache=False).logits[0, :, :_SOME_IDS].float()
+    finally:
+        decoder.layers = layers
+
+    def check(packed: LanguageModel) -> None:
+        cache = packed.begun_cache()
+        with packed.shallow(count):  # type: ignore[attr-defined]
+            logits = packed.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits
+        packed.release_cache(cache)
+        apart = ((logits[:, :_SOME_IDS].float() - expected).std(-1) / expected.std(-1)).median().item()
+        if not apart <= _ALLOWED_BY_CODES:
+            raise UnsupportedModelError(
+                f"{name} gives other logits by its codes than by their numbers (they differ by {apart:.0%} of their "
+                f"spread behind {count} layers); load it with fast_paths=False"
             )
 
     return check

@@ -81,7 +81,7 @@ class QuantizedWeight:
         codes = self.codes.float()
 
         def spread(each: Tensor, over: int) -> Tensor:
-            return each.float().repeat_interleave(over, 1)[:, :inputs]
+            return each.float()[..., None].expand(*each.shape, over).flatten(1)[:, :inputs]
 
         if self.scheme is Scheme.ONE:
             return spread(self.scales, GROUP) * (codes - middle)
@@ -104,11 +104,15 @@ class StoredWeight:
 
     Attributes:
         form: of what is read.
-        read: reads it.
+        rows: reads some outputs.
     """
 
     form: tuple[int, Scheme]
-    read: Callable[[], QuantizedWeight]
+    rows: Callable[[Tensor | slice], QuantizedWeight]
+
+    def read(self) -> QuantizedWeight:
+        """All outputs."""
+        return self.rows(slice(None))
 
 
 def quantized_of(weight: Tensor) -> StoredWeight | None:
@@ -141,10 +145,10 @@ def in_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
     parts = weight.detach().chunk(2)
     stored, count = quantized_of(weight), len(parts[0])
     if stored is not None:
-        for part, rows in zip(parts, (slice(count), slice(count, None)), strict=True):
-            part.quantized = StoredWeight(stored.form, partial(_rows, stored, rows))  # type: ignore[attr-defined]
+        for part, half in zip(parts, (slice(count), slice(count, None)), strict=True):
+            part.quantized = StoredWeight(stored.form, partial(_rows, stored, half))  # type: ignore[attr-defined]
     return parts[0], parts[1]
 
 
-def _rows(stored: StoredWeight, rows: slice) -> QuantizedWeight:
-    return stored.read().rows(rows)
+def _rows(stored: StoredWeight, half: slice, rows: Tensor | slice) -> QuantizedWeight:
+    return stored.rows(half).rows(rows)

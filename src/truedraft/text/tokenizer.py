@@ -357,7 +357,7 @@ class Tokenizer:
 
     @cached_property
     def _special_and_bytes(self) -> tuple[frozenset[int], dict[int, int]]:
-        vocabulary = Vocabulary.of(self.backend)
+        vocabulary = Vocabulary.without_rules(self.backend)
         return vocabulary.special | vocabulary.holes, vocabulary.byte_values
 
 

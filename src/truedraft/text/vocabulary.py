@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -37,19 +37,26 @@ class Vocabulary:
     @classmethod
     def of(cls, backend: Any) -> Vocabulary:
         """Read the vocabulary of a transformers tokenizer."""
+        ids = cls.without_rules(backend)
+        if not backend.is_fast:  # it keeps its rules in a form of its own; its ids are compared all the same
+            return ids
+        kind, rules = _rules(json.loads(backend.backend_tokenizer.to_str())["model"])
+        return replace(ids, kind=kind, rules=rules)
+
+    @classmethod
+    def without_rules(cls, backend: Any) -> Vocabulary:
+        """The same but for kind and rules, which take long to read."""
         tokens = {number: token for token, number in backend.get_vocab().items()}
         added = {number: token for number, token in backend.added_tokens_decoder.items() if number >= 0}
         tokens.update({number: token.content for number, token in added.items()})
         special = {number for number, token in added.items() if token.special}
         if not backend.is_fast:
-            # A slow tokenizer keeps its rules in a form of its own; its ids are compared all the same.
             special |= set(backend.all_special_ids)
             fallback = any(_BYTE_TOKEN.fullmatch(token) for token in tokens.values())
             return cls(tokens, "slow", (), frozenset(added), frozenset(special), fallback)
-        described = json.loads(backend.backend_tokenizer.to_str())
-        kind, rules = _rules(described["model"])
-        fallback = holds_type(described.get("decoder"), "ByteFallback")
-        return cls(tokens, kind, rules, frozenset(added), frozenset(special), fallback)
+        decoder = backend.backend_tokenizer.decoder
+        fallback = decoder is not None and holds_type(json.loads(decoder.__getstate__()), "ByteFallback")
+        return cls(tokens, "", (), frozenset(added), frozenset(special), fallback)
 
     @property
     def holes(self) -> frozenset[int]:

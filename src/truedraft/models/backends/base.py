@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
@@ -119,6 +120,14 @@ class Backend(ABC):
             UnsupportedModelError: this backend shows no layers.
         """
         raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
+
+    def shallow(self, layers: int) -> AbstractContextManager[None]:
+        """Forwards end behind so many layers meanwhile.
+
+        Raises:
+            UnsupportedModelError: this backend always runs all.
+        """
+        raise UnsupportedModelError("this forward runs all of its layers")
 
     def quantize(self, bits: int) -> None:
         """Give the linear weights so many bits, 8 or 4; what they were is freed.

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -119,6 +120,14 @@ class NativeBackend(Backend):
             and all(map(_fits_quantized, llama.layers))
             and built(llama.dtype).library is not None
         )
+
+    @contextmanager
+    def shallow(self, layers: int) -> Iterator[None]:
+        all_of_them, self._model.layers = self._model.layers, layers
+        try:
+            yield
+        finally:
+            self._model.layers = all_of_them
 
     def quantize(self, bits: int) -> None:
         model, weights = self._model, self._weights
