@@ -1,4 +1,7 @@
-"""The small models that ship with the package. Each folder is an ordinary Hugging Face folder with its card."""
+"""The small models that ship with the package, as fixtures of tests that any machine has.
+
+Each folder is an ordinary Hugging Face folder with its card.
+"""
 
 from __future__ import annotations
 
