@@ -6,12 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from torch import Tensor
 
 from truedraft.cache.buffers import Buffers, key_span
 from truedraft.cache.carried import MOST_EDGES
 from truedraft.cache.family import FamilyState
+from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RequestCache:
         """
         return self.storage.write(call, keys, values)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def commit(self, path: Sequence[int]) -> None:
         """Keep the written tokens named by `path` (their order among the new ones, rising) and drop the others.
 

@@ -108,7 +108,7 @@ def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]
         params, counts = zip(*alike, strict=True)
         own = logits[start : start + sum(counts)]
         start += len(own)
-        probs += (own if params[0] is None else probs_from_logits(own, params[0])).split(counts)
+        probs += (own if params[0] is None else probs_from_logits(own, params[0])).split_with_sizes(counts)
     return probs
 
 

@@ -123,11 +123,11 @@ class Verifier:
         self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor
     ) -> tuple[list[_Part], Tensor | None]:
         """The items with the distributions of their tree rows, and which rows of `logits` `[rows, vocab]` give any."""
-        own = logits.split(list(sizes))
+        own = logits.split_with_sizes(list(sizes))
         if any(item.request.shaping is not None for item in items):
             trees, shapings = [item.proposal.tree for item in items], [item.request.shaping for item in items]
             logits = shaped_trees(logits, trees, shapings, [_argmax_will_do(item) for item in items])
-            shaped: Sequence[Tensor] = logits.split(list(sizes))
+            shaped: Sequence[Tensor] = logits.split_with_sizes(list(sizes))
         else:
             shaped = own
         sound = sound_rows(logits)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from truedraft.core.inference import in_inference_mode
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
@@ -166,7 +167,7 @@ class HuggingFaceModel(LanguageModel):
             return super().processor
         return Processor.load(config.name_or_path, self.name, getattr(config, "_commit_hash", None))
 
-    @torch.inference_mode()
+    @in_inference_mode
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         if self._bits:
             return self._first_forward(segments)
@@ -199,6 +200,8 @@ class HuggingFaceModel(LanguageModel):
                 output = self._backend.forward(segments, self.device, layers)
             else:
                 output = self._on_torch_threads(segments, layers)
+        if output.logits.shape[1] == self.vocab_size:
+            return output
         return ForwardOutput(output.logits[:, : self.vocab_size], output.hidden, output.layers)
 
     @torch.inference_mode()

@@ -82,7 +82,7 @@ class ForwardPlan:
             written = segment.written
             count = len(segment.shape) - written
             length = segment.cache.length
-            if len(segment.tokens) != count:
+            if segment.tokens.shape[0] != count:
                 raise ModelError(
                     f"{len(segment.tokens)} tokens were given for {count} nodes; give one for each new node"
                 )

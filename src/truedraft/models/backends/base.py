@@ -76,8 +76,12 @@ class Backend(ABC):
             logits, hidden = self.run_watched(plan, layers, seen)
         else:
             logits, hidden = self.run_inputs(plan) if alone else self.run(plan)
-        shown = tuple(seen[layer].index_select(0, plan.rows)[: plan.wanted] for layer in layers)
-        return ForwardOutput(logits[: plan.wanted], hidden[: plan.wanted], shown)
+        shown = tuple(seen[layer].index_select(0, plan.rows) for layer in layers)
+        if logits.shape[0] == plan.wanted:  # a view of all takes a microsecond, which a small model feels
+            return ForwardOutput(logits, hidden, shown)
+        return ForwardOutput(
+            logits[: plan.wanted], hidden[: plan.wanted], tuple(layer[: plan.wanted] for layer in shown)
+        )
 
     def _forward_apart(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
         """The same where some are prompts with images or sound, each of which is read in a forward of its own."""

@@ -75,6 +75,7 @@ class NativeBackend(Backend):
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
+        self._zeros = torch.zeros(0, dtype=torch.int64, device=_CPU)
         self._model = model = _model(llama, self._weights)
         self._width, self._vocab = model.width, model.lm_head.outputs
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
@@ -166,7 +167,7 @@ class NativeBackend(Backend):
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens
             tokens = tokens.to(torch.int64).contiguous()
-        total, wanted = tokens.shape[1], len(plan.rows)
+        total, wanted = tokens.shape[1], plan.rows.shape[0]
         positions = plan.positions[0]
         for table in self._rotaries:
             table.reach(plan.furthest)
@@ -193,7 +194,7 @@ class NativeBackend(Backend):
                 f"a row that needs logits is outside 0 to {total - 1}; use rows of the new tokens",
             )
             raise ModelError(reasons[refused - 1])
-        return logits[:, : self._vocab], hidden
+        return logits if logits.shape[1] == self._vocab else logits[:, : self._vocab], hidden
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         if not self._model.coded.bits:
@@ -218,9 +219,11 @@ class NativeBackend(Backend):
         return NativeHeads(self._lm_head, blocks, vocab, factor).likeliest
 
     def _first_visible(self, plan: ForwardPlan) -> Tensor:
-        """`[patterns, rows]`: the first position that each row may see."""
+        """`[patterns, rows]`: the first position that each row may see; where all see all, rows more than there are."""
         if self._patterns == (Full(),):
-            return torch.zeros_like(plan.positions)
+            if len(self._zeros) < plan.positions.shape[1]:
+                self._zeros = torch.zeros(2 * plan.positions.shape[1], dtype=torch.int64, device=_CPU)
+            return self._zeros
         positions = plan.positions[0].tolist()
         first = [[max(0, pattern.first(position)) for position in positions] for pattern in self._patterns]
         return torch.tensor(first, device=_CPU)
