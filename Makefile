@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 RESULTS := benchmarks/results
 COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-busy bench-deciding results demo test test-slow test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,11 @@ test: $(STAMP)
 # What takes minutes, and all that the products of options have beyond their pairs.
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
+
+# Quantised folders by the tools that write them.
+test-formats: $(STAMP)
+	$(BIN)/python -m pip install --quiet --group formats
+	$(BIN)/python -m pytest tests/models/test_quantization_tools.py -rs
 
 # The playground in a browser; Debian's Chromium is installed where it is missing, which only root can do.
 test-browser: $(STAMP)

@@ -88,6 +88,14 @@ class ModelOptions:
     pad_to: str | None = option(
         None, "110M, 500M or 7B: the model's answers at the cost of a model of that size.", "SIZE"
     )
+    weights: str | None = option(
+        None, "q8 or q4: linear weights are quantised to 8 or 4 bits at load; answers are those of these weights.", "Q"
+    )
+
+    @property
+    def of_target(self) -> dict[str, Any]:
+        """Keyword arguments of `load_model`."""
+        return {"pad_to": self.pad_to, "weights": self.weights}
 
 
 @dataclass(frozen=True)

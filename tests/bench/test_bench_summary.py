@@ -225,6 +225,7 @@ def circumstances() -> Circumstances:
         model="embedded:target",
         note="cost of a 500 M model, text of a 16 M model",
         pad_to="500M",
+        weights=None,
         drafters=("draft",),
         peers=(),
         rule="speculative",

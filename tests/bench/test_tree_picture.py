@@ -114,6 +114,7 @@ def circumstances() -> Circumstances:
         model="m",
         note=None,
         pad_to=None,
+        weights=None,
         drafters=("medusa",),
         peers=(),
         rule="speculative",

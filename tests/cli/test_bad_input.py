@@ -48,6 +48,8 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["x", "--threads", "0"], "--threads must be 1 or more, got 0"),
         (["x", "--dtype", "bfloat"], "unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
         (["x", "--device", "gpu"], "unknown device 'gpu'"),
+        (["x", "--weights", "q5"], "unknown weights 'q5'; did you mean 'q8'? valid: q4, q8"),
+        (["x", "--weights", "q8", "--no-fast-paths"], "does not run by the native forward, which alone has products"),
         (["x", "--device", "cuda:99"], "is not on this machine"),
         (["x", "--rule", "speculativ"], "unknown rule 'speculativ'; did you mean 'speculative'?"),
         (["x", "--rule", "speculative,lenience=0"], "lenience must be above 0 and at most 1, got 0", "rule"),

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from cli.tiny import Run, start
 from truedraft.cli.streams import visible
 from truedraft.drafters.prompt_lookup import PromptLookup
+from truedraft.models.backends.native.build import built
 
 TOKENS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos")
 
@@ -35,8 +37,20 @@ def test_standard_output_holds_nothing_but_the_answer(run: Run, target: str) -> 
     assert "24 tokens" in result.err and "tokens per second" in result.err
 
 
+@pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+def test_weights_may_be_quantised_at_load(run: Run) -> None:
+    words = ("generate", "def add(a, b):", "--model", "embedded:target", "--json", *TOKENS)
+    plain, drafted = (run(*words, "--weights", "q8", "--drafter", each) for each in ("none", "prompt-lookup"))
+    assert plain.status == drafted.status == 0, drafted.err
+    assert plain.record["weights"] == "q8"
+    assert plain.record["fast_paths"] == ["native forward", "weights of 8 bits"]
+    ids = [each.record["prompts"][0]["token_ids"] for each in (plain, drafted)]
+    assert ids[0] == ids[1]
+
+
 def test_record_says_what_ran_where(run: Run, target: str) -> None:
     record = run("generate", "hello", "--model", target, "--drafter", "none", "--json", *TOKENS).record
+    assert record["weights"] is None
     assert record["command"] == "generate" and record["tokens_per_s"] > 0
     assert "speedup" not in record and "identical" not in record
     assert (record["model"], record["drafter"], record["dtype"], record["device"]) == (target, "none", "float32", "cpu")

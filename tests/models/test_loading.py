@@ -290,21 +290,13 @@ def test_tensors_of_no_use_are_no_fault(llama: Path, tmp_path: Path) -> None:
     assert load_model(gpt2, dtype="float32").vocab_size == VOCAB
 
 
-@pytest.mark.parametrize(
-    ("written", "method"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"load_in_8bit": True}, "bitsandbytes"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-    ],
-)
-def test_quantised_weights(written: dict[str, Any], method: str, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["aqlm", "hqq", "a method of 2027"])
+def test_quantised_weights_that_are_not_read(method: str, llama: Path, tmp_path: Path) -> None:
     folder = copy_of(llama, tmp_path / "small")
-    edit_config(folder, quantization_config=written)
+    edit_config(folder, quantization_config={"quant_method": method})
     with pytest.raises(UnsupportedModelError) as caught:
         load_model(folder, dtype="float32")
-    says(caught.value, "small", f"quantised (by {method})", "cannot run", "name the model that it was made from")
+    says(caught.value, "small", f"quantised by {method}", "does not read", "name the model that it was made from")
 
 
 @pytest.mark.parametrize(

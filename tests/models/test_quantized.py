@@ -69,7 +69,7 @@ def decoded(codes: Tensor, outputs: int, inputs: int, bits: int) -> Tensor:
     """The weights `[outputs, inputs]` that codes stand for, in float32; the layout is that of quantized.h."""
     units, groups = -(-outputs // UNIT), -(-inputs // PER_SCALE)
     rows = codes.view(units, groups, -1)
-    scales = rows[..., : 2 * UNIT].contiguous().view(torch.bfloat16).float()  # [units, groups, 64]
+    scales = rows[..., : 2 * UNIT].contiguous().view(torch.float16).float()  # [units, groups, 64]
     packed = rows[..., 2 * UNIT :].view(units, groups, 4, bits, 16, 4).int()  # lines of 64 codes
     quads = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=4).flatten(3, 4)
     signed = quads.view(units, groups, 4, 8, 16, 4) - (128 if bits == 8 else 8)
@@ -102,7 +102,7 @@ def test_codes_stand_for_weights_within_half_a_step(outputs: int, inputs: int, b
     if bits == 8:
         assert bool((error.abs().amax(-1) <= largest * 0.51 / 127)[counts].all())
     else:  # no worse, in squares, than by the plainest scale of 4 bits, whose codes are from -7 to 7
-        step = (largest / 7).to(torch.bfloat16).float()[..., None]
+        step = (largest / 7).to(torch.float16).float()[..., None]
         plain = torch.where(step > 0, (exact / step.clamp_min(1e-30)).round().clamp(-8, 7) * step, 0.0)
         assert bool((error.square().sum(-1) <= (plain - exact).square().sum(-1) * 1.0001 + 1e-12).all())
 

@@ -27,6 +27,7 @@ class Circumstances:
         model: the target's name as it was typed.
         note: what a padded target's figures mean; None for a target as it is.
         pad_to: the size it was padded to, or None.
+        weights: how they were quantised at load, or None.
         drafters: as they were typed.
         peers: likewise.
         rule: that judges drafted tokens.
@@ -51,6 +52,7 @@ class Circumstances:
     model: str
     note: str | None
     pad_to: str | None
+    weights: str | None
     drafters: tuple[str, ...]
     peers: tuple[str, ...]
     rule: str
@@ -89,6 +91,7 @@ class Circumstances:
         how += f", seed {seed}" if temperature and seed is not None else ""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''} each"
         model = self.model if self.pad_to is None else f"{self.model} padded to {self.pad_to}"
+        model += "" if self.weights is None else f" with {self.weights} weights"
         prompts = f"{self.prompts} prompt{'s' if self.prompts > 1 else ''} of {self.prompt_set}"
         parts = [
             self.dtype,
@@ -106,7 +109,19 @@ class Circumstances:
 
     def of_a_row(self) -> dict[str, Any]:
         """What each row in the file of rows repeats, for it may be all that is left of a run."""
-        names = ("model", "pad_to", "note", "rule", "controller", "lossless", "dtype", "device", "threads", "batch")
+        names = (
+            "model",
+            "pad_to",
+            "weights",
+            "note",
+            "rule",
+            "controller",
+            "lossless",
+            "dtype",
+            "device",
+            "threads",
+            "batch",
+        )
         return {name: getattr(self, name) for name in names}
 
 

@@ -166,7 +166,7 @@ def load_suite(
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
     """
     lossless = rule_from_spec(rule).lossless
-    target = load_model(model.model, pad_to=model.pad_to, **machine.of_models)
+    target = load_model(model.model, **model.of_target, **machine.of_models)
     room = _room(batch)
     ours = [OurEngine(PLAIN, Engine(target, max_batch=room, entropy=ENTROPY))]
     notes = _dtype_notes(machine.dtype, target.dtype, target.device)

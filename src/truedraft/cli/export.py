@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ class ExportOptions:
     """Options of `truedraft export`."""
 
     out: Path = option(meaning="The folder to write; a new one, or an empty one.", metavar="DIR", heading="Report")
-    model: ModelOptions = group("Model and drafter")
+    model: ModelOptions = group("Model and drafter", without=("weights",))
     machine: MachineOptions = group("Machine", without=("device", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
@@ -46,7 +45,8 @@ def export(options: ExportOptions) -> int:
         terminal.json(
             {
                 "command": "export",
-                **dataclasses.asdict(model),
+                "model": model.model,
+                "pad_to": model.pad_to,
                 "out": str(exported.folder),
                 "parameters": exported.parameters,
                 "bytes": exported.bytes,

@@ -254,7 +254,7 @@ def _plan(options: PlanOptions) -> int:
     output = None if options.report.out is None else PlanOutput(options.report.out, _FILE)
     set_threads(options.machine.threads)
     with waiting(terminal.err, f"loading {options.model.model}"), quiet_hub(), errors_about("model"):
-        target = load_model(options.model.model, pad_to=options.model.pad_to, **options.machine.of_models)
+        target = load_model(options.model.model, **options.model.of_target, **options.machine.of_models)
     seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
     asked = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
     planned, kept_back = _split(options, target, asked)

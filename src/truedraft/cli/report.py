@@ -99,6 +99,7 @@ def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
     return {
         "model": target.name,
         "pad_to": stack.pad_to,
+        "weights": stack.weights,
         "note": target.note,
         "drafter": stack.drafter,
         "dtype": dtype_name(target.dtype),

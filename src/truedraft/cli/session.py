@@ -206,9 +206,9 @@ def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
 
     return load_model(
         stack.model,
-        pad_to=stack.pad_to,
         adapter=stack.merge_adapter,
         adapters=_named_folders(stack.adapters),
+        **stack.of_target,
         **machine.of_models,
     )
 

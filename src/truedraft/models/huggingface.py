@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from truedraft.core.top_k import TopK
@@ -29,6 +28,7 @@ from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
 from truedraft.models.processor import Processor
+from truedraft.models.quantized import numbers_of
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
@@ -104,6 +104,7 @@ class HuggingFaceModel(LanguageModel):
         if reread is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
         self._backend = backend(model)
+        self.weight_bytes = self._backend.weight_bytes or self.weight_bytes
         self.pool = self._backend.new_pool(self.context_length)
         self.fast_paths = self._backend.fast_paths
         self.shown_layers = self._backend.shown_layers
@@ -211,6 +212,20 @@ class HuggingFaceModel(LanguageModel):
             rows = sum(len(segment.tokens) for segment in segments)
             return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
+    def quantize(self, bits: int) -> None:
+        """Give the model itself linear weights of so many bits, 8 or 4; what they were is freed.
+
+        Its answers are those of these weights then. Name and fingerprint stay: what was trained for it still drafts.
+
+        Raises:
+            UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
+        """
+        try:
+            self._backend.quantize(bits)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self.name} cannot be given weights of {bits} bits: {error}") from error
+        self.weight_bytes, self.fast_paths = self._backend.weight_bytes, self._backend.fast_paths
+
     def quantized(self, bits: int) -> HuggingFaceModel:
         if bits not in (8, 4):
             raise OptionError(f"bits must be 8 or 4, got {bits}")
@@ -283,7 +298,7 @@ class HuggingFaceModel(LanguageModel):
                 f"{self.name} embeds ids in {table.shape[1]} numbers, and heads read {self.head_width}; use heads that "
                 "do not read the token"
             )
-        return embedding(tokens, table)[:, : self.head_width]
+        return self._backend.embed(tokens, table)[:, : self.head_width]
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         return self._finish(logits)
@@ -342,7 +357,7 @@ def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
     """
     digest = hashlib.sha256()
     for part, weight in sorted(module.named_parameters()):
-        values = weight.detach().to(device="cpu", dtype=dtype or weight.dtype).contiguous()
+        values = numbers_of(weight).to(device="cpu", dtype=dtype or weight.dtype).contiguous()
         digest.update(f"{part} {tuple(values.shape)}\n".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]

@@ -379,7 +379,7 @@ class Llama:
         sizes = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in decoder.layers}
         kinds = {(each.dtype, each.device) for each in model.parameters()}
         return cls(
-            embedding.detach(),
+            embedding,
             1.0 if scale is None else float(scale.to(embedding.dtype)),
             tuple(_rotary(decoder.rotary_emb, embedding.detach(), each, names) for each in different),
             tuple(

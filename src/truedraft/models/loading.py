@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,21 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from truedraft.embedded import embedded_folder
-from truedraft.errors import ModelError, ModelNotFoundError, UnsupportedModelError, first_line
+from truedraft.errors import (
+    MissingExtraError,
+    ModelError,
+    ModelNotFoundError,
+    UnknownOptionError,
+    UnsupportedModelError,
+    first_line,
+)
 from truedraft.files import user_path
-from truedraft.machine import keep_rows_alike, pick_device, pick_dtype
+from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
+from truedraft.models import gguf, quantized_folder
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
@@ -50,11 +60,12 @@ from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import check_against_stock, probe_patterns, refuse_hidden_state, refuse_later_tokens
+from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+_BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
-# Quantised weights that transformers turns back into bfloat16 where it has no kernels for them.
-_TURNED_BACK = {"mxfp4"}
 # Classes of transformers that continue text, what they see or hear beside it left out.
 _WRITING: tuple[Mapping[str, Any], ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -74,6 +85,7 @@ def load_model(
     pad_to: str | None = None,
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    weights: str | None = None,
 ) -> HuggingFaceModel:
     """Load a causal language model, unmodified, and make it run packed.
 
@@ -87,6 +99,7 @@ def load_model(
         adapter: the folder of one that peft wrote, merged into the weights for all requests.
         adapters: folders of LoRA adapters by the names that requests give (`SamplingParams.adapter`); one forward
             serves requests of all of them, and of none.
+        weights: "q8" or "q4": linear weights are quantised to 8 or 4 bits at load, in groups of 32; None leaves them.
 
     Returns:
         The model, its tokenizer with it where the folder holds one.
@@ -98,14 +111,38 @@ def load_model(
         ModelError: its files cannot be read, or an adapter does not fit it.
         MissingExtraError: an adapter is asked for, and peft is not installed.
     """
+    if weights is not None and weights not in _BITS:
+        raise UnknownOptionError.nearest("weights", weights, tuple(_BITS))
+    loaded = _load(name, dtype, device, revision, fast_paths, pad_to, adapter, adapters)
+    if weights is not None:
+        loaded.quantize(_BITS[weights])
+    return loaded
+
+
+def _load(
+    name: str | Path,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    revision: str | None,
+    fast_paths: bool,
+    pad_to: str | None,
+    adapter: str | Path | None,
+    adapters: Mapping[str, str | Path] | None,
+) -> HuggingFaceModel:
+    """As `load_model`, with weights as they are."""
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     keep_rows_alike(place, kind)
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-    read = partial(read_model, source, str(name), revision=revision, adapter=adapter)
-    model = read(kind).to(place)
+    read = partial(_read_as_stored, source, str(name), revision=revision, adapter=adapter)
+    model = read(kind)
+    by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
+    if not (by_codes and _runs_quantized(model)):
+        _announce_numbers(model, str(name))
+        dequantize(model)
+    model = model.to(place)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend = _packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
@@ -187,10 +224,11 @@ def _checked(
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder, which runs neither packed nor with adapters beside its weights; merge them"
         )
-    check = check_against_stock(model, name)
+    # Of quantised weights there is no other forward: its products are held to their numbers by tests.
+    checks = [] if is_quantized(model) else [check_against_stock(model, name)]
     try:
         loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
-        for refuse in (*refusals, check):
+        for refuse in (*refusals, *checks):
             refuse(loaded)
     except torch.OutOfMemoryError:
         raise
@@ -250,6 +288,25 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
     return _packed_backend({}, True)(model, patterns)
 
 
+def _runs_quantized(model: PreTrainedModel) -> bool:
+    """Whether a forward of ours runs the codes of its weights."""
+    llama = Llama.of(model, probe_patterns(model))
+    return llama is not None and NativeBackend.fits(llama)
+
+
+def _announce_numbers(model: PreTrainedModel, name: str) -> None:
+    """Say what quantised weights take in memory where they are made numbers of the model's dtype."""
+    if is_quantized(model) or getattr(model, "quantized_by", None) is not None:
+        count = sum(weight.numel() for weight in model.parameters())
+        _log.warning(
+            "%s: its quantised weights are made %s at load, for no forward here runs their codes: they take %s of "
+            "memory",
+            name,
+            dtype_name(model.dtype),
+            in_bytes(count * model.dtype.itemsize),
+        )
+
+
 def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
     """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
 
@@ -287,6 +344,12 @@ def resolve_source(name: str) -> str:
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
     path = user_path(name, ModelNotFoundError)
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
+    if (path.suffix == ".gguf" and path.is_file()) or len(files) == 1:
+        return str(gguf.folder_of(files[0] if files else path))
+    if files:
+        named = ", ".join(each.name for each in files)
+        raise ModelNotFoundError(f"{name!r} is a folder with {len(files)} GGUF files; name one of them: {named}")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")
@@ -315,10 +378,22 @@ def read_model(
         UnsupportedModelError: it is no causal language model, or quantised.
         ModelError: its files cannot be read, or the adapter does not fit it.
     """
+    model = _read_as_stored(source, name, dtype, revision, adapter)
+    dequantize(model)
+    return model
+
+
+def _read_as_stored(
+    source: str, name: str, dtype: torch.dtype, revision: str | None = None, adapter: str | Path | None = None
+) -> PreTrainedModel:
+    """As `read_model`; matrices are `quantized` where they are stored so, unless an adapter is merged."""
     config = load_config(source, name, revision)
     refuse_other_kinds(config, name)
-    model = load_weights(source, config, name, dtype, revision)
-    return model if adapter is None else merge_adapter(model, adapter)
+    model = _load_as_stored(source, config, name, dtype, revision)
+    if adapter is None:
+        return model
+    dequantize(model)
+    return merge_adapter(model, adapter)
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
@@ -353,17 +428,53 @@ def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revisi
     Raises:
         ModelError: the weights cannot be read, or do not fit the configuration; generation_config.json is broken.
     """
+    model = _load_as_stored(source, config, name, dtype, revision)
+    dequantize(model)
+    return model
+
+
+def _load_as_stored(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+    """As `load_weights`, weights `quantized` where the source has them so and the model's parameters can be."""
     refuse_broken_generation_config(source, name, revision)
+    if gguf.is_read_here(source):
+        return gguf.load_weights(Path(source), config, name, dtype)
+    kind, method = _class_of(config), quantized_folder.method_of(config)
+    given = gguf.place_of(source) | {"revision": revision}
+    if method is None:
+        return _load_by_transformers(kind, config, name, dtype, given)
+    if method in quantized_folder.BY_TRANSFORMERS:
+        model = _load_by_transformers(kind, config, name, dtype, given | quantized_folder.options_of(config))
+        quantized_folder.make_numbers(model)
+    else:
+        folder = quantized_folder.QuantizedFolder(source, config, name, revision)
+        config = quantized_folder.without_quantization(config)
+        found = folder.by_codes(config, dtype) if kind is AutoModelForCausalLM else None
+        if found is None:
+            with torch.device("meta"):
+                kind = type(kind.from_config(config)) if hasattr(kind, "from_config") else kind
+            given = {"pretrained_model_name_or_path": None, "state_dict": folder.numbers(dtype)}
+            found = _load_by_transformers(kind, config, name, dtype, given)
+        model = found
+        model.config.name_or_path = source
+        with contextlib.suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+    model.quantized_by = method
+    return model
+
+
+def _load_by_transformers(
+    kind: Any, config: Any, name: str, dtype: torch.dtype, given: Mapping[str, Any]
+) -> PreTrainedModel:
+    """As `load_weights`, by a class of transformers that is given the rest."""
     try:
         with quiet_transformers():
-            model, report = _class_of(config).from_pretrained(
-                source,
-                config=config,
-                dtype=dtype,
-                revision=revision,
-                trust_remote_code=False,
-                output_loading_info=True,
+            model, report = kind.from_pretrained(
+                config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True, **given
             )
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the weights of {name!r} need a package that is not installed ({first_line(error)}); install it"
+        ) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
     missing, superfluous = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
@@ -417,12 +528,11 @@ def _bad_generation_config(name: str, what: str) -> ModelError:
 
 def refuse_other_kinds(config: Any, name: str) -> None:
     """Refuse encoders, models that read no text, and quantised weights before any weight is read."""
-    quantised = getattr(config, "quantization_config", None) or {}
-    method = quantised.get("quant_method") or ("bitsandbytes" if quantised else None)
-    if method is not None and method not in _TURNED_BACK:
+    method = quantized_folder.method_of(config)
+    if method is not None and method not in {*quantized_folder.READ_HERE, *quantized_folder.BY_TRANSFORMERS}:
         raise UnsupportedModelError(
-            f"the weights of {name!r} are quantised (by {method}), and truedraft cannot run these, whatever "
-            "is installed; name the model that it was made from, in bfloat16 or float32"
+            f"the weights of {name!r} are quantised by {method}, which truedraft does not read; name the model that it "
+            "was made from, in bfloat16 or float32, or one by GPTQ, AWQ or compressed-tensors"
         )
     if config.is_encoder_decoder:
         known = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
@@ -463,12 +573,12 @@ def _class_of(config: Any) -> Any:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' own bars and warnings off the user's screen while it loads or saves."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

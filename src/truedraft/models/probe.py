@@ -39,6 +39,7 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError, first_line
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.quantized import is_quantized
 from truedraft.models.recurrence import carrying_modules, without_states
 from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
@@ -199,6 +200,12 @@ def _mixes_without_attention(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
     places = torch.arange(_TOKENS, device=device)
+    if is_quantized(
+        model
+    ):  # its weights pass no gradient; a family that is run by its codes is one whose layers we know
+        with torch.no_grad():
+            model(input_ids=ids, position_ids=places[None], use_cache=False, logits_to_keep=1)
+        return False
     hook = model.get_input_embeddings().register_forward_hook(watch)  # type: ignore[operator]
     # Rows are named by a tensor, as in packed forwards: some families cut their masks to an integer.
     given = {"input_ids": ids, "position_ids": places[None], "use_cache": False, "logits_to_keep": places}

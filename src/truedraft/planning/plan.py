@@ -45,7 +45,7 @@ class Plan:
 
     Attributes:
         truedraft: its version.
-        model: name, fingerprint (None where there is none), dtype and device of the target.
+        model: name, fingerprint (None where there is none), dtype, bytes of weights and device of the target.
         machine: processor, cores, threads, device.
         sampling: options of the answers.
         prompts: that were planned with.
@@ -304,6 +304,7 @@ def model_facts(target: LanguageModel) -> dict[str, Any]:
         "fingerprint": fingerprint,
         "padding": target.name.removeprefix(unpadded_name(target.name)).strip(),
         "dtype": dtype_name(target.dtype),
+        "bytes of weights": target.weight_bytes,
         "model device": str(target.device),
     }
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
 from truedraft.cache import CachePool
@@ -120,6 +120,16 @@ class Backend(ABC):
         """
         raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
 
+    def quantize(self, bits: int) -> None:
+        """Give the linear weights so many bits, 8 or 4; what they were is freed.
+
+        Raises:
+            UnsupportedModelError: its forward has no products with such weights, or they are quantised already.
+        """
+        raise UnsupportedModelError(
+            "it does not run by the native forward, which alone has products with such weights; leave --weights out"
+        )
+
     def quantized(self, bits: int) -> Backend:
         """The same with linear weights of so many bits, over the caches of this one; see `LanguageModel.quantized`.
 
@@ -140,6 +150,10 @@ class Backend(ABC):
         Returns:
             `[rows, ids]`, padded ids of the embedding included. A row does not depend on the others.
         """
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """What the model looks up for tokens `[n]` in its embedding, `table`: `[n, width]`."""
+        return embedding(tokens, table)
 
     def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
         """Of the first `vocab` ids the likeliest `[rows, count]` by `factor` times the logits of `unembed`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.functional import pad, silu
 from truedraft.cache import Buffers, RequestCache
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
-from truedraft.errors import CacheError, ModelError
+from truedraft.errors import CacheError, ModelError, UnsupportedModelError
 from truedraft.models.attention import Full
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
@@ -34,17 +35,21 @@ from truedraft.models.backends.native.memory import (
     Scratch,
     Weights,
     padded_bias,
+    pieces,
     quantized_bytes,
 )
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
+from truedraft.models.mapped import forget_pages
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan, SegmentPlan
+from truedraft.models.quantized import Scheme, in_halves, quantized_of
 from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
 _MOST_HEAD = 256
 _GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
+_WORTH_A_COPY = 0.7  # of the bytes of its weights that a copy with fewer bits may have
 _NO_BLOCKS = (CLinear * 0)()
 
 
@@ -58,12 +63,14 @@ class NativeBackend(Backend):
     """
 
     def __init__(self, llama: Llama) -> None:
-        self._library = library = built(llama.dtype).library
+        library = built(llama.dtype).library
         assert library is not None
+        self._library: Any = library
         self._forward = library.truedraft_forward
         self._forward.restype = ctypes.c_int
         self._dtype = llama.dtype
         self._weights = Weights(library)
+        self._table = llama.embedding if llama.tied else None
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
@@ -76,7 +83,13 @@ class NativeBackend(Backend):
         self._whole: NativeBackend | None = None  # whose norms and embedding this one reads, too
         self.least_rows = 1
         self.own_threads = True
+        bits = sorted({linear.bits for whole, _ in _linears(model) for linear in pieces(whole)})
         self.fast_paths = ("native forward", "packed weights")
+        if any(bits):
+            self.fast_paths = ("native forward", _weights_of(library, bits))
+            self.weight_bytes = sum(
+                self._weights.bytes_of(linear) * count for whole, count in _linears(model) for linear in pieces(whole)
+            )
 
     @cached_property
     def _model(self) -> CModel:
@@ -103,17 +116,41 @@ class NativeBackend(Backend):
             and len(turned) == 1
             and len({_activation(layer) for layer in llama.layers}) == 1
             and _activation(layer) is not None
+            and all(map(_fits_quantized, llama.layers))
             and built(llama.dtype).library is not None
         )
 
+    def quantize(self, bits: int) -> None:
+        model, weights = self._model, self._weights
+        if self.weight_bytes:
+            raise UnsupportedModelError("its own are quantised already; leave --weights out")
+        before = {whole.weights for whole, _ in _linears(model)}
+        made = _quantized(model, weights, bits)
+        self._scratch.settle()
+        if self._table is not None:
+            before.add(model.embedding)
+            model.coded, model.embedding = made.lm_head, None
+            forget_pages(self._table)
+            self._table.data = self._table.new_zeros(()).expand(self._table.shape)
+        model.layer, model.lm_head = made.layer, made.lm_head
+        weights.free(before)
+        self._lm_head.forget()
+        self.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(model))
+        self.fast_paths = ("native forward", _weights_of(self._library, [bits]))
+
     def quantized(self, bits: int) -> NativeBackend:
+        fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
+        if self.weight_bytes and fewer > _WORTH_A_COPY * self.weight_bytes:
+            raise UnsupportedModelError(
+                f"its own are quantised, and such a copy has {fewer / self.weight_bytes:.0%} of their bytes"
+            )
         twin = copy.copy(self)  # scratch memory, too, so that only one of the two may run at a time
         twin._whole = self
         twin._weights = Weights(self._library)
         del twin._model
         twin._make_model = partial(_quantized, self._model, twin._weights, bits)
-        twin.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
-        twin.fast_paths = ("native forward", f"weights of {bits} bits")
+        twin.weight_bytes = fewer
+        twin.fast_paths = ("native forward", _weights_of(self._library, [bits]))
         return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
@@ -148,6 +185,17 @@ class NativeBackend(Backend):
             )
             raise ModelError(reasons[refused - 1])
         return logits[:, : self._vocab], hidden
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        if not self._model.coded.bits:
+            return super().embed(tokens, table)
+        wanted = tokens.to(_CPU, torch.int64).contiguous()
+        found = torch.empty(len(wanted), self._width, dtype=self._dtype, device=_CPU)
+        self._library.truedraft_look_up(
+            ctypes.byref(self._model.coded), ctypes.c_void_p(wanted.data_ptr()), ctypes.c_int64(len(wanted)),
+            ctypes.c_void_p(found.data_ptr()),
+        )  # fmt: skip
+        return found
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._lm_head.logits(vectors)
@@ -188,6 +236,39 @@ class NativeBackend(Backend):
         return known
 
 
+def _weights_of(library: Any, bits: Sequence[int]) -> str:
+    """Of how many bits they are, 0 being those of the dtype, and by what they are multiplied; ascending bits."""
+    named = (
+        f"weights of {bits[0] or 'all'} bits" if len(bits) == 1 else f"weights of {bits[0] or 'all'} to {bits[-1]} bits"
+    )
+    slower = ("one by one, for want of AVX2", "in pairs, for want of VNNI", "")[library.truedraft_dot()]
+    return f"{named}, multiplied {slower}" if slower else named
+
+
+def _fits_quantized(layer: LlamaLayer[Linears]) -> bool:
+    """Whether outputs that are quantised in another way than those before begin a unit, both factors of the MLP are
+    quantised in one way, and weights that read one row have its inputs in one order."""
+
+    def forms(linears: Linears) -> list[tuple[int, Scheme] | None]:
+        stored = [quantized_of(linear.weight) for linear in linears]
+        return [None if each is None else each.form for each in stored]
+
+    at = 0
+    for (before, after), linear in zip(itertools.pairwise(forms(layer.qkv)), layer.qkv, strict=False):
+        at += linear.out_features
+        if before != after and None not in (before, after) and at % UNIT:
+            return False
+    return len(set(forms(layer.gate_up))) < 2 and _of_one_order(layer.qkv) and _of_one_order(layer.gate_up)
+
+
+def _of_one_order(linears: Linears) -> bool:
+    orders = [stored.order for linear in linears if (stored := quantized_of(linear.weight)) is not None]
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in itertools.pairwise(orders)
+    )
+
+
 def _model(llama: Llama, weights: Weights) -> CModel:
     """The structure of a decoder, whose linear weights are freed; `weights` keeps what it points to."""
     first, width = llama.layers[0], llama.embedding.shape[1]
@@ -197,6 +278,9 @@ def _model(llama: Llama, weights: Weights) -> CModel:
     patterns = llama.patterns
     layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
     lm_head = weights.linear([llama.lm_head.weight], _bias([llama.lm_head]))
+    coded = CLinear()
+    if quantized_of(llama.embedding) is not None:
+        coded = lm_head if llama.tied else weights.linear([llama.embedding], None)
     if not llama.tied:
         release(llama.lm_head)
     return CModel(
@@ -204,9 +288,10 @@ def _model(llama: Llama, weights: Weights) -> CModel:
         len(llama.embedding), table.width, table.interleaved, _GATES[_activation(first) or ""],
         several, 0 if experts is None else experts.chosen, experts is not None and experts.normed,
         0 if experts is None else _units(max(width, inner)),
-        weights.keep(llama.embedding), weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
+        None if coded.bits else weights.keep(llama.embedding),
+        weights.keep(llama.norm.weight), llama.norm.eps, llama.scale,
         CNorms(llama.norm.offset, llama.norm.rounds_once),
-        lm_head, (CLayer * len(layers))(*layers),
+        lm_head, coded, (CLayer * len(layers))(*layers),
     )  # fmt: skip
 
 
@@ -292,7 +377,7 @@ def _linear(layers: Linears, weights: Weights) -> CLinear:
 
 
 def _gate_up(layers: Linears, weights: Weights) -> CLinear:
-    gate, up = [layer.weight for layer in layers] if len(layers) > 1 else layers[0].weight.chunk(2)
+    gate, up = [layer.weight for layer in layers] if len(layers) > 1 else in_halves(layers[0].weight)
     bias = _bias(layers)
     made = weights.linear([gate, up], None if bias is None else _in_turns(bias, len(gate)), turns=True)
     for layer in layers:
@@ -398,8 +483,8 @@ class NativeLmHead:
     def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
         """The structure of heads that read `width` numbers and end in the LM head; keeps what it points to alive."""
         head = self._model.lm_head
-        cells = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
-        read = CLinear(head.weights, head.bias, head.inputs, head.outputs, cells, head.bits)
+        read = CLinear.from_buffer_copy(head)
+        read.read = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
         return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
 
     def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, TopK]:
@@ -418,6 +503,10 @@ class NativeLmHead:
         scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
         self._run(ctypes.byref(heads), ctypes.byref(asked), ctypes.byref(scratch), stride, threads)
         return logits[:, :outputs], TopK(ids, values)
+
+    def forget(self) -> None:
+        """The LM head has other weights now."""
+        self._alone.clear()
 
     def settle(self) -> None:
         """Return when no thread reads weights; see `Scratch.settle`."""

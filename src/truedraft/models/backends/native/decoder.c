@@ -109,8 +109,19 @@ typedef struct {
     const cell *weights;
     const float *bias; /* [outputs, up to whole units] or NULL */
     int64_t inputs, outputs, read; /* read: the first inputs that are used; the others are known to be 0 */
-    int64_t bits; /* of a weight, where they are quantised as quantized.h says; else 0 */
+    int64_t bits, scales; /* of a weight, where they are quantised as quantized.h says; else 0 */
+    int64_t own; /* units before those of `more` */
+    const void *more; /* a Linear of the last outputs, where they are quantised in another way than the first; or NULL */
+    const int32_t *order; /* which input of a row each input is, where a quantised weight has them in an order of its own; or NULL */
 } Linear;
+
+/* What a file says of some outputs of a quantised layer; NULL what its layout has not, see quantized.h. */
+typedef struct {
+    const uint8_t *codes;            /* [rows][inputs] */
+    const uint16_t *scales, *shifts; /* [rows][groups], or of heads [rows][heads]: in float16, of WIDE ones in float32 */
+    const uint8_t *inner, *lesser;   /* [rows][groups]: of NESTED, inner scales and shifts; of ZEROED, zeros; of HALVES,
+                                      * inner scales [rows][2 groups] */
+} Coded;
 
 #include "quantized.h"
 
@@ -136,7 +147,7 @@ typedef struct {
     const element *embedding, *norm;
     float eps, scale; /* scale: of embeddings */
     Norms norms;
-    Linear lm_head;
+    Linear lm_head, coded; /* coded: the embedding where it is quantised, which `embedding` then is not */
     const Layer *layer;
 } Model;
 
@@ -284,6 +295,7 @@ static void arrange(const Linear *l, const element *x, int64_t stride, int64_t r
 /* A group of rows against one unit of outputs: sums `[rows][SUMS]`. Where bfloat16 weights are far, in memory, even few
  * rows take the tiles that bring the next ones near. */
 static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int64_t size, int far, lanes (*sum)[SUMS]) {
+    for (; l->more && at >= l->own; l = l->more) at -= l->own;
     if (l->bits) return quantized_unit(l, at, x, rows, sum);
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
     const cell *w = l->weights + at * (UNIT / BLOCK) * block;
@@ -824,7 +836,8 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
         if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
     for (int64_t t = 0; t < b->total; t++) {
         element *row = scratch->stream + t * m->stride;
-        memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
+        if (m->coded.bits) decode_row(&m->coded, b->tokens[t], row);
+        else memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
         if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
     }
     int64_t steps;

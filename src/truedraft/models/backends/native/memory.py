@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from truedraft.models.backends.native.build import SOURCE
+from truedraft.models.quantized import QuantizedWeight, numbers_of, quantized_of
 from truedraft.models.threads import forward_threads
 
 LANES = 16
@@ -74,6 +76,11 @@ class CLinear(Structure):
     """A linear layer with packed weights."""
 
 
+@_as_declared()
+class CCoded(Structure):
+    """What a file says of some outputs of a quantised layer."""
+
+
 @_as_declared(CLinear)
 class CLayer(Structure):
     """A decoder layer."""
@@ -124,27 +131,82 @@ class Weights:
     def __init__(self, library: Any) -> None:
         self._library = library
         self._kept: list[Tensor] = []
+        self._pointed: list[CLinear] = []
 
     def keep(self, tensor: Tensor) -> int:
         """The address of a tensor, which is kept."""
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
+    def free(self, addresses: Collection[int]) -> None:
+        """Let go of some tensors, by their addresses."""
+        self._kept = [tensor for tensor in self._kept if tensor.data_ptr() not in addresses]
+
     def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, turns: bool = False) -> CLinear:
         """A linear layer from weights `[out, in]`, which are packed, and a bias as `padded_bias` makes it.
+
+        Parts that are quantised keep their codes; where only some are, their numbers are packed with the others'.
 
         Args:
             parts: their outputs come one behind another; all but the last have whole blocks of 16.
             bias: of all outputs in that order.
             turns: whether the blocks of two parts take turns, so that two factors of an output are computed together.
         """
-        return self.linears([parts], bias, turns=turns)
+        stored = [each for part in parts if (each := quantized_of(part)) is not None]
+        if len(stored) == len(parts):
+            return self._coded([each.read() for each in stored], bias, turns)
+        return self.linears([list(map(numbers_of, parts))], bias, turns=turns)
 
     def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, turns: bool = False) -> CLinear:
         """The first of several layers of one size, each as `linear` takes it; the others lie behind it."""
         outputs, inputs = sum(map(len, layers[0])), layers[0][0].shape[1]
         cells = self.keep(packed(self._library, layers, turns=turns))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
+
+    def _coded(self, parts: Sequence[QuantizedWeight], bias: Tensor | None, turns: bool) -> CLinear:
+        """A layer with the codes and scales of its parts, all of one order; pieces of one form are whole units."""
+        alike = [list(each) for _, each in itertools.groupby(parts, lambda part: part.form)]
+        outputs, inputs, order = sum(map(len, parts)), parts[0].inputs, parts[0].order
+        kept = None if order is None else self.keep(order)
+        linear: CLinear | None = None
+        for some in reversed(alike):
+            linear = CLinear(
+                self._laid_out(some, turns), None, inputs, outputs, inputs, some[0].bits, some[0].scheme.value,
+                -(-sum(map(len, some)) // UNIT), None if linear is None else self._point_at(linear), kept,
+            )  # fmt: skip
+        assert linear is not None
+        linear.bias = None if bias is None else self.keep(bias)
+        return linear
+
+    def _laid_out(self, parts: Sequence[QuantizedWeight], turns: bool) -> int:
+        """The address of weights that are quantised in one way, as quantized.h reads them."""
+        first, outputs = parts[0], sum(map(len, parts))
+        linear = CLinear(None, None, first.inputs, outputs, first.inputs, first.bits, first.scheme.value)
+        linear.own = -(-outputs // UNIT)
+        memory = _huge(self.bytes_of(linear), torch.uint8)
+        linear.weights = memory.data_ptr()
+        apart, place = len(parts) if turns else 1, 0
+        for number, part in enumerate(parts):
+            tensors = [part.codes, part.scales, part.shifts, part.inner, part.lesser]
+            held = [None if each is None else each.contiguous() for each in tensors]
+            coded = CCoded(*(None if each is None else each.data_ptr() for each in held))
+            begins = number if turns else place
+            self._library.truedraft_lay_out(
+                ctypes.byref(linear), ctypes.byref(coded), c_int64(len(part)), c_int64(begins), c_int64(apart)
+            )
+            place += len(part) // LANES
+        self._kept.append(memory)
+        return memory.data_ptr()
+
+    def bytes_of(self, linear: CLinear) -> int:
+        """Of one of its pieces' weights."""
+        units = linear.own if linear.own else -(-linear.outputs // UNIT)
+        self._library.truedraft_unit_bytes.restype = c_int64
+        return int(units * self._library.truedraft_unit_bytes(ctypes.byref(linear)))
+
+    def _point_at(self, linear: CLinear) -> int:
+        self._pointed.append(linear)
+        return ctypes.addressof(linear)
 
     def quantized(self, linear: CLinear, bits: int, layers: int = 1) -> CLinear:
         """A layer with weights of 8 or 4 bits, laid out as quantized.h says, and the bias of the one it is made of.
@@ -167,7 +229,16 @@ class Weights:
         with ThreadPoolExecutor(forward_threads()) as pool:
             list(pool.map(run, range(0, units, _QUANTIZED_UNITS)))
         self._kept.append(codes)
-        return CLinear(address, linear.bias, linear.inputs, linear.outputs, linear.read, bits)
+        made = CLinear(address, linear.bias, linear.inputs, linear.outputs, linear.read, bits)
+        made.order = linear.order
+        return made
+
+
+def pieces(linear: CLinear) -> Iterator[CLinear]:
+    """A layer, and those of its last outputs that are quantised in other ways."""
+    yield linear
+    if linear.more:
+        yield from pieces(CLinear.from_address(linear.more))
 
 
 def quantized_bytes(linear: CLinear, bits: int, layers: int = 1) -> int:

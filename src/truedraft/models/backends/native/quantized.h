@@ -1,54 +1,81 @@
-/* Products with weights of 8 or 4 bits, for drafts that a model makes of itself.
+/* Products with weights of 8, 6, 5 or 4 bits: those of quantised files, kept as the file has them, and those of drafts that
+ * a model makes of itself.
  *
- * The weights of an output are quantised by groups of 32 inputs, each with a scale in bfloat16: a weight is scale times
- * (code - 128) of 8 bits, or scale times (code - 8) of 4. Inputs are quantised as well, by the same groups, to 8 bits
- * with a sign, so that sums of 32 products are whole numbers and exact. Groups are added in their order, in float32, so
- * a row's sums depend on that row alone.
+ * A weight is scale * (code - zero) + shift. Scales, zeros and shifts belong to an output and a group of 32 inputs (16 in
+ * one layout, see `Scales`). Inputs are quantised as well, by the same groups, to 8 bits with a sign, so that sums of
+ * products are whole numbers and exact. Groups are added in their order, in float32, so a row's sums depend on that row
+ * alone.
  *
  * A unit of 64 outputs lies in one piece, as it is read, so that processors bring it near by themselves (asking for it
- * ahead took an eighth longer): [groups][64 scales, then 4 blocks of codes]. Of 8 bits a block is
- * [8 quads][16 outputs][4 inputs]; of 4 bits [4 pairs][16 outputs][4 inputs], where a byte holds codes of two quads, that
- * of the first in its lower half. Inputs behind the last have weights of 0.
+ * ahead took an eighth longer): [groups][head of 8 groups, before the first of them][scales][4 blocks of codes]. Of 8 bits
+ * a block is [8 quads][16 outputs][4 inputs]; of 4 bits [4 pairs][16 outputs][4 inputs], where a byte holds codes of two
+ * quads, that of the first in its lower half. Of 5 and 6 bits the lower 4 lie like that, and behind them the others:
+ * of 5 [16 outputs][4 inputs], where bit q of a byte belongs to quad q; of 6 [2 halves][16 outputs][4 inputs], where bits
+ * 2q and 2q + 1 belong to quad q of that half. Inputs behind the last have scales and shifts of 0.
  *
  * The file that includes this has vectors and Linear before, and `unit` behind it.
  */
-#if defined(__AVX512VNNI__) && LANES == 16 && !BF16
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #define PER_SCALE 32
 #define QUADS (PER_SCALE / 4)
+#define PER_HEAD 8 /* groups that share a head */
 #define TOGETHER 4 /* most rows that are computed together */
+#if LANES == 16
+#define EACH_VECTOR _Pragma("GCC unroll 4")
+#else /* sums of more vectors find no room in registers */
+#define EACH_VECTOR _Pragma("GCC unroll 1")
+#endif
+
+/* How scales lie, 64 of everything: in float16, but for whole numbers of 8 bits.
+ * ONE: a scale; zero is the middle code. SHIFTED: a scale and a shift. ZEROED: a scale and a zero of 8 bits.
+ * NESTED: in the head a scale of scales and one of shifts, which these, without a sign and of 8 bits, are multiplied by;
+ * shifts are subtracted. HALVES: in the head a scale of scales, with a sign and of 8 bits, each for 16 inputs; zero is the
+ * middle code. WIDE and WIDE_ZEROED: as ONE and ZEROED, scales in float32. */
+enum { ONE, SHIFTED, ZEROED, NESTED, HALVES, WIDE, WIDE_ZEROED };
 
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef uint8_t octets __attribute__((vector_size(LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 static int64_t groups_of(const Linear *l) { return (l->inputs + PER_SCALE - 1) / PER_SCALE; }
-static int64_t group_bytes(int64_t bits) { return UNIT * (int64_t)sizeof(uint16_t) + UNIT * PER_SCALE * bits / 8; }
+static int64_t head_bytes(int64_t scales) { return scales == NESTED ? 4 * UNIT : scales == HALVES ? 2 * UNIT : 0; }
+static int64_t scale_bytes(int64_t scales) {
+    const int64_t each = scales == SHIFTED || scales == WIDE || scales == WIDE_ZEROED ? 4 : 2;
+    return (each + (scales == ZEROED || scales == WIDE_ZEROED)) * UNIT;
+}
+static int64_t code_bytes(int64_t bits) { return UNIT * PER_SCALE * bits / 8; }
+static int64_t unit_bytes(const Linear *l) {
+    const int64_t groups = groups_of(l), heads = (groups + PER_HEAD - 1) / PER_HEAD;
+    return heads * head_bytes(l->scales) + groups * (scale_bytes(l->scales) + code_bytes(l->bits));
+}
 
 /* Cells that a unit of outputs takes, whatever its weights are. */
 static int64_t unit_cells(const Linear *l) {
-    return l->bits ? groups_of(l) * group_bytes(l->bits) / (int64_t)sizeof(cell) : UNIT * (l->inputs / PER_CELL);
+    return l->bits ? unit_bytes(l) / (int64_t)sizeof(cell) : UNIT * (l->inputs / PER_CELL);
 }
 
 static inline lanes whole(lanes v) { const lanes magic = all(12582912.0f); return (v + magic) - magic; }
 static inline lanes larger(lanes a, lanes b) { return choose(a > b, a, b); }
 static inline lanes absolute(lanes v) { return (lanes)((words)v & 0x7fffffffu); }
 
-/* A row as quantised inputs: codes of whole groups, then scales, then sums of codes. It takes less room than as floats. */
+/* A row as quantised inputs: codes of whole groups, then scales, then sums of each half of a group's codes. It takes less
+ * room than as floats. */
 typedef struct {
     const int8_t *codes;
     const float *scales;
-    const int32_t *sums;
+    const int32_t (*sums)[2];
 } Row;
 
 static inline Row row_at(const float *x, int64_t groups) {
     const int8_t *codes = (const int8_t *)x;
     const float *scales = (const float *)(codes + groups * PER_SCALE);
-    return (Row){codes, scales, (const int32_t *)(scales + groups)};
+    return (Row){codes, scales, (const int32_t(*)[2])(scales + groups)};
 }
 
-/* Rows of x `[rows][stride]` as quantised inputs, one row for every `read` floats. */
+/* Rows of x `[rows][stride]` as quantised inputs in the weight's order, one row for every `read` floats. */
 static void gather_quantized(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
     const int64_t groups = groups_of(l), inputs = l->read;
     for (int64_t r = 0; r < rows; r++, x += stride, out += inputs) {
@@ -56,111 +83,270 @@ static void gather_quantized(const Linear *l, const element *x, int64_t stride, 
         for (int64_t g = 0; g < groups; g++) {
             const int64_t count = inputs - g * PER_SCALE < PER_SCALE ? inputs - g * PER_SCALE : PER_SCALE;
             const element *from = x + g * PER_SCALE;
+            element some[PER_SCALE];
+            if (l->order) {
+                for (int64_t i = 0; i < count; i++) some[i] = x[l->order[g * PER_SCALE + i]];
+                from = some;
+            }
             int8_t *codes = (int8_t *)row.codes + g * PER_SCALE;
             lanes most = all(0.0f);
             for (int64_t i = 0; i < count; i += LANES) most = larger(absolute(load(from + i)), most);
             float top = most[0];
             for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
             const float finer = top > 0.0f ? 127.0f / top : 0.0f;
-            ints sums = {0};
+            int32_t sums[2] = {0, 0};
             memset(codes, 0, PER_SCALE);
             for (int64_t i = 0; i < count; i += LANES) {
                 const ints code = __builtin_convertvector(whole(load(from + i) * finer), ints);
                 const bytes narrow = __builtin_convertvector(code, bytes);
                 memcpy(codes + i, &narrow, sizeof narrow);
-                sums += code;
+                for (int k = 0; k < LANES; k++) sums[i / (PER_SCALE / 2)] += code[k];
             }
-            int32_t sum = 0;
-            for (int i = 0; i < LANES; i++) sum += sums[i];
             ((float *)row.scales)[g] = top / 127.0f;
-            ((int32_t *)row.sums)[g] = sum;
+            memcpy((int32_t(*)[2])row.sums + g, sums, sizeof sums);
         }
     }
 }
 
-/* Adds the products of 4 codes of each output with 4 inputs. */
+/* Adds the products of 4 codes of each output with 4 inputs: by one instruction, or by two that multiply pairs of numbers
+ * of 16 bits, or one by one. */
 static inline ints dot(ints sum, words codes, const int8_t *inputs) {
     int32_t four;
     memcpy(&four, inputs, sizeof four);
 #if defined(__AVX512VNNI__) && LANES == 16
+#define DOT 2
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVX512BW__) && LANES == 16
+#define DOT 1
+    const __m512i in = _mm512_set1_epi32(four), even = _mm512_srai_epi16(_mm512_slli_epi16(in, 8), 8);
+    sum += (ints)_mm512_madd_epi16((__m512i)(codes & 0x00ff00ffu), even);
+    return sum + (ints)_mm512_madd_epi16((__m512i)(codes >> 8 & 0x00ff00ffu), _mm512_srai_epi16(in, 8));
+#elif defined(__AVX2__) && LANES == 8
+#define DOT 1
+    const __m256i in = _mm256_set1_epi32(four), even = _mm256_srai_epi16(_mm256_slli_epi16(in, 8), 8);
+    sum += (ints)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ffu), even);
+    return sum + (ints)_mm256_madd_epi16((__m256i)(codes >> 8 & 0x00ff00ffu), _mm256_srai_epi16(in, 8));
 #else
+#define DOT 0
     for (int i = 0; i < 4; i++) sum += (ints)(codes >> 8 * i & 255u) * (int32_t)(int8_t)(four >> 8 * i);
     return sum;
 #endif
 }
 
+/* By which of these products are made here: 2, 1 or 0. */
+int truedraft_dot(void) { return DOT; }
+
 static inline words load_codes(const uint8_t *p) { words v; memcpy(&v, p, sizeof v); return v; }
+static inline lanes load_octets(const uint8_t *p) { octets v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, lanes); }
+static inline lanes load_bytes(const uint8_t *p) { bytes v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, lanes); }
+
+/* Numbers of float16. */
 static inline lanes load_scales(const uint8_t *p) {
     shorts v;
     memcpy(&v, p, sizeof v);
-    return (lanes)(__builtin_convertvector(v, words) << 16);
+#if defined(__AVX512F__) && LANES == 16
+    return (lanes)_mm512_cvtph_ps((__m256i)v);
+#else
+    const words bits = __builtin_convertvector(v, words); /* shifted to float32's places, exponents are 112 too small */
+    return (lanes)((words)((lanes)((bits & 0x7fffu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
+#endif
+}
+
+/* The same rounded, ties to even. */
+static inline shorts as_scales(lanes v) {
+#if defined(__AVX512F__) && LANES == 16
+    return (shorts)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+    const lanes size = absolute(v);
+    const words bits = (words)size, normal = ((bits + 0xfffu + (bits >> 13 & 1u)) >> 13) - (112u << 10);
+    const words small = (words)(size + 0.5f) - 0x3f000000u; /* the last place of 0.5 is float16's least step */
+    const words whole = (words)choose(size < 0x1p-14f, (lanes)small, (lanes)normal);
+    return __builtin_convertvector(whole | ((words)v >> 16 & 0x8000u), shorts);
+#endif
+}
+
+static inline lanes as_float16(lanes v) { const shorts bits = as_scales(v); return load_scales((const uint8_t *)&bits); }
+
+/* What makes a group's weights of codes, of one vector of outputs: scale of either half * (code - zero) + shift. */
+typedef struct { lanes scale[2], shift; ints zero; } Maker;
+
+static inline __attribute__((always_inline)) Maker maker_of(const uint8_t *head, const uint8_t *scales, const int bits, const int kind, int b) {
+    const int at = b * LANES, each = kind == WIDE || kind == WIDE_ZEROED ? 4 : 2;
+    Maker m = {.shift = all(0.0f), .zero = {0}};
+    if (kind == ONE || kind == HALVES || kind == WIDE) m.zero = m.zero + (1 << (bits - 1));
+    if (kind == HALVES)
+        for (int h = 0; h < 2; h++) m.scale[h] = load_scales(head + 2 * at) * load_bytes(scales + h * UNIT + at);
+    else if (kind == NESTED) {
+        m.scale[0] = m.scale[1] = load_scales(head + 2 * at) * load_octets(scales + at);
+        m.shift = -(load_scales(head + 2 * (UNIT + at)) * load_octets(scales + UNIT + at));
+    } else if (each == 4) m.scale[0] = m.scale[1] = (lanes)load_codes(scales + 4 * at);
+    else m.scale[0] = m.scale[1] = load_scales(scales + 2 * at);
+    if (kind == SHIFTED) m.shift = load_scales(scales + 2 * (UNIT + at));
+    if (kind == ZEROED || kind == WIDE_ZEROED) m.zero = __builtin_convertvector(load_octets(scales + each * UNIT + at), ints);
+    return m;
+}
+
+/* Codes of quad q of one vector of outputs. */
+static inline __attribute__((always_inline)) words codes_at(const uint8_t *codes, const int bits, int q) {
+    if (bits == 8) return load_codes(codes + q * BLOCK * 4);
+    words low = load_codes(codes + q / 2 * BLOCK * 4) >> (q % 2 * 4) & 0x0f0f0f0fu;
+    const uint8_t *others = codes + QUADS / 2 * BLOCK * 4;
+    if (bits == 5) low |= (load_codes(others) >> q & 0x01010101u) << 4;
+    if (bits == 6) low |= (load_codes(others + q / 4 * BLOCK * 4) >> (q % 4 * 2) & 0x03030303u) << 4;
+    return low;
 }
 
 /* Up to TOGETHER rows, `apart` floats from each other, against one unit of outputs. */
 static inline __attribute__((always_inline)) void quantized_rows(
-    const uint8_t *w, int64_t groups, const int bits, const float *x, int64_t apart, const int rows, lanes (*sum)[SUMS]) {
-    const int32_t middle = bits == 8 ? 128 : 8;
+    const uint8_t *w, int64_t groups, const int bits, const int kind, const float *x, int64_t apart, const int rows, lanes (*sum)[SUMS]) {
     Row row[TOGETHER];
-    lanes total[TOGETHER][SUMS];
+    const uint8_t *head = w;
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
         row[r] = row_at(x + r * apart, groups);
-#pragma GCC unroll 16
-        for (int b = 0; b < SUMS; b++) total[r][b] = all(0.0f);
+        EACH_VECTOR for (int b = 0; b < SUMS; b++) sum[r][b] = all(0.0f);
     }
-    for (int64_t g = 0; g < groups; g++, w += group_bytes(bits)) {
-#pragma GCC unroll 16
-        for (int b = 0; b < SUMS; b++) {
-            const int block = b * LANES / BLOCK, within = b * LANES % BLOCK * 4;
-            const uint8_t *codes = w + UNIT * sizeof(uint16_t) + block * (BLOCK * PER_SCALE * bits / 8) + within;
-            ints acc[TOGETHER];
+    for (int64_t g = 0; g < groups; g++, w += code_bytes(bits)) {
+        if (g % PER_HEAD == 0) head = w, w += head_bytes(kind);
+        const uint8_t *scales = w;
+        w += scale_bytes(kind);
+        EACH_VECTOR for (int b = 0; b < SUMS; b++) {
+            const uint8_t *codes = w + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
+            const Maker made = maker_of(head, scales, bits, kind, b);
+            const int halves = kind == HALVES ? 2 : 1;
+            ints acc[TOGETHER][2];
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) acc[r] = (ints){0} - middle * row[r].sums[g];
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int h = 0; h < halves; h++)
+                    acc[r][h] = (ints){0} - made.zero * (row[r].sums[g][h] + (halves == 1 ? row[r].sums[g][1] : 0));
 #pragma GCC unroll 8
-            for (int q = 0; q < QUADS; q += 8 / bits) {
-                const uint8_t *some = codes + q * bits / 8 * BLOCK * 4;
-                const words read = load_codes(some);
+            for (int q = 0; q < QUADS; q++) {
+                const words read = codes_at(codes, bits, q);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) {
-                    const int8_t *in = row[r].codes + g * PER_SCALE + q * 4;
-                    if (bits == 8) acc[r] = dot(acc[r], read, in);
-                    else acc[r] = dot(dot(acc[r], read & 0x0f0f0f0fu, in), read >> 4 & 0x0f0f0f0fu, in + 4);
+                    ints *to = &acc[r][halves * q / QUADS];
+                    *to = dot(*to, read, row[r].codes + g * PER_SCALE + q * 4);
                 }
             }
-            const lanes scale = load_scales(w + b * LANES * sizeof(uint16_t));
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) total[r][b] += __builtin_convertvector(acc[r], lanes) * (scale * row[r].scales[g]);
+            for (int r = 0; r < rows; r++) {
+                lanes group = __builtin_convertvector(acc[r][0], lanes) * made.scale[0];
+                if (halves == 2) group += __builtin_convertvector(acc[r][1], lanes) * made.scale[1];
+                if (kind == SHIFTED || kind == NESTED) group += made.shift * (float)(row[r].sums[g][0] + row[r].sums[g][1]);
+                sum[r][b] += group * row[r].scales[g];
+            }
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 16
-        for (int b = 0; b < SUMS; b++) sum[r][b] = total[r][b];
 }
 
 /* Rows of quantised inputs against one unit of outputs: sums `[rows][SUMS]`. */
 static void quantized_unit(const Linear *l, int64_t at, const float *x, int64_t rows, lanes (*sum)[SUMS]) {
     const uint8_t *w = (const uint8_t *)(l->weights + at * unit_cells(l));
     const int64_t groups = groups_of(l);
-    for (int64_t r = 0; r < rows; r += TOGETHER) {
-        const int64_t rest = rows - r;
-        switch (rest < TOGETHER ? rest : TOGETHER) {
-#define CASE(R) case R: \
-            if (l->bits == 8) quantized_rows(w, groups, 8, x + r * l->read, l->read, R, sum + r); \
-            else quantized_rows(w, groups, 4, x + r * l->read, l->read, R, sum + r); \
+    for (int64_t r = 0; r < rows; r += TOGETHER, x += TOGETHER * l->read, sum += TOGETHER) {
+        const int64_t rest = rows - r, some = rest < TOGETHER ? rest : TOGETHER;
+        switch (l->bits * 8 + l->scales) {
+#define FORM(B, K) case B * 8 + K: \
+            if (some == 1) quantized_rows(w, groups, B, K, x, l->read, 1, sum); \
+            else if (some == 2) quantized_rows(w, groups, B, K, x, l->read, 2, sum); \
+            else if (some == 3) quantized_rows(w, groups, B, K, x, l->read, 3, sum); \
+            else quantized_rows(w, groups, B, K, x, l->read, 4, sum); \
             break;
-            CASE(1) CASE(2) CASE(3) CASE(4)
-#undef CASE
+            FORM(8, ONE) FORM(8, SHIFTED) FORM(8, ZEROED) FORM(6, HALVES) FORM(5, ONE) FORM(5, SHIFTED) FORM(5, NESTED)
+            FORM(4, ONE) FORM(4, SHIFTED) FORM(4, ZEROED) FORM(4, NESTED)
+            FORM(8, WIDE) FORM(8, WIDE_ZEROED) FORM(4, WIDE) FORM(4, WIDE_ZEROED)
+#undef FORM
         }
     }
 }
 
-/* A number in bfloat16, as its bits and rounded. */
-static inline lanes as_bfloat16(lanes v) {
-    const words bits = (words)v;
-    return (lanes)((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+/* Some weights of a layer as numbers, as whoever wrote the file reads them: every product and sum is rounded. Outputs are
+ * those of one vector of a unit, inputs those of a group. */
+static __attribute__((noinline)) lanes times(lanes a, lanes b) { return a * b; } /* no sum is merged with it */
+static __attribute__((noinline)) void decode(const Linear *l, int64_t at, int64_t g, int b, lanes weight[PER_SCALE]) {
+    const int bits = (int)l->bits, kind = (int)l->scales;
+    const int64_t both = scale_bytes(kind) + code_bytes(bits);
+    const uint8_t *w = (const uint8_t *)(l->weights + at * unit_cells(l));
+    const uint8_t *head = w + g / PER_HEAD * (head_bytes(kind) + PER_HEAD * both);
+    const uint8_t *scales = head + head_bytes(kind) + g % PER_HEAD * both;
+    const uint8_t *codes = scales + scale_bytes(kind) + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
+    const Maker made = maker_of(head, scales, bits, kind, b);
+    for (int k = 0; k < PER_SCALE; k++) {
+        const ints code = (ints)(codes_at(codes, bits, k / 4) >> k % 4 * 8 & 255u) - made.zero;
+        weight[k] = times(made.scale[2 * k / PER_SCALE], __builtin_convertvector(code, lanes)) + made.shift;
+    }
 }
+
+int64_t truedraft_unit_bytes(const Linear *l) { return unit_cells(l) * (int64_t)sizeof(cell); }
+
+/* All weights of a layer as `[outputs][inputs]`. */
+void truedraft_decode(const Linear *l, float *to) {
+    lanes weight[PER_SCALE];
+    for (int64_t at = 0; at * UNIT < l->outputs; at++)
+        for (int64_t g = 0; g < groups_of(l); g++)
+            for (int b = 0; b < SUMS; b++) {
+                decode(l, at, g, b, weight);
+                for (int i = 0; i < LANES && at * UNIT + b * LANES + i < l->outputs; i++)
+                    for (int64_t k = 0, in = g * PER_SCALE; k < PER_SCALE && in < l->inputs; k++, in++)
+                        to[(at * UNIT + b * LANES + i) * l->inputs + (l->order ? l->order[in] : in)] = weight[k][i];
+            }
+}
+
+/* The weights of one output: of an embedding, a token's vector. */
+static void decode_row(const Linear *l, int64_t output, element *to) {
+    lanes weight[PER_SCALE];
+    float some[LANES];
+    const int64_t within = output % UNIT;
+    for (int64_t g = 0; g < groups_of(l); g++) {
+        decode(l, output / UNIT, g, (int)(within / LANES), weight);
+        for (int64_t k = 0; k < PER_SCALE; k += LANES) {
+            if (g * PER_SCALE + k >= l->inputs) return;
+            for (int i = 0; i < LANES; i++) some[i] = weight[k + i][within % LANES];
+            lanes read;
+            memcpy(&read, some, sizeof read);
+            store(to + g * PER_SCALE + k, read);
+        }
+    }
+}
+
+/* The same of some outputs: of an embedding, the vectors of tokens, `[count][inputs]`. */
+void truedraft_look_up(const Linear *l, const int64_t *outputs, int64_t count, element *to) {
+    for (int64_t i = 0; i < count; i++) decode_row(l, outputs[i], to + i * l->inputs);
+}
+
+/* Lays `rows` outputs out, in blocks of 16 from block `first` on, each `apart` blocks behind the one before. */
+void truedraft_lay_out(const Linear *l, const Coded *from, int64_t rows, int64_t first, int64_t apart) {
+    const int64_t groups = groups_of(l), heads = (groups + PER_HEAD - 1) / PER_HEAD, bits = l->bits, kind = l->scales;
+    const int64_t in_head = head_bytes(kind), both = scale_bytes(kind) + code_bytes(bits), each = in_head ? heads : groups;
+    for (int64_t o = 0; o < rows; o++) {
+        const int64_t block = first + o / BLOCK * apart, at = block % (UNIT / BLOCK) * BLOCK + o % BLOCK;
+        uint8_t *unit = (uint8_t *)l->weights + block / (UNIT / BLOCK) * unit_bytes(l);
+        for (int64_t g = 0; g < groups; g++) {
+            uint8_t *head = unit + g / PER_HEAD * (in_head + PER_HEAD * both), *own = head + in_head + g % PER_HEAD * both;
+            uint8_t *codes = own + scale_bytes(kind) + block % (UNIT / BLOCK) * (code_bytes(bits) / (UNIT / BLOCK)) + o % BLOCK * 4;
+            uint16_t *sixteen = (uint16_t *)(in_head ? head : own);
+            const int64_t place = o * each + (in_head ? g / PER_HEAD : g);
+            if (kind == WIDE || kind == WIDE_ZEROED) memcpy(own + 4 * at, from->scales + 2 * place, 4);
+            else sixteen[at] = from->scales[place];
+            if (from->shifts) sixteen[UNIT + at] = from->shifts[place];
+            if (kind == NESTED) own[at] = from->inner[o * groups + g], own[UNIT + at] = from->lesser[o * groups + g];
+            if (kind == HALVES) for (int h = 0; h < 2; h++) own[h * UNIT + at] = from->inner[(o * groups + g) * 2 + h];
+            if (kind == ZEROED) own[2 * UNIT + at] = from->inner[o * groups + g];
+            if (kind == WIDE_ZEROED) own[4 * UNIT + at] = from->inner[o * groups + g];
+            for (int64_t k = 0; k < PER_SCALE && g * PER_SCALE + k < l->inputs; k++) {
+                const uint8_t code = from->codes[o * l->inputs + g * PER_SCALE + k];
+                const int64_t q = k / 4;
+                uint8_t *others = codes + QUADS / 2 * BLOCK * 4 + k % 4;
+                if (bits == 8) codes[q * BLOCK * 4 + k % 4] = code;
+                else codes[q / 2 * BLOCK * 4 + k % 4] |= (uint8_t)((code & 15) << q % 2 * 4);
+                if (bits == 5) *others |= (uint8_t)(code >> 4 << q);
+                if (bits == 6) others[q / 4 * BLOCK * 4] |= (uint8_t)(code >> 4 << q % 4 * 2);
+            }
+        }
+    }
+}
+
 /* 0 of scales whose inverse is beyond numbers: weights that small become 0. */
 static inline lanes inverse(lanes scale) { return choose(absolute(scale) < 1e-37f, all(0.0f), 1.0f / scale); }
 static inline lanes clamped(lanes v, float low, float high) {
@@ -172,10 +358,10 @@ static inline lanes clamped(lanes v, float low, float high) {
 static lanes scales_for(const lanes *weight, int64_t bits) {
     lanes largest = all(0.0f), best = all(0.0f), least = all(__builtin_inff());
     for (int k = 0; k < PER_SCALE; k++) largest = larger(absolute(weight[k]), largest);
-    if (bits == 8) return as_bfloat16(largest / 127.0f);
+    if (bits == 8) return as_float16(largest / 127.0f);
     for (int n = 24; n <= 40; n++)
         for (int sign = -1; sign <= 1; sign += 2) {
-            const lanes scale = as_bfloat16(largest * (float)(sign * 4) / (float)n), finer = inverse(scale);
+            const lanes scale = as_float16(largest * (float)(sign * 4) / (float)n), finer = inverse(scale);
             lanes squares = all(0.0f);
             for (int k = 0; k < PER_SCALE; k++) {
                 const lanes error = weight[k] - clamped(whole(weight[k] * finer), -8.0f, 7.0f) * scale;
@@ -188,24 +374,31 @@ static lanes scales_for(const lanes *weight, int64_t bits) {
     return best;
 }
 
-/* Quantises some units of a layer, to whose first `to` points. */
+/* Quantises some units of a layer, to whose first `to` points, in the layout ONE. */
 void truedraft_quantize(const Linear *from, int64_t first, int64_t units, int64_t bits, uint8_t *to) {
     const int64_t cells = from->inputs / PER_CELL, block = cells * BLOCK, groups = groups_of(from);
-    to += first * groups * group_bytes(bits);
+    const int64_t each = scale_bytes(ONE) + code_bytes(bits);
+    to += first * groups * each;
     for (int64_t at = first; at < first + units; at++)
-        for (int64_t g = 0; g < groups; g++, to += group_bytes(bits)) {
-            memset(to, 0, group_bytes(bits));
+        for (int64_t g = 0; g < groups; g++, to += each) {
+            memset(to, 0, each);
             for (int b = 0; b < SUMS; b++) {
-                const cell *w = from->weights + (at * (UNIT / BLOCK) + b * LANES / BLOCK) * block + b * LANES % BLOCK;
                 lanes weight[PER_SCALE];
-                for (int k = 0; k < PER_SCALE; k++) {
+                if (from->bits) {
+                    const Linear *l = from;
+                    int64_t own = at;
+                    for (; l->more && own >= l->own; l = l->more) own -= l->own;
+                    decode(l, own, g, b, weight);
+                }
+                else for (int k = 0; k < PER_SCALE; k++) {
+                    const cell *w = from->weights + (at * (UNIT / BLOCK) + b * LANES / BLOCK) * block + b * LANES % BLOCK;
                     const int64_t input = g * PER_SCALE + k;
                     weight[k] = input < from->inputs ? part(load_cells(w + input / PER_CELL * BLOCK), input % PER_CELL) : all(0.0f);
                 }
-                const lanes scale = scales_for(weight, bits), finer = inverse(scale);
-                const shorts kept = __builtin_convertvector((words)scale >> 16, shorts);
+                const shorts kept = as_scales(scales_for(weight, bits));
                 memcpy(to + b * LANES * sizeof(uint16_t), &kept, sizeof kept);
-                uint8_t *codes = to + UNIT * sizeof(uint16_t) + b * LANES / BLOCK * (BLOCK * PER_SCALE * bits / 8) + b * LANES % BLOCK * 4;
+                const lanes finer = inverse(load_scales(to + b * LANES * sizeof(uint16_t)));
+                uint8_t *codes = to + scale_bytes(ONE) + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
                 for (int k = 0; k < PER_SCALE; k++) {
                     const float end = bits == 8 ? 127.0f : 8.0f, middle = bits == 8 ? 128.0f : 8.0f;
                     const lanes code = clamped(whole(weight[k] * finer), -end, bits == 8 ? end : 7.0f) + middle;

@@ -1,0 +1,449 @@
+"""GGUF files: their tensors as quantised weights or as numbers, and what they say of a model and its tokenizer.
+
+The blocks of quantised types are those of ggml (ggml-common.h); the `gguf` package reads the file and gives each tensor
+as rows of such blocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    Gemma2TensorProcessor,
+    LlamaTensorProcessor,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
+from truedraft.files import written_whole
+from truedraft.machine import cache_folder, could_not_be_kept
+from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
+
+INDEX = "gguf.json"
+_FORMAT = 3
+_MAGIC = b"GGUF"
+_FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
+_BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
+_log = logging.getLogger(__name__)
+
+Blocks = NDArray[np.uint8]
+"""`[out, blocks of a row, bytes of a block]`."""
+
+
+def _float16(blocks: Blocks, first: int, count: int = 1) -> Tensor:
+    """Numbers that begin at a byte of each block: `[out, blocks * count]`."""
+    part = np.ascontiguousarray(blocks[..., first : first + 2 * count])
+    return torch.from_numpy(part.view("<f2").astype(np.float16).reshape(len(blocks), -1))
+
+
+def _codes(codes: NDArray[Any], out: int) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(codes).reshape(out, -1))
+
+
+def _nibbles(blocks: Blocks, first: int, count: int) -> NDArray[np.uint8]:
+    """`[out, blocks, 2 * count]`: lower halves of bytes, then upper ones."""
+    part = blocks[..., first : first + count]
+    return np.concatenate([part & 15, part >> 4], axis=-1)
+
+
+def _fifth_bits(blocks: Blocks, first: int) -> NDArray[np.uint8]:
+    """`[out, blocks, 32]`, 0 or 16: bit i of four bytes belongs to code i."""
+    return np.unpackbits(blocks[..., first : first + 4], axis=-1, bitorder="little") * np.uint8(16)
+
+
+def _q8_0(blocks: Blocks) -> QuantizedWeight:
+    return QuantizedWeight(8, Scheme.ONE, _codes(blocks[..., 2:] ^ 128, len(blocks)), _float16(blocks, 0))
+
+
+def _q4_0(blocks: Blocks) -> QuantizedWeight:
+    return QuantizedWeight(4, Scheme.ONE, _codes(_nibbles(blocks, 2, 16), len(blocks)), _float16(blocks, 0))
+
+
+def _q4_1(blocks: Blocks) -> QuantizedWeight:
+    codes = _codes(_nibbles(blocks, 4, 16), len(blocks))
+    return QuantizedWeight(4, Scheme.SHIFTED, codes, _float16(blocks, 0), _float16(blocks, 2))
+
+
+def _q5_0(blocks: Blocks) -> QuantizedWeight:
+    codes = _codes(_nibbles(blocks, 6, 16) | _fifth_bits(blocks, 2), len(blocks))
+    return QuantizedWeight(5, Scheme.ONE, codes, _float16(blocks, 0))
+
+
+def _q5_1(blocks: Blocks) -> QuantizedWeight:
+    codes = _codes(_nibbles(blocks, 8, 16) | _fifth_bits(blocks, 4), len(blocks))
+    return QuantizedWeight(5, Scheme.SHIFTED, codes, _float16(blocks, 0), _float16(blocks, 2))
+
+
+def _inner(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Inner scales and shifts of Q4_K and Q5_K, `[out, groups]`: 6 bits each of 8 groups, in 12 bytes from byte 4 on.
+
+    Those of the first four groups are the lower 6 bits of the first 8 bytes; those of the others have their lower 4
+    bits in the last 4 bytes, and their upper 2 where the first ones leave room.
+    """
+    scales, shifts, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    first = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
+    second = np.concatenate([shifts & 63, rest >> 4 | shifts >> 6 << 4], axis=-1)
+    return _codes(first, len(blocks)), _codes(second, len(blocks))
+
+
+def _in_eighths(blocks: Blocks, first: int) -> NDArray[np.uint8]:
+    """Lower 4 bits of Q4_K's and Q5_K's codes, `[out, blocks, 256]`: 32 bytes hold those of two groups."""
+    part = blocks[..., first : first + 128].reshape(*blocks.shape[:2], 4, 1, 32)
+    return np.concatenate([part & 15, part >> 4], axis=3).reshape(*blocks.shape[:2], 256)
+
+
+def _q4_k(blocks: Blocks) -> QuantizedWeight:
+    codes = _codes(_in_eighths(blocks, 16), len(blocks))
+    return QuantizedWeight(4, Scheme.NESTED, codes, _float16(blocks, 0), _float16(blocks, 2), *_inner(blocks))
+
+
+def _q5_k(blocks: Blocks) -> QuantizedWeight:
+    group = np.arange(8, dtype=np.uint8)[:, None]  # whose fifth bits are bits of this number
+    fifth = blocks[..., None, 16:48] >> group & 1
+    codes = _codes(_in_eighths(blocks, 48) | fifth.reshape(*blocks.shape[:2], 256) << 4, len(blocks))
+    return QuantizedWeight(5, Scheme.NESTED, codes, _float16(blocks, 0), _float16(blocks, 2), *_inner(blocks))
+
+
+def _q6_k(blocks: Blocks) -> QuantizedWeight:
+    out, many = blocks.shape[:2]
+    low = blocks[..., :128].reshape(out, many, 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=3).reshape(out, many, 2, 4, 32)
+    high = blocks[..., 128:192].reshape(out, many, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    inner = torch.from_numpy(np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(out, -1))
+    return QuantizedWeight(6, Scheme.HALVES, _codes(low | high << 4, out), _float16(blocks, 208), None, inner)
+
+
+# What reads a type, bytes of a block, and what is read.
+_READERS: dict[str, tuple[Callable[[Blocks], QuantizedWeight], int, tuple[int, Scheme]]] = {
+    "Q4_0": (_q4_0, 18, (4, Scheme.ONE)),
+    "Q4_1": (_q4_1, 20, (4, Scheme.SHIFTED)),
+    "Q5_0": (_q5_0, 22, (5, Scheme.ONE)),
+    "Q5_1": (_q5_1, 24, (5, Scheme.SHIFTED)),
+    "Q8_0": (_q8_0, 34, (8, Scheme.ONE)),
+    "Q4_K": (_q4_k, 144, (4, Scheme.NESTED)),
+    "Q5_K": (_q5_k, 176, (5, Scheme.NESTED)),
+    "Q6_K": (_q6_k, 210, (6, Scheme.HALVES)),
+}
+_NUMBERS: dict[str, tuple[str, int]] = {"F32": ("<f4", 4), "F16": ("<f2", 2), "BF16": ("<i2", 2)}
+
+
+def quantized_of(kind: str, data: NDArray[np.uint8]) -> QuantizedWeight:
+    """The weight of a quantised tensor.
+
+    Args:
+        kind: its type, by ggml's name.
+        data: `[out, bytes of an output]`.
+    """
+    reader, size, _ = _READERS[kind]
+    return reader(data.reshape(len(data), -1, size))
+
+
+def numbers_of(kind: str, data: NDArray[np.uint8]) -> Tensor:
+    """A tensor of numbers, in float32, as `quantized_of` takes it."""
+    of_type = np.ascontiguousarray(data).view(_NUMBERS[kind][0])
+    if kind == "BF16":
+        return torch.from_numpy(of_type.astype(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(of_type.astype(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a file has a tensor.
+
+    Attributes:
+        name: as llama.cpp calls it.
+        place: as transformers calls the parameter; "" of one that the model has not.
+        kind: type, by ggml's name.
+        shape: the last axis is that of inputs.
+        offset: bytes before it.
+        size: its bytes.
+    """
+
+    name: str
+    place: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it has codes."""
+        return self.kind in _READERS
+
+    def data(self, file: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """`[out, bytes of an output]`, of the mapped file."""
+        return file[self.offset : self.offset + self.size].reshape(self.shape[0], -1)
+
+
+def folder_of(path: Path) -> Path:
+    """A folder with the configuration and the tokenizer of a GGUF file, and where its tensors are: what others read.
+
+    It is made when the file is first read, and kept: turning a large vocabulary into a tokenizer takes long.
+
+    Raises:
+        ModelError: the file cannot be read, or is broken.
+        UnsupportedModelError: it is of a kind that cannot be run.
+        MissingExtraError: the package `gguf` is not installed.
+    """
+    path = path.resolve()
+    seen = path.stat()
+    key = hashlib.sha256(f"{path} {seen.st_size} {seen.st_mtime_ns} {_FORMAT}".encode()).hexdigest()[:24]
+    folder = cache_folder() / "gguf" / key
+    if (folder / INDEX).is_file():
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        folder = _of_this_process(cache_folder(), error.strerror or str(error)) / key
+        folder.mkdir(exist_ok=True)
+    if not (folder / INDEX).is_file():
+        _convert(path, folder)
+    return folder
+
+
+@cache
+def _of_this_process(cannot_be_written: Path, reason: str) -> Path:
+    """A folder that goes with the process, in place of one that cannot be written."""
+    _log.warning(could_not_be_kept(cannot_be_written, reason))
+    folder = tempfile.mkdtemp(prefix="truedraft-gguf-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Matrices of modules that are made take no memory, and nothing is drawn for them: weights take their places."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_) and args[0].dim() > 1:
+            return args[0]
+        if func is torch.empty and isinstance(args[0], tuple) and len(args[0]) > 1:
+            return torch.zeros((), **(kwargs or {})).expand(*args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _convert(path: Path, folder: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    reader = _reader(path)
+    stored = _stored(path, reader)
+    where = {"gguf_file": path.name}
+    try:
+        config = AutoConfig.from_pretrained(path.parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+        places = get_gguf_hf_weights_map(without_weights(config, torch.float32), TensorProcessor())
+    except KeyError as error:
+        raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
+    except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(f"{str(path)!r} cannot be read by transformers: {first_line(error)}") from error
+    config.bos_token_id = _token(reader, "bos")  # the family's own, where the file says none
+    index = {
+        "file": str(path),
+        "architecture": _said(reader, "general.architecture"),
+        "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in stored],
+    }
+    try:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        with written_whole(folder / INDEX) as file:  # the last: it says that the folder is whole
+            file.write(json.dumps(index).encode())
+    except OSError as error:
+        raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _reader(path: Path) -> Any:
+    """What the package reads, of a file that is whole, and whose model is one that can be run."""
+    try:
+        from gguf import GGUFEndian, GGUFReader
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{str(path)!r} is a GGUF file, and the package that reads these is not installed; run pip install "
+            "'truedraft[gguf]'"
+        ) from error
+    with path.open("rb") as file:
+        magic, version = file.read(4), file.read(4)
+    if magic != _MAGIC:
+        raise ModelError(f"{str(path)!r} is no GGUF file: it begins with {magic!r}; fetch it again")
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, OSError, IndexError, KeyError, TypeError, OverflowError) as error:
+        if "GGMLQuantizationType" in str(error):
+            raise UnsupportedModelError(
+                f"{str(path)!r} has weights of a type that the package gguf does not know ({first_line(error)}); "
+                f"get one of {', '.join(_READERS)}"
+            ) from error
+        said = f"of version {int.from_bytes(version, 'little')}, " if "version" in str(error) else ""
+        raise ModelError(f"{str(path)!r} is {said}cut off or damaged; fetch it again") from error
+    if reader.endianess is GGUFEndian.BIG:
+        raise UnsupportedModelError(
+            f"{str(path)!r} is written for big-endian machines; turn it by python -m "
+            "gguf.scripts.gguf_convert_endian FILE little"
+        )
+    if re.search(r"-\d{5}-of-\d{5}$", path.stem) or (_said(reader, "split.count") or 1) > 1:
+        raise UnsupportedModelError(
+            f"{str(path)!r} is one part of a model, and truedraft reads whole files; merge them with llama.cpp's "
+            "llama-gguf-split --merge"
+        )
+    stretched = _said(reader, f"{_said(reader, 'general.architecture')}.rope.scaling.type")
+    if stretched not in (None, "none"):
+        raise UnsupportedModelError(
+            f"{str(path)!r} stretches positions (rope.scaling of type {stretched!r}), which truedraft does not read of "
+            "GGUF files; get the model as a Hugging Face folder"
+        )
+    vocabulary, end = reader.get_field("tokenizer.ggml.tokens"), _token(reader, "eos")
+    if vocabulary is None or end is None or not 0 <= end < len(vocabulary.data):
+        lacks = "has no vocabulary" if vocabulary is None else f"names no token of it that ends a text (got {end})"
+        raise ModelError(f"{str(path)!r} {lacks}; get one that llama.cpp's convert_hf_to_gguf.py wrote")
+    return reader
+
+
+def _said(reader: Any, name: str) -> Any:
+    """A field of a file; None where it has no such."""
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def _token(reader: Any, name: str) -> int | None:
+    """A token of special meaning, by its id; None where the file says none."""
+    found: int | None = _said(reader, f"tokenizer.ggml.{name}_token_id")
+    return found
+
+
+def _stored(path: Path, reader: Any) -> list[StoredTensor]:
+    tensors = [
+        StoredTensor(
+            each.name,
+            "",
+            each.tensor_type.name,
+            tuple(int(n) for n in reversed(each.shape)),
+            each.data_offset,
+            each.n_bytes,
+        )
+        for each in reader.tensors
+    ]
+    unknown = sorted({each.kind for each in tensors} - {*_READERS, *_NUMBERS})
+    if unknown:
+        raise UnsupportedModelError(
+            f"{str(path)!r} has weights of type {', '.join(unknown)}, which truedraft does not read; get one of "
+            f"{', '.join(_READERS)}"
+        )
+    return tensors
+
+
+def without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model whose matrices take no memory, and are nothing yet."""
+    with _WithoutMemory(), no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def is_read_here(source: str) -> bool:
+    """Whether a resolved source is a GGUF file for `load_weights`."""
+    return (Path(source) / INDEX).is_file() and _processor(_index(source)) in _BY_ROWS
+
+
+def place_of(source: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where a resolved source is.
+
+    GGUF files of families whose tensors are not rows of the file's are dequantised by transformers itself.
+    """
+    if not (Path(source) / INDEX).is_file():
+        return {"pretrained_model_name_or_path": source}
+    file = Path(_index(source)["file"])
+    return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+
+
+def _index(folder: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
+    return found
+
+
+def _processor(index: dict[str, Any]) -> type[TensorProcessor]:
+    found: type[TensorProcessor] = TENSOR_PROCESSORS.get(index["architecture"], TensorProcessor)
+    return found
+
+
+def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model whose matrices take no memory: their `quantized` gives what the file has of them.
+
+    Raises:
+        ModelError: the file is gone, lacks tensors, or has others.
+    """
+    index = _index(folder)
+    try:
+        file = np.memmap(index["file"], dtype=np.uint8, mode="r")
+    except OSError as error:
+        raise ModelError(f"cannot read the weights of {name!r}: {first_line(error)}") from error
+    model = without_weights(config, dtype)
+    processor = _processor(index)(config=config.to_dict())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = set(dict(model.named_parameters()))
+    tensors = [StoredTensor(**each) for each in index["tensors"]]
+    others = [each.name for each in tensors if not each.place and each.name != _FACTORS]
+    for stored in tensors:
+        if stored.place:
+            missing.discard(stored.place)
+            _fill(parameters[stored.place], stored, file, processor, name)
+        elif stored.name == _FACTORS:
+            _divide_frequencies(model, stored, file)
+    for what, which in (
+        ("lacks tensors of its model", sorted(missing)),
+        ("has tensors that its model has not", others),
+    ):
+        if which:
+            raise ModelError(f"{name!r} {what}: {len(which)}, the first {which[0]!r}; get another file")
+    return model
+
+
+def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, file: NDArray[np.uint8]) -> None:
+    """Of rotary tables, as Llama 3.1 and later have it."""
+    factors = numbers_of(stored.kind, file[stored.offset : stored.offset + stored.size])
+    for buffer, values in model.named_buffers():
+        if buffer.endswith("inv_freq") and values.shape == factors.shape:
+            values.div_(factors)
+
+
+def _fill(weight: nn.Parameter, stored: StoredTensor, file: NDArray[np.uint8], processor: Any, name: str) -> None:
+    if tuple(weight.shape) != tuple(stored.shape):
+        raise ModelError(
+            f"{name!r} has {stored.name!r} of the shape {list(stored.shape)}, and its model asks for "
+            f"{list(weight.shape)}; fetch it again"
+        )
+    data = stored.data(file) if len(stored.shape) > 1 else file[stored.offset : stored.offset + stored.size]
+
+    def whole(values: NDArray[Any]) -> NDArray[Any]:
+        return processor.process(weights=values, name=stored.name).weights
+
+    if not stored.is_quantized:
+        numbers = torch.from_numpy(whole(numbers_of(stored.kind, data).numpy()))
+        weight.data = numbers.view(weight.shape).to(weight.dtype)
+        return
+    order = torch.from_numpy(np.ascontiguousarray(whole(np.arange(len(data))[:, None])[:, 0]))
+    as_stored = bool((order == torch.arange(len(order))).all())
+
+    def read() -> QuantizedWeight:
+        found = quantized_of(stored.kind, data)
+        return found if as_stored else found.rows(order)
+
+    weight.quantized = StoredWeight(_READERS[stored.kind][2], read)  # type: ignore[attr-defined]

@@ -1,0 +1,232 @@
+"""Weights of whole numbers in Hugging Face folders, as codes with scales: GPTQ, AWQ, compressed-tensors, bitsandbytes.
+
+All are scale * (code - zero), scales and zeros shared by a group of an output's inputs; what differs is where codes lie
+in words of 32 bits, and how zeros are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.quantized import GROUP, QuantizedWeight, Scheme, StoredWeight
+
+BITS = (4, 8)
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word the code of each of 8 outputs lies
+_ONE_127TH = 0.007874015718698502  # as bitsandbytes writes it
+
+
+class Tensors(Protocol):
+    """The tensors of one layer, by what stands behind its name, as "qweight"; each is read when it is asked for."""
+
+    def __getitem__(self, end: str) -> Tensor:
+        """Raises ModelError where the folder lacks it."""
+
+    def get(self, end: str) -> Tensor | None:
+        """None where the folder lacks it."""
+
+    def shape(self, end: str) -> tuple[int, ...]:
+        """Without reading it; raises as `[]`."""
+
+    def broken(self, what: str) -> ModelError:
+        """The error that says what is wrong with the layer."""
+
+    def unread(self, what: str) -> UnsupportedModelError:
+        """The error that says what the layer has and truedraft does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What config.json says of a folder's codes.
+
+    Attributes:
+        bits: of a code, those that layers may have.
+        group: inputs of an output that share a scale, 0 for all of them.
+        others: whether some layers have other bits or groups.
+        zeros_less_one: GPTQ's zeros, which its first format writes less one.
+    """
+
+    bits: tuple[int, ...]
+    group: int
+    others: bool = False
+    zeros_less_one: bool = False
+
+
+def gptq(tensors: Tensors, layout: Layout) -> StoredWeight:
+    """A layer of GPTQ: qweight `[in / codes of a word, out]`, qzeros `[groups, out / codes of a word]`, scales
+    `[groups, out]`, and g_idx `[in]`, the group of each input.
+
+    Zeros are less one in GPTQ's first format, words as a whole: a carry goes to the next zero, as it came from there.
+    """
+    scales = tensors["scales"]
+    groups, out = scales.shape
+    known = tensors.get("g_idx")
+    words = tensors.shape("qweight")[0]
+    inputs = words * 32 // layout.bits[0] if known is None else len(known)
+    bits = _known_bits(tensors, layout, words, inputs)
+    _expect(tensors, "qweight", (words, out))
+    _expect(tensors, "qzeros", (groups, out * bits // 32))
+    less = tensors["qzeros"]
+    zeros = unpacked(less + layout.zeros_less_one * sum(1 << at for at in range(0, 32, bits)), bits).T
+    group_of = _in_order(inputs, layout, groups) if known is None else known
+    return _grouped(tensors, bits, lambda: unpacked(tensors["qweight"].T, bits), scales.T, zeros, group_of)
+
+
+def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
+    """A layer of AWQ: qweight `[in, out / 8]`, qzeros `[groups, out / 8]`, scales `[groups, out]`; a word has the codes
+    of 8 outputs, even ones first."""
+    scales = tensors["scales"]
+    groups, out = scales.shape
+    inputs = tensors.shape("qweight")[0]
+    bits = _known_bits(tensors, layout, tensors.shape("qweight")[-1], out)
+    _expect(tensors, "qweight", (inputs, out * bits // 32))
+    _expect(tensors, "qzeros", (groups, out * bits // 32))
+
+    def in_place(words: Tensor) -> Tensor:
+        codes = unpacked(words, bits)
+        placed = np.take(codes.numpy().reshape(len(codes), -1, 8), _AWQ_PLACES, axis=2)
+        return torch.from_numpy(placed.reshape(len(codes), -1)).T
+
+    zeros, group_of = in_place(tensors["qzeros"]), _in_order(inputs, layout, groups)
+    return _grouped(tensors, bits, lambda: in_place(tensors["qweight"]), scales.T, zeros, group_of)
+
+
+def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
+    """A layer of compressed-tensors in words: weight_packed `[out, in / codes of a word]`, weight_scale `[out, groups]`
+    and weight_shape; where it has them weight_zero_point `[out / codes of a word, groups]` and weight_g_idx `[in]`."""
+    out, inputs = tensors["weight_shape"].tolist()
+    scales = tensors["weight_scale"]
+    bits = _known_bits(tensors, layout, tensors.shape("weight_packed")[-1], inputs)
+    _expect(tensors, "weight_packed", (out, -(-inputs * bits // 32)))
+    scales = _by_output(tensors, scales, out)
+    zeros = None if (words := tensors.get("weight_zero_point")) is None else unpacked(words.T, bits)[:, :out].T
+    known = tensors.get("weight_g_idx")
+    group_of = _in_order(inputs, layout, scales.shape[1]) if known is None else known
+
+    def codes() -> Tensor:
+        return unpacked(tensors["weight_packed"], bits)[:, :inputs]
+
+    return _grouped(tensors, bits, codes, scales, zeros, group_of)
+
+
+def whole(tensors: Tensors, layout: Layout) -> StoredWeight:
+    """A layer of compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale, and where it has them zeros."""
+    out, inputs = tensors.shape("weight")
+    scales = _by_output(tensors, tensors["weight_scale"], out)
+    written = tensors.get("weight_zero_point")
+    zeros = None if written is None else _by_output(tensors, _from_zero(written), out)
+    group_of = _in_order(inputs, layout, scales.shape[1])
+    return _grouped(tensors, 8, lambda: _from_zero(tensors["weight"]), scales, zeros, group_of)
+
+
+def of_bitsandbytes(tensors: Tensors, layout: Layout) -> StoredWeight:
+    """A layer of bitsandbytes in 8 bits: weight `[out, in]`, int8, and SCB, 127 times the scale of each output."""
+    out, inputs = tensors.shape("weight")
+    scales = _by_output(tensors, tensors["SCB"].float() * _ONE_127TH, out)
+    group_of = _in_order(inputs, layout, 1)
+    return _grouped(tensors, 8, lambda: _from_zero(tensors["weight"]), scales, None, group_of)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """Codes `[rows, codes]` of words `[rows, words]` of 32 bits, the first in the lowest bits; uint8."""
+    octets = np.ascontiguousarray(words.numpy()).view(np.uint8)  # by one thread: many small steps wait for others
+    if bits == 8:
+        return torch.from_numpy(octets)
+    codes = np.empty((len(octets), 2 * octets.shape[1]), dtype=np.uint8)
+    np.bitwise_and(octets, 15, out=codes[:, ::2])
+    np.right_shift(octets, 4, out=codes[:, 1::2])
+    return torch.from_numpy(codes)
+
+
+def _from_zero(codes: Tensor) -> Tensor:
+    return torch.from_numpy(codes.numpy().view(np.uint8) ^ 128)
+
+
+def _known_bits(tensors: Tensors, layout: Layout, words: int, codes: int) -> int:
+    """Bits of a layer's codes, of which so many lie in so many words."""
+    fitting = [bits for bits in range(2, 9) if -(-codes * bits // 32) == words]
+    bits = next((each for each in layout.bits if each in fitting), fitting[0] if fitting and layout.others else 0)
+    if bits == 0:
+        said = " or ".join(map(str, layout.bits))
+        raise tensors.broken(f"has {codes} codes in {words} words of 32 bits, and config.json says {said} bits")
+    if bits not in BITS:
+        raise tensors.unread(f"codes of {bits} bits")
+    return bits
+
+
+def _expect(tensors: Tensors, end: str, shape: tuple[int, ...]) -> None:
+    if tensors.shape(end) != shape:
+        raise tensors.broken(f"has {end} of the shape {list(tensors.shape(end))} in place of {list(shape)}")
+
+
+def _by_output(tensors: Tensors, scales: Tensor, out: int) -> Tensor:
+    """Scales `[out, groups]` of what may be one number, or one of each output."""
+    scales = scales.reshape(len(scales), -1) if scales.dim() else scales.view(1, 1)
+    if len(scales) not in (1, out):
+        raise tensors.broken(f"has scales of {len(scales)} outputs in place of {out}")
+    return scales.expand(out, -1)
+
+
+def _in_order(inputs: int, layout: Layout, groups: int) -> Tensor:
+    """The group of each input where groups are of neighbours."""
+    size = -(-inputs // max(groups, 1)) if layout.others else layout.group or inputs
+    return torch.arange(inputs) // size
+
+
+def _grouped(
+    tensors: Tensors,
+    bits: int,
+    codes: Callable[[], Tensor],
+    scales: Tensor,
+    zeros: Tensor | None,
+    group_of: Tensor,
+) -> StoredWeight:
+    """A weight of codes `[out, in]`, with scales and zeros `[out, groups]`, None for the middle code.
+
+    Inputs are put in the order of their groups, where neighbours are of others.
+    """
+    groups, inputs = scales.shape[1], len(group_of)
+    if int(group_of.min()) != 0 or int(group_of.max()) != groups - 1:
+        raise tensors.broken(f"has scales of {groups} groups, and inputs of groups up to {int(group_of.max()) + 1}")
+    if not bool(torch.isfinite(scales.float()).all()):
+        raise tensors.broken("has scales that are no numbers")
+    order = group_of.argsort(stable=True)
+    of_piece = group_of[order][::GROUP].long()
+    if not torch.equal(group_of[order], of_piece.repeat_interleave(GROUP)[:inputs].to(group_of.dtype)):
+        raise tensors.unread(f"groups of inputs that are no multiples of {GROUP}")
+    if zeros is not None and (zeros.shape != scales.shape):
+        raise tensors.broken(f"has zeros of the shape {list(zeros.shape)}, and scales of {list(scales.shape)}")
+    if zeros is not None and bool((zeros == 2 ** (bits - 1)).all()):
+        zeros = None
+    kept = scales.to(torch.float16)
+    narrow = torch.equal(kept.float(), scales.float())
+    if zeros is None:
+        scheme = Scheme.ONE if narrow else Scheme.WIDE
+    else:
+        scheme = Scheme.ZEROED if narrow else Scheme.WIDE_ZEROED
+    moved = None if torch.equal(order, torch.arange(inputs)) else order.int()
+    read = partial(_read, bits, scheme, codes, kept if narrow else scales.float(), zeros, of_piece, moved)
+    return StoredWeight((bits, scheme), read, moved, (len(scales), inputs))
+
+
+def _read(
+    bits: int,
+    scheme: Scheme,
+    codes: Callable[[], Tensor],
+    scales: Tensor,
+    zeros: Tensor | None,
+    of_piece: Tensor,
+    order: Tensor | None,
+) -> QuantizedWeight:
+    found = codes().numpy()
+    found = np.ascontiguousarray(found) if order is None else np.take(found, order.numpy(), axis=1)
+    inner = None if zeros is None else torch.from_numpy(np.take(zeros.numpy(), of_piece.numpy(), axis=1))
+    spread = torch.from_numpy(np.take(scales.numpy(), of_piece.numpy(), axis=1))
+    return QuantizedWeight(bits, scheme, torch.from_numpy(found), spread, inner=inner, order=order)

@@ -1,0 +1,164 @@
+"""Quantised weights as their file has them: codes of some bits with scales, whichever format they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+
+from torch import Tensor, nn
+
+GROUP = 32
+"""Inputs of an output that share scales."""
+HEAD = 8
+"""Groups whose scales share a scale, where there are two levels."""
+
+
+class Scheme(Enum):
+    """How a weight is made of its code; values are those of quantized.h.
+
+    With groups of 32 inputs of an output, of which 8 share a head:
+
+    - ONE: scale * (code - middle), the middle code being 2^(bits - 1). GGUF's Q4_0, Q5_0 and Q8_0.
+    - SHIFTED: scale * code + shift. Q4_1 and Q5_1.
+    - ZEROED: scale * (code - zero). GPTQ and AWQ.
+    - NESTED: (scale of the head * inner scale) * code - (shift of the head * inner shift). Q4_K and Q5_K.
+    - HALVES: (scale of the head * inner scale) * (code - middle), inner scales with a sign, one for half a group. Q6_K.
+    - WIDE and WIDE_ZEROED: as ONE and ZEROED, with scales that are no float16.
+    """
+
+    ONE = 0
+    SHIFTED = 1
+    ZEROED = 2
+    NESTED = 3
+    HALVES = 4
+    WIDE = 5
+    WIDE_ZEROED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight `[out, in]` of codes.
+
+    Attributes:
+        bits: of a code: 4, 5, 6 or 8.
+        scheme: what codes and scales mean.
+        codes: `[out, in]`, uint8, from 0.
+        scales: float16, `[out, groups]`, of NESTED and HALVES `[out, heads]`; of WIDE and WIDE_ZEROED float32.
+        shifts: float16, likewise; None but of SHIFTED and NESTED.
+        inner: uint8, `[out, groups]`: inner scales of NESTED, zeros of ZEROED; of HALVES int8 `[out, 2 groups]`; or
+            None.
+        lesser: uint8, `[out, groups]`: inner shifts of NESTED; or None.
+        order: `[in]`, int32: which input each column multiplies, where groups are not of neighbours; or None.
+    """
+
+    bits: int
+    scheme: Scheme
+    codes: Tensor
+    scales: Tensor
+    shifts: Tensor | None = None
+    inner: Tensor | None = None
+    lesser: Tensor | None = None
+    order: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def inputs(self) -> int:
+        """Of an output."""
+        return self.codes.shape[1]
+
+    @property
+    def form(self) -> tuple[int, Scheme]:
+        """What weights must share to lie in one piece."""
+        return self.bits, self.scheme
+
+    def rows(self, index: Tensor | slice) -> QuantizedWeight:
+        """Some outputs, in another order or not."""
+        rest = [None if each is None else each[index] for each in (self.shifts, self.inner, self.lesser)]
+        some = QuantizedWeight(self.bits, self.scheme, self.codes[index], self.scales[index], *rest)
+        return replace(some, order=self.order)
+
+    def dequantized(self) -> Tensor:
+        """`[out, in]`, float32: products and sums in the order and with the rounding of the `gguf` package."""
+        numbers = self._in_own_order()
+        return numbers if self.order is None else numbers[:, self.order.argsort()]
+
+    def _in_own_order(self) -> Tensor:
+        inputs, middle = self.inputs, 2 ** (self.bits - 1)
+        codes = self.codes.float()
+
+        def spread(each: Tensor, over: int) -> Tensor:
+            return each.float().repeat_interleave(over, 1)[:, :inputs]
+
+        if self.scheme in (Scheme.ONE, Scheme.WIDE):
+            return spread(self.scales, GROUP) * (codes - middle)
+        if self.scheme is Scheme.SHIFTED and self.shifts is not None:
+            return spread(self.scales, GROUP) * codes + spread(self.shifts, GROUP)
+        if self.scheme in (Scheme.ZEROED, Scheme.WIDE_ZEROED) and self.inner is not None:
+            return spread(self.scales, GROUP) * (codes - spread(self.inner, GROUP))
+        assert self.inner is not None
+        if self.scheme is Scheme.HALVES:
+            scales = spread(self.scales, GROUP * HEAD) * spread(self.inner, GROUP // 2)
+            return scales * (codes - middle)
+        assert self.shifts is not None and self.lesser is not None
+        scales = spread(self.scales, GROUP * HEAD) * spread(self.inner, GROUP)
+        return scales * codes - spread(self.shifts, GROUP * HEAD) * spread(self.lesser, GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A quantised weight that is read when it is asked for: a parameter's `quantized`.
+
+    Attributes:
+        form: of what is read.
+        read: reads it.
+        order: of what is read.
+        shape: of what is read, where it is known before; else None.
+    """
+
+    form: tuple[int, Scheme]
+    read: Callable[[], QuantizedWeight]
+    order: Tensor | None = None
+    shape: tuple[int, int] | None = None
+
+
+def quantized_of(weight: Tensor) -> StoredWeight | None:
+    """A parameter's codes where its file has such; the parameter itself then holds no numbers."""
+    found: StoredWeight | None = getattr(weight, "quantized", None)
+    return found
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any weight of a model is."""
+    return any(quantized_of(weight) is not None for weight in model.parameters())
+
+
+def numbers_of(weight: Tensor) -> Tensor:
+    """A parameter in numbers, of its dtype, whether or not it is quantised."""
+    stored = quantized_of(weight)
+    return weight.detach() if stored is None else stored.read().dequantized().to(weight.dtype)
+
+
+def dequantize(model: nn.Module) -> None:
+    """Give all weights of a model as numbers of its dtype."""
+    for weight in model.parameters():
+        if quantized_of(weight) is not None:
+            weight.data = numbers_of(weight)
+            del weight.quantized  # type: ignore[attr-defined]
+
+
+def in_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second half of a parameter's outputs, quantised where it is."""
+    parts = weight.detach().chunk(2)
+    stored, count = quantized_of(weight), len(parts[0])
+    if stored is not None:
+        for part, rows in zip(parts, (slice(count), slice(count, None)), strict=True):
+            part.quantized = replace(stored, read=partial(_rows, stored, rows), shape=None)  # type: ignore[attr-defined]
+    return parts[0], parts[1]
+
+
+def _rows(stored: StoredWeight, rows: slice) -> QuantizedWeight:
+    return stored.read().rows(rows)

@@ -1,0 +1,340 @@
+"""Hugging Face folders with quantised weights: the tensors of a layer, what reads them, and the model of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import Mxfp4Config, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from truedraft.errors import ModelError, UnsupportedModelError, first_line
+from truedraft.models import integer_codes, small_floats
+from truedraft.models.gguf import without_weights
+from truedraft.models.integer_codes import Layout
+from truedraft.models.quantized import StoredWeight
+
+READ_HERE = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes")
+"""Methods, by config.json's names, whose folders this reads."""
+BY_TRANSFORMERS = ("mxfp4", "torchao")
+"""Those that transformers reads, and whose weights are made numbers then."""
+_GPTQ_FORMATS = (None, "gptq", "gptq_v2")
+# Of products with inputs in fewer bits, by scales that were measured; ours have scales of their own.
+_OF_ACTIVATIONS = {
+    *("input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point", "activation_scale"),
+    *("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
+}
+_OF_WEIGHTS = {
+    *("weight", "bias", "qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format"),
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("weight_global_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
+    *small_floats.STATES,
+}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_NUMBERS_OF = {"F8_E4M3", "F8_E5M2"}
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor in an open file, which is read when it is asked for."""
+
+    file: Any
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The tensors of a layer by what stands behind its name, as `integer_codes.Tensors`."""
+
+    folder: str
+    name: str
+    places: Mapping[str, _Place]
+
+    def __getitem__(self, end: str) -> Tensor:
+        self.shape(end)
+        tensor: Tensor = self.places[end].file.get_tensor(f"{self.name}.{end}" if self.name else end)
+        return tensor
+
+    def get(self, end: str) -> Tensor | None:
+        return self[end] if end in self.places else None
+
+    def shape(self, end: str) -> tuple[int, ...]:
+        if end not in self.places:
+            raise self.broken(f"lacks its {end}")
+        return self.places[end].shape
+
+    def broken(self, what: str) -> ModelError:
+        return ModelError(f"layer {self.name!r} of {self.folder!r} {what}; fetch its files again, or mend config.json")
+
+    def unread(self, what: str) -> UnsupportedModelError:
+        return _not_read(self.folder, f"(layer {self.name!r}) with {what}")
+
+
+class QuantizedFolder:
+    """What a folder holds, layer by layer.
+
+    Args:
+        source: a folder, or a name on the hub.
+        config: its configuration, quantised.
+        name: what the user called it.
+        revision: of a hub name.
+
+    Raises:
+        UnsupportedModelError: its codes are of a kind that cannot be read.
+        ModelError: tensors are missing, or do not fit each other.
+    """
+
+    def __init__(self, source: str, config: Any, name: str, revision: str | None) -> None:
+        self._source, self._name, self._revision = source, name, revision
+        said = config.quantization_config
+        self._said: dict[str, Any] = said if isinstance(said, dict) else said.to_dict()
+        self._method = method_of(config)
+        self._layout, self._block = _layout_of(self._method or "", self._said, name), _block_of(self._said)
+        self._plain: dict[str, _Layer] = {}
+        self._numbers: dict[str, tuple[Callable[[_Layer], Tensor], _Layer]] = {}
+        self._codes: dict[str, StoredWeight] = {}
+        for layer in self._layers():
+            self._add(layer)
+
+    def _layers(self) -> Iterator[_Layer]:
+        found: defaultdict[str, dict[str, _Place]] = defaultdict(dict)
+        known = _OF_WEIGHTS | _OF_ACTIVATIONS
+        for file in _files(self._source, self._name, self._revision):
+            try:
+                opened = safe_open(file, framework="pt")
+                for tensor in opened.keys():  # noqa: SIM118 - it is no dict
+                    end = next((each for each in _ends_of(tensor) if each in known), tensor)
+                    part = opened.get_slice(tensor)
+                    layer = tensor[: -len(end)].removesuffix(".")
+                    found[layer][end] = _Place(opened, part.get_dtype(), tuple(part.get_shape()))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"cannot load the weights of {self._name!r}: {first_line(error)}") from error
+        for name, places in found.items():
+            yield _Layer(self._name, name, places)
+
+    def _add(self, layer: _Layer) -> None:
+        """Sort a layer's tensors into codes, what is read as numbers, and those that are neither."""
+        ends = set(layer.places)
+        weight = layer.places.get("weight")
+        reader = self._reader(layer)
+        own = {"bias"} & ends
+        if reader is not None:
+            self._codes[f"{layer.name}.weight"] = _later(reader, layer, self._layout)
+        elif any(state in ends for state in small_floats.STATES):
+            self._numbers[f"{layer.name}.weight"] = (_whole(small_floats.four_bits), layer)
+        elif weight is not None and weight.dtype in _NUMBERS_OF:
+            layer.shape("weight_scale_inv" if "weight_scale_inv" in ends else "weight_scale")
+            self._numbers[f"{layer.name}.weight"] = (_whole(partial(small_floats.fp8, block=self._block)), layer)
+        else:
+            if weight is not None and weight.dtype not in _FLOATS:
+                raise layer.broken(f"has a weight of {weight.dtype}, and no scales that would make it numbers")
+            own = ends - _OF_ACTIVATIONS
+        for end in own:
+            self._plain[f"{layer.name}.{end}" if layer.name else end] = layer
+
+    def _reader(self, layer: _Layer) -> Callable[[_Layer, Layout], StoredWeight] | None:
+        """What reads a layer of whole numbers; None of another."""
+        weight = layer.places.get("weight")
+        if "qweight" in layer.places:
+            return integer_codes.awq if self._method == "awq" else integer_codes.gptq
+        if "weight_packed" in layer.places:
+            if layer.places["weight_packed"].dtype != "I32" or "weight_global_scale" in layer.places:
+                raise _not_read(self._name, f"in the format {self._said.get('format')!r}")
+            return integer_codes.packed
+        if weight is None or weight.dtype != "I8":
+            return None
+        return integer_codes.of_bitsandbytes if self._method == "bitsandbytes" else integer_codes.whole
+
+    def by_codes(self, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
+        """The causal language model with `quantized` weights; None where its parameters have other names than these, or
+        some are no codes.
+
+        Args:
+            config: without quantization.
+            dtype: of what is not quantised, and of numbers on the way.
+        """
+        model = without_weights(config, dtype)
+        self._drop_biases(model)
+        self._refuse_turned(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        known = {*self._codes, *self._plain}
+        wanted = set(dict(model.named_parameters()))
+        if self._numbers or not known <= set(parameters) or not wanted <= known:
+            return None
+        for name, stored in self._codes.items():
+            weight = parameters[name]
+            if stored.shape is not None and stored.shape != tuple(weight.shape):
+                raise ModelError(
+                    f"{self._name!r} has {name!r} of the shape {list(stored.shape)}, and its config.json asks for "
+                    f"{list(weight.shape)}; fetch its files again, or mend config.json"
+                )
+            weight.quantized = stored
+        for name, layer in self._plain.items():
+            self._fill(parameters[name], name, layer)
+        return model
+
+    def _fill(self, weight: nn.Parameter, name: str, layer: _Layer) -> None:
+        tensor = layer[_end(name, layer)]
+        if tensor.shape != weight.shape:
+            raise ModelError(
+                f"{self._name!r} has {name!r} of the shape {list(tensor.shape)}, and its config.json asks for "
+                f"{list(weight.shape)}; fetch its files again, or mend config.json"
+            )
+        weight.data = tensor.to(weight.dtype)
+
+    def numbers(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All tensors in numbers, by the names that the folder of the unquantised model would have."""
+        made = {name: stored.read().dequantized().to(dtype) for name, stored in self._codes.items()}
+        made |= {name: read(layer).to(dtype) for name, (read, layer) in self._numbers.items()}
+        return made | {name: layer[_end(name, layer)] for name, layer in self._plain.items()}
+
+    def _drop_biases(self, model: PreTrainedModel) -> None:
+        """Leave out biases of zeros that some tools write for layers that have none."""
+        known = dict(model.named_parameters(remove_duplicate=False))
+        for weight in self._codes:
+            name = f"{weight.removesuffix('.weight')}.bias"
+            if name in self._plain and weight in known and name not in known and not self._plain[name]["bias"].any():
+                del self._plain[name]
+
+    def _refuse_turned(self, model: PreTrainedModel) -> None:
+        modules = dict(model.named_modules())
+        if any(isinstance(modules.get(name.removesuffix(".weight")), Conv1D) for name in self._codes):
+            raise _not_read(self._name, "of layers that have their inputs first, as GPT-2's")
+
+
+def _later(reader: Callable[[_Layer, Layout], StoredWeight], layer: _Layer, layout: Layout) -> StoredWeight:
+    """What is found of a layer, which is let go of and read again when its codes are asked for."""
+    read = _whole(partial(reader, layout=layout))
+    return replace(read(layer), read=lambda: read(layer).read())
+
+
+def _whole(read: Callable[[_Layer], Read]) -> Callable[[_Layer], Read]:
+    """What reads a layer, and says which one it was where its tensors do not fit together."""
+
+    def reading(layer: _Layer) -> Read:
+        try:
+            return read(layer)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise layer.broken(f"has tensors that do not fit together ({first_line(error)})") from error
+
+    return reading
+
+
+def method_of(config: Any) -> str | None:
+    """How a model's weights are quantised, by config.json; None where they are not."""
+    said = getattr(config, "quantization_config", None)
+    if not said:
+        return None
+    told: dict[str, Any] = said if isinstance(said, dict) else said.to_dict()
+    return str(getattr(told.get("quant_method"), "value", told.get("quant_method") or "bitsandbytes"))
+
+
+def without_quantization(config: Any) -> Any:
+    """The configuration of the model that is not quantised."""
+    bare = copy.deepcopy(config)
+    del bare.quantization_config
+    return bare
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """What transformers is asked for where it reads the weights."""
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if method_of(config) == "mxfp4" else {}
+
+
+def make_numbers(model: PreTrainedModel) -> None:
+    """Give the weights of a model that transformers read as numbers of its dtype."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if type(weight.data) is not Tensor:
+                numbers = weight.dequantize().to(model.dtype)
+                setattr(module, name, nn.Parameter(numbers, requires_grad=False))
+    model.config.__dict__.pop("quantization_config", None)
+
+
+def _not_read(name: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name!r} has quantised weights {what}, which truedraft does not read; name the model that it was made from, "
+        "in bfloat16 or float32, or one by GPTQ, AWQ or compressed-tensors in 4 or 8 bits"
+    )
+
+
+def _layout_of(method: str, said: Mapping[str, Any], name: str) -> Layout:
+    if method in ("gptq", "awq"):
+        return _layout_of_words(method, said, name)
+    if method == "compressed-tensors":
+        groups = [each.get("weights") or {} for each in (said.get("config_groups") or {}).values()]
+        bits = tuple(dict.fromkeys(int(each.get("num_bits") or 8) for each in groups)) or (8,)
+        sizes = {max(int(each.get("group_size") or 0), 0) for each in groups}
+        return Layout(bits, min(sizes, default=0), others=len(groups) > 1)
+    return Layout((8,), 0)
+
+
+def _layout_of_words(method: str, said: Mapping[str, Any], name: str) -> Layout:
+    bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", 128)
+    written = said.get("checkpoint_format", said.get("format"))
+    if method == "awq":
+        written = str(said.get("version") or said.get("format") or "gemm").lower()
+    if written not in (_GPTQ_FORMATS if method == "gptq" else ("gemm",)):
+        raise _not_read(name, f"in {method.upper()}'s format {written!r}")
+    if type(bits) is not int or type(group) is not int:
+        raise ModelError(
+            f"config.json of {name!r} says {bits!r} bits in groups of {group!r}; fetch it again, or write numbers"
+        )
+    first = method == "gptq" and written != "gptq_v2"
+    return Layout((bits,), max(group, 0), others=bool(said.get("dynamic")), zeros_less_one=first)
+
+
+def _block_of(said: Mapping[str, Any]) -> tuple[int, int] | None:
+    found = said.get("weight_block_size")
+    for each in (said.get("config_groups") or {}).values():
+        found = found or (each.get("weights") or {}).get("block_structure")
+    return None if found is None else (int(found[0]), int(found[1]))
+
+
+def _ends_of(tensor: str) -> Iterator[str]:
+    """What may stand behind a layer's name, the longest first: of "a.b.c" all of it, then "b.c", then "c"."""
+    parts = tensor.split(".")
+    for first in range(len(parts)):
+        yield ".".join(parts[first:])
+
+
+def _end(name: str, layer: _Layer) -> str:
+    return name[len(layer.name) :].removeprefix(".")
+
+
+def _files(source: str, name: str, revision: str | None) -> list[str]:
+    """The files with a folder's weights."""
+    found = partial(
+        cached_file,
+        source,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    whole = found("model.safetensors")
+    if whole is not None:
+        return [whole]
+    index = found("model.safetensors.index.json")
+    if index is None:
+        raise ModelError(f"{name!r} has quantised weights, and no model.safetensors that holds them; fetch it again")
+    try:
+        files, _ = get_checkpoint_shard_files(source, index, revision=revision)
+        if Path(source).is_dir() and (lost := [each for each in files if not Path(each).is_file()]):
+            raise ModelError(f"{name!r} lacks {Path(lost[0]).name}, a file of its weights; fetch it again")
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
+    return list(files)

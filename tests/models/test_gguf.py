@@ -1,0 +1,212 @@
+"""GGUF files: every type's numbers by the `gguf` package, the native forward over their codes, and broken files."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor, nn
+
+from support.gguf_files import TYPES, random_blocks, write
+from truedraft import load_model
+from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.errors import ModelNotFoundError, UnsupportedModelError
+from truedraft.models.backends.native.backend import NativeLmHead
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scratch, Weights, pieces
+from truedraft.models.base import Segment
+from truedraft.models.gguf import quantized_of
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.quantized import GROUP, QuantizedWeight
+
+pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+SHAPES = [(130, 512), (64, 256), (17, 768)]
+DTYPES = [torch.float32, torch.bfloat16]
+MIXED = {"token_embd": "Q8_0", "attn_v": "Q6_K", "ffn_down": "Q6_K", "": "Q4_K"}
+FILES = [
+    pytest.param("llama", {"": "Q4_0"}, True, id="llama-Q4_0"),
+    pytest.param("llama", MIXED, False, id="llama-Q4_K_M-untied"),
+    pytest.param("qwen2", {"": "Q5_1"}, True, id="qwen2-Q5_1"),
+    pytest.param("qwen3", {"attn_v": "Q8_0", "": "Q5_K"}, True, id="qwen3-Q5_K"),
+    pytest.param("gemma3", {"token_embd": "Q8_0", "attn_v": "Q8_0", "ffn_down": "Q6_K", "": "Q5_0"}, True, id="gemma3"),
+]
+IDS = torch.arange(1, 40) * 37 % 256
+
+
+def library_for(dtype: torch.dtype) -> Any:
+    library = built(dtype).library
+    if library is None:
+        pytest.skip(f"no native forward: {built(dtype).reason}")
+    return library
+
+
+def reference(kind: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
+    return torch.from_numpy(gguf.dequantize(data, GGMLQuantizationType[kind]))
+
+
+def decoded(weights: Weights, library: Any, linear: CLinear) -> Tensor:
+    """The weights that a layer's memory says, all its pieces one behind another."""
+    found: list[Tensor] = []
+    for piece in pieces(linear):
+        outputs = linear.outputs - sum(map(len, found))
+        part = CLinear.from_buffer_copy(piece)
+        part.outputs = min(outputs, piece.own * UNIT) if piece.more else outputs
+        numbers = torch.zeros(part.outputs, part.inputs)
+        library.truedraft_decode(ctypes.byref(part), ctypes.c_void_p(numbers.data_ptr()))
+        found.append(numbers)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_numbers_are_bit_equal_to_those_of_the_gguf_package(kind: str) -> None:
+    for seed, shape in enumerate(SHAPES):
+        data = random_blocks(kind, *shape, seed, scale=3.0)
+        weight = quantized_of(kind, data)
+        assert torch.equal(weight.dequantized(), reference(kind, data))
+        order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(weight.rows(order).dequantized(), reference(kind, data)[order])
+        for dtype in DTYPES:
+            library = library_for(dtype)
+            weights = Weights(library)
+            assert torch.equal(decoded(weights, library, weights._coded([weight], None, False)), reference(kind, data))
+
+
+def test_parts_that_are_quantised_in_other_ways_lie_behind_each_other() -> None:
+    library = library_for(torch.float32)
+    kinds = ("Q4_K", "Q4_K", "Q6_K", "Q8_0")
+    data = [random_blocks(kind, out, 256, out) for kind, out in zip(kinds, (80, 48, 64, 16), strict=True)]
+    weights = Weights(library)
+    linear = weights._coded([quantized_of(*each) for each in zip(kinds, data, strict=True)], None, False)
+    assert [piece.bits for piece in pieces(linear)] == [4, 6, 8]
+    expected = torch.cat([reference(*each) for each in zip(kinds, data, strict=True)])
+    assert torch.equal(decoded(weights, library, linear), expected)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    found = as_function(library, weights, linear, torch.float32).logits(x)
+    whole = torch.cat([products(quantized_of(*each), x) for each in zip(kinds, data, strict=True)], dim=1)
+    torch.testing.assert_close(found.double(), whole, rtol=1e-4, atol=1e-4)
+
+
+def as_function(library: Any, weights: Weights, linear: CLinear, dtype: torch.dtype) -> NativeLmHead:
+    model = CModel()
+    model.lm_head, model.stride = linear, -(-max(linear.outputs, linear.inputs) // UNIT) * UNIT
+    head = NativeLmHead(library, model, dtype, Scratch(library, dtype, model.stride))
+    head.kept = weights  # type: ignore[attr-defined]
+    return head
+
+
+def in_eight_bits(x: Tensor) -> Tensor:
+    """What products with codes read of inputs: groups of 32 in 8 bits with a sign."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    codes = (groups * torch.where(step > 0, 1 / step, 0.0)).round()
+    return (codes * step).flatten(-2)
+
+
+def products(weight: QuantizedWeight, x: Tensor) -> Tensor:
+    """`x W^T` in float64."""
+    return in_eight_bits(x).double() @ weight.dequantized().double().T
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_equal_a_reference(kind: str, dtype: torch.dtype) -> None:
+    library = library_for(dtype)
+    for seed, (out, inputs) in enumerate(SHAPES):
+        weight = quantized_of(kind, random_blocks(kind, out, inputs, seed))
+        weights = Weights(library)
+        head = as_function(library, weights, weights._coded([weight], None, False), dtype)
+        x = torch.randn(9, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        x[0, :GROUP] = 0.0
+        expected = products(weight, x)
+        # An input on the border of two codes may become either: a step of it, times its weight.
+        steps = x.float().view(9, -1, GROUP).abs().amax(-1).max() / 127
+        border = steps.double() * weight.dequantized().double().abs().amax() * 2
+        near = border + 2e-6 * (x.double().abs() @ weight.dequantized().double().abs().T)
+        for rows in range(1, 10):
+            found = head.logits(x[:rows]).double()
+            rounding = 2**-8 * expected[:rows].abs() if dtype is torch.bfloat16 else 0.0
+            assert bool(((found - expected[:rows]).abs() <= near[:rows] + rounding).all())
+            assert torch.equal(head.logits(x[rows - 1 : rows])[0], head.logits(x[:rows])[-1]), "a row is its own"
+
+
+def logits(model: HuggingFaceModel, ids: Tensor = IDS) -> Tensor:
+    cache = model.new_cache()
+    return model.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits.float()
+
+
+@pytest.mark.parametrize(("architecture", "kinds", "tied"), FILES)
+def test_a_file_is_run_by_its_codes(architecture: str, kinds: dict[str, str], tied: bool, tmp_path: Path) -> None:
+    """Its forward is that of its numbers by transformers' modules, where these read inputs of 8 bits."""
+    file = write(tmp_path / "model.gguf", architecture, kinds, tied=tied)
+    model, numbers = (load_model(file, dtype="float32", fast_paths=fast) for fast in (True, False))
+    assert model.fast_paths[0] == "native forward"
+    assert "bits" in model.fast_paths[1]
+    assert model.equality == "bit for bit"
+    for module in numbers.module.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, given: (in_eight_bits(given[0]),))
+    expected = logits(numbers)
+    apart = (logits(model) - expected).std(-1) / expected.std(-1)
+    # Behind an input on the border of two codes, which may become either, a row is another; some rows meet none.
+    assert apart.quantile(0.2) < 1e-5
+    assert apart.max() < 0.05
+    assert torch.equal(model.embed(IDS[:5]), numbers.embed(IDS[:5]))
+    assert model.fingerprint == numbers.fingerprint
+    assert model.weight_bytes < 0.4 * numbers.weight_bytes
+
+
+def test_layers_in_numbers_may_stand_beside_quantised_ones(tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", "llama", {"attn_q": "F32", "ffn_down": "BF16", "": "Q4_1"})
+    model, numbers = (load_model(file, dtype="float32", fast_paths=fast) for fast in (True, False))
+    for name, module in numbers.module.named_modules():
+        if name.endswith(("o_proj", "gate_proj", "up_proj", "lm_head")):
+            module.register_forward_pre_hook(lambda _, given: (in_eight_bits(given[0]),))
+    expected = logits(numbers)
+    assert ((logits(model) - expected).std(-1) / expected.std(-1)).median() < 1e-5
+
+
+def test_a_files_tokenizer_and_chat_template_are_read(tmp_path: Path) -> None:
+    model = load_model(write(tmp_path / "model.gguf", "llama", {"": "Q4_0"}))
+    assert model.tokenizer is not None
+    assert model.tokenizer.decode(model.tokenizer.encode("the thin\n")) == "the thin\n"
+    chat = model.tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert [model.tokenizer.token_text(token) for token in chat] == ["<|user|>", "h", "i", "<|end|>", "<|assistant|>"]
+    assert model.tokenizer.token_text(model.eos_token_ids[0]) == "<|end|>"
+
+
+def test_a_tree_is_read_as_its_paths(tmp_path: Path) -> None:
+    model = load_model(write(tmp_path / "model.gguf", "llama", MIXED), dtype="float32")
+    shape = TreeShape((-1, 0, 0, 2))
+    cache = model.new_cache()
+    model.forward([Segment(cache, IDS[:5], chain_shape(5), ())])
+    cache.commit(range(5))
+    together = model.forward([Segment(cache, IDS[5:9], shape, range(4))]).logits
+    for node in range(4):
+        path = list(shape.path(node))
+        assert torch.equal(together[node], logits(model, torch.cat([IDS[:5], IDS[5:9][path]]))[-1])
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "model.gguf", "llama", {"": "Q8_0"})
+    assert torch.equal(logits(load_model(tmp_path)), logits(load_model(file)))
+    shutil.copy(file, tmp_path / "other.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"2 GGUF files; name one of them: model\.gguf, other\.gguf"):
+        load_model(tmp_path)
+
+
+def test_a_copy_with_fewer_bits_is_made_where_it_is_much_smaller(tmp_path: Path) -> None:
+    model = load_model(write(tmp_path / "wide.gguf", "llama", {"": "Q8_0"}), dtype="float32")
+    draft = model.quantized(4)
+    assert draft.weight_bytes < 0.6 * model.weight_bytes
+    expected = logits(model)
+    assert 0 < (logits(draft) - expected).std() < 0.6 * expected.std()
+    narrow = load_model(write(tmp_path / "narrow.gguf", "llama", {"": "Q4_0"}), dtype="float32")
+    with pytest.raises(UnsupportedModelError, match="its own are quantised, and such a copy has 100% of their bytes"):
+        narrow.quantized(4)

@@ -1,0 +1,399 @@
+"""Hugging Face folders with quantised weights: their numbers, the native forward over their codes, and broken ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Gemma3TextConfig, GPT2Config, Phi3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from support.quantized_folders import SIZES, Made, awq, bitsandbytes_8, edit, four_bits, fp8, gptq, packed, whole, write
+from support.tiny_models import build
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.drafters import DraftModel
+from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.backends.native.build import built
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.quantized import GROUP
+
+pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+IDS = torch.arange(1, 40) * 37 % 190
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+SECOND = GPTQ | {"checkpoint_format": "gptq_v2"}
+
+
+def compressed(bits: int, group: int | None, kind: str = "pack-quantized") -> dict[str, Any]:
+    """What compressed-tensors writes into config.json."""
+    strategy = "channel" if group is None else "group"
+    weights = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+BY_CODES = [
+    pytest.param(gptq, GPTQ, id="gptq"),
+    pytest.param(partial(gptq, group=64, symmetric=True), GPTQ | {"group_size": 64}, id="gptq-symmetric"),
+    pytest.param(partial(gptq, bits=8, group=128), GPTQ | {"bits": 8, "group_size": 128}, id="gptq-8-bits"),
+    pytest.param(partial(gptq, group=-1, dtype=torch.float32), GPTQ | {"group_size": -1}, id="gptq-wide-scales"),
+    pytest.param(partial(gptq, first_format=False, dtype=torch.bfloat16), SECOND, id="gptq-second-format"),
+    pytest.param(partial(gptq, seed=5), GPTQ | {"desc_act": True}, id="gptq-by-activation"),
+    pytest.param(
+        partial(gptq, bits=8, seed=6, group=64), GPTQ | {"bits": 8, "group_size": 64}, id="gptq-8-by-activation"
+    ),
+    pytest.param(awq, AWQ, id="awq"),
+    pytest.param(partial(awq, group=64), AWQ | {"group_size": 64}, id="awq-64"),
+    pytest.param(partial(awq, group=-1), AWQ | {"group_size": -1}, id="awq-channel"),
+    pytest.param(packed, compressed(4, 32), id="w4a16"),
+    pytest.param(partial(packed, group=128, dtype=torch.bfloat16), compressed(4, 128), id="w4a16-128"),
+    pytest.param(partial(packed, symmetric=False), compressed(4, 32), id="w4a16-zeros"),
+    pytest.param(partial(packed, seed=4), compressed(4, 32), id="w4a16-by-activation"),
+    pytest.param(partial(packed, bits=8, group=-1, dtype=torch.float32), compressed(8, None), id="w8a16"),
+    pytest.param(whole, compressed(8, None, "int-quantized"), id="w8a8"),
+    pytest.param(partial(whole, symmetric=False), compressed(8, None, "int-quantized"), id="w8a8-zeros"),
+    pytest.param(bitsandbytes_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, id="bitsandbytes-8"),
+]
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+IN_NUMBERS = [
+    pytest.param(four_bits, NF4, id="nf4"),
+    pytest.param(partial(four_bits, double=True), NF4 | {"bnb_4bit_use_double_quant": True}, id="nf4-double"),
+    pytest.param(partial(fp8, block=(64, 96)), {"quant_method": "fp8", "weight_block_size": [64, 96]}, id="fp8-blocks"),
+    pytest.param(partial(fp8, block=None), {"quant_method": "fp8", "weight_block_size": None}, id="fp8-whole"),
+    pytest.param(partial(fp8, block=(1, 0), end="weight_scale"), {"quant_method": "fbgemm_fp8"}, id="fp8-by-output"),
+    pytest.param(partial(fp8, block=(1, 0), end="weight_scale"), compressed(8, None, "float-quantized"), id="w8a8-fp8"),
+]
+
+
+def logits(model: HuggingFaceModel, ids: Tensor = IDS) -> Tensor:
+    cache = model.new_cache()
+    return model.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits.float()
+
+
+def in_eight_bits(x: Tensor, order: Tensor) -> Tensor:
+    """What products with codes read of inputs: groups of 32, in the weight's order, in 8 bits with a sign."""
+    groups = x.float()[..., order].unflatten(-1, (-1, GROUP))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    codes = (groups * torch.where(step > 0, 1 / step, 0.0)).round()
+    return (codes * step).flatten(-2)[..., order.argsort()]
+
+
+def orders(folder: Path) -> dict[str, Tensor]:
+    """Of each layer whose inputs fall into groups in an order of their own."""
+    tensors = load_file(folder / "model.safetensors")
+    ends = (".g_idx", ".weight_g_idx")
+    return {
+        name.rpartition(".")[0]: tensor.argsort(stable=True) for name, tensor in tensors.items() if name.endswith(ends)
+    }
+
+
+@pytest.mark.parametrize(("quantise", "said"), BY_CODES)
+def test_a_folder_is_run_by_its_codes(quantise: Callable[[Tensor], Made], said: dict[str, Any], tmp_path: Path) -> None:
+    """Its forward is that of its numbers by transformers' modules, where these read inputs of 8 bits."""
+    folder, twin = write(tmp_path, quantise, said)
+    model = load_model(folder, dtype="float32")
+    numbers, read = (load_model(each, dtype="float32", fast_paths=False) for each in (twin, folder))
+    assert model.fast_paths[0] == "native forward"
+    assert "bits" in model.fast_paths[1]
+    assert model.equality == "bit for bit"
+    assert model.weight_bytes < 0.4 * numbers.weight_bytes
+    for (name, own), other in zip(read.module.named_parameters(), numbers.module.parameters(), strict=True):
+        assert torch.equal(own, other), f"{name} is another number"
+    assert model.fingerprint == numbers.fingerprint
+    moved = orders(folder)
+    for name, module in numbers.module.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            order = moved.get(name, torch.arange(module.in_features))
+            module.register_forward_pre_hook(lambda _, given, order=order: (in_eight_bits(given[0], order),))
+    expected = logits(numbers)
+    apart = (logits(model) - expected).std(-1) / expected.std(-1)
+    # Behind an input on the border of two codes, which may become either, a row is another; some rows meet none.
+    assert apart.quantile(0.2) < 1e-5
+    assert apart.max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("quantise", "said"), [BY_CODES[0], BY_CODES[3], BY_CODES[5]])
+def test_speculation_changes_no_answer(
+    quantise: Callable[[Tensor], Made], said: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    if built(getattr(torch, dtype)).library is None:
+        pytest.skip(built(getattr(torch, dtype)).reason or "")
+    folder, twin = write(tmp_path, quantise, said)
+    target = load_model(folder, dtype=dtype)
+    alone = logits(target, IDS[-1:])
+    for rows in (2, 5, 13):
+        segments = [Segment(target.new_cache(), IDS[-1:], chain_shape(1), (0,)) for _ in range(rows)]
+        assert torch.equal(target.forward(segments).logits.float(), alone.expand(rows, -1)), "a row is its own"
+    shape, cache = TreeShape((-1, 0, 0, 2)), target.new_cache()
+    target.forward([Segment(cache, IDS[:5], chain_shape(5), ())])
+    cache.commit(range(5))
+    together = target.forward([Segment(cache, IDS[5:9], shape, range(4))]).logits
+    for node in range(4):
+        path = torch.cat([IDS[:5], IDS[5:9][list(shape.path(node))]])
+        assert torch.equal(together[node].float(), logits(target, path)[-1])
+    prompts = [IDS[:8].tolist(), IDS[3:24].tolist()]
+    draft = DraftModel(load_model(twin, dtype=dtype))
+    engines = [Engine(target), Engine(target, draft, controller="fixed")]
+    plain, drafted = (each.generate(prompts, SamplingParams(max_tokens=48)) for each in engines)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert sum(each.stats.accepted_tokens for each in drafted) > 0
+
+
+def test_a_copy_with_fewer_bits_reads_inputs_in_their_order(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, partial(gptq, bits=8, seed=6), GPTQ | {"bits": 8})
+    model = load_model(folder, dtype="float32")
+    expected = logits(model)
+    assert 0 < (logits(model.quantized(4)) - expected).std() < 0.6 * expected.std()
+
+
+@pytest.mark.parametrize(("quantise", "said"), IN_NUMBERS)
+def test_small_floats_are_made_numbers(
+    quantise: Callable[[Tensor], Made], said: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, twin = write(tmp_path, quantise, said)
+    with caplog.at_level(logging.WARNING, "truedraft"):
+        models = [load_model(each, dtype="float32") for each in (folder, twin)]
+    assert len(caplog.records) == 1
+    assert f"{folder}: its quantised weights are made float32" in caplog.text
+    assert "take 1.4 MB of memory" in caplog.text
+    assert torch.equal(logits(models[0]), logits(models[1]))
+    assert models[0].fingerprint == models[1].fingerprint
+    assert "quantized" not in str(models[0].module.config)
+
+
+FAMILIES = [
+    pytest.param(Qwen3Config(**SIZES, head_dim=32), True, id="qwen3"),
+    pytest.param(Phi3Config(**SIZES), True, id="phi3"),
+    pytest.param(Gemma3TextConfig(**SIZES, head_dim=32, sliding_window=8, query_pre_attn_scalar=32), True, id="gemma3"),
+    pytest.param(
+        Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        False,
+        id="qwen3-moe",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "codes"), FAMILIES)
+def test_families_are_run_by_codes_or_numbers(config: PretrainedConfig, codes: bool, tmp_path: Path) -> None:
+    """Experts lie one by one in a folder, and together in the model, so they are made numbers."""
+    folder, twin = write(tmp_path, gptq, GPTQ, build(config, 1, 0.15))
+    model, numbers = (load_model(each, dtype="float32") for each in (folder, twin))
+    assert (model.weight_bytes < 0.6 * numbers.weight_bytes) == codes
+    assert model.fingerprint == numbers.fingerprint
+    expected = logits(numbers)
+    apart = (logits(model) - expected).std() / expected.std()
+    assert 0 < apart < 0.1 if codes else apart == 0
+
+
+def test_layers_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 192, "n_embd": 128, "n_layer": 1, "n_head": 4, "n_positions": 256}
+    model = build(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None), 1)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "transformer.h.0.attn.c_proj"
+    layer, _ = gptq(tensors.pop(f"{name}.weight").T)
+    tensors |= {f"{name}.{end}": each.contiguous() for end, each in layer.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    edit(tmp_path, quantization_config=GPTQ)
+    with pytest.raises(UnsupportedModelError, match="of layers that have their inputs first, as GPT-2's, which"):
+        load_model(tmp_path)
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    folder, twin = write(tmp_path, packed, compressed(4, 32))
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)  # a layer's tensors are parted, too
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, own in parts.items():
+        save_file({name: tensors[name] for name in own}, folder / file, {"format": "pt"})
+    places = {name: file for file, own in parts.items() for name in own}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert load_model(folder, dtype="float32").fingerprint == load_model(twin, dtype="float32").fingerprint
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks model-00002-of-00002\.safetensors, a file of its weights; fetch"):
+        load_model(folder, dtype="float32")
+
+
+def test_where_no_native_forward_fits_the_memory_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, twin = write(tmp_path, gptq, GPTQ)
+    with caplog.at_level(logging.WARNING, "truedraft"):
+        model = load_model(folder, dtype="float32", fast_paths=False)
+    assert [each.message for each in caplog.records] == [
+        f"{folder}: its quantised weights are made float32 at load, for no forward here runs their codes: they take "
+        "1.4 MB of memory"
+    ]
+    assert torch.equal(logits(model), logits(load_model(twin, dtype="float32", fast_paths=False)))
+
+
+def test_biases_of_zeros_for_layers_without_any_are_left_out(tmp_path: Path) -> None:
+    """Some tools write one for every layer."""
+
+    def biased(weight: Tensor, bias: float) -> Made:
+        tensors, numbers = gptq(weight)
+        return tensors | {"bias": torch.full((len(weight),), bias)}, numbers
+
+    folder, twin = write(tmp_path / "0", partial(biased, bias=0.0), GPTQ)
+    assert load_model(folder, dtype="float32").fingerprint == load_model(twin, dtype="float32").fingerprint
+    folder, _ = write(tmp_path / "1", partial(biased, bias=1.0), GPTQ)
+    with pytest.raises(ModelError, match=r"14 tensor\(s\) that its config.json does not ask for, the first .*bias"):
+        load_model(folder, dtype="float32")
+
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def without(end: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.pop(f"{LAYER}.{end}")
+
+
+def with_shape(end: str, *shape: int) -> Callable[[dict[str, Tensor]], Any]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{LAYER}.{end}"] = torch.ones(shape, dtype=tensors[f"{LAYER}.{end}"].dtype)
+
+    return change
+
+
+def nothing(tensors: dict[str, Tensor]) -> None:
+    """Leaves them as they are."""
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "error", "said"),
+    [
+        (without("scales"), {}, ModelError, f"layer '{LAYER}' of .* lacks its scales; fetch"),
+        (without("qzeros"), {}, ModelError, f"layer '{LAYER}' of .* lacks its qzeros; fetch"),
+        (without("qweight"), {}, ModelError, f"lack 1 of the tensors .*, the first '{LAYER}.weight'"),
+        (with_shape("scales", 3, 256), {}, ModelError, r"has qzeros of the shape \[4, 32\] in place of \[3, 32\]"),
+        (
+            with_shape("qweight", 16, 128),
+            {},
+            ModelError,
+            r"has qweight of the shape \[16, 128\] in place of \[16, 256\]",
+        ),
+        (with_shape("g_idx", 64), {}, ModelError, "64 codes in 16 words of 32 bits, and config.json says 4 bits"),
+        (nothing, {"bits": 8}, ModelError, "256 codes in 32 words of 32 bits, and config.json says 8 bits"),
+        (nothing, {"bits": "four"}, ModelError, "says 'four' bits in groups of 32"),
+        (nothing, {"checkpoint_format": "marlin"}, UnsupportedModelError, "in GPTQ's format 'marlin', which truedraft"),
+        (nothing, {"quant_method": "aqlm"}, UnsupportedModelError, "quantised by aqlm, which truedraft does not read"),
+    ],
+)
+def test_a_damaged_folder_of_gptq(
+    change: Callable[[dict[str, Tensor]], Any],
+    fields: dict[str, Any],
+    error: type[ModelError],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    folder, _ = write(tmp_path, gptq, GPTQ | fields)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(error, match=said):
+        load_model(folder, dtype="float32")
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, gptq, GPTQ)
+    edit(folder, intermediate_size=128)
+    with pytest.raises(ModelError, match=r"'model.layers.0.mlp.\w+.weight' of the shape .* asks for"):
+        load_model(folder, dtype="float32")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has quantised weights, and no model\.safetensors that holds them"):
+        load_model(folder, dtype="float32")
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ModelError, match="cannot load the weights of"):
+        load_model(folder, dtype="float32")
+
+
+BROKEN = [
+    (gptq, GPTQ, with_shape("scales", 256), ModelError, r"has tensors that do not fit together \(not enough values"),
+    (packed, compressed(4, 32), with_shape("weight_shape", 3), ModelError, "has tensors that do not fit together"),
+    (partial(fp8, block=None), {"quant_method": "fp8"}, with_shape("weight", 9), ModelError, "do not fit together"),
+    (
+        partial(gptq, bits=2),
+        GPTQ | {"bits": 2},
+        nothing,
+        UnsupportedModelError,
+        "with codes of 2 bits, which truedraft",
+    ),
+    (awq, AWQ, without("qzeros"), ModelError, "lacks its qzeros; fetch"),
+    (awq, AWQ, with_shape("qweight", 64, 32), ModelError, r"has scales of 4 groups, and inputs of groups up to 2"),
+    (awq, AWQ, with_shape("qweight", 128, 30), ModelError, "has 256 codes in 30 words of 32 bits, and .* says 4 bits"),
+    (
+        awq,
+        AWQ | {"version": "gemv"},
+        nothing,
+        UnsupportedModelError,
+        "in AWQ's format 'gemv', which truedraft does not",
+    ),
+    (packed, compressed(4, 32), without("weight_scale"), ModelError, "lacks its weight_scale; fetch"),
+    (packed, compressed(4, 32), without("weight_shape"), ModelError, "lacks its weight_shape; fetch"),
+    (packed, compressed(8, 32), nothing, ModelError, "codes in .* words of 32 bits, and config.json says 8 bits"),
+    (packed, compressed(4, 64), nothing, ModelError, "has scales of . groups, and inputs of groups up to"),
+    (
+        partial(packed, group=16),
+        compressed(4, 16),
+        nothing,
+        UnsupportedModelError,
+        "groups of inputs that are no multiples of 32, which",
+    ),
+    (
+        packed,
+        compressed(4, 32),
+        with_shape("weight_scale", 3, 4),
+        ModelError,
+        "has scales of 3 outputs in place of 256",
+    ),
+    (whole, compressed(8, None, "int-quantized"), without("weight_scale"), ModelError, "lacks its weight_scale; fetch"),
+    (bitsandbytes_8, NF4, without("SCB"), ModelError, "lacks its SCB; fetch"),
+    (four_bits, NF4, without("weight.absmax"), ModelError, "lacks its weight.absmax; fetch"),
+    (four_bits, NF4, with_shape("weight", 9, 1), ModelError, "has 18 codes and 512 scales for a weight of .256, 128."),
+    (
+        four_bits,
+        NF4,
+        with_shape("weight.quant_state.bitsandbytes__nf4", 5),
+        ModelError,
+        "has a quant_state that cannot be read; fetch",
+    ),
+    (four_bits, NF4, without("weight.quant_state.bitsandbytes__nf4"), ModelError, "has a weight of U8, and no scales"),
+    (partial(fp8, block=(64, 64)), {"quant_method": "fp8"}, nothing, ModelError, "and config.json says no blocks"),
+    (
+        partial(fp8, block=(64, 64)),
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        without("weight_scale_inv"),
+        ModelError,
+        "lacks its weight_scale; fetch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("quantise", "config", "change", "error", "said"), BROKEN)
+def test_a_damaged_folder(
+    quantise: Callable[[Tensor], Made],
+    config: dict[str, Any],
+    change: Callable[[dict[str, Tensor]], Any],
+    error: type[ModelError],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    folder, _ = write(tmp_path, quantise, config)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(error, match=said) as caught:
+        load_model(folder, dtype="float32")
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
