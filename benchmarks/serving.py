@@ -95,8 +95,9 @@ def ours(
     """Our server."""
     padded = [] if size is None else ["--pad-to", size]
     words = (
-        str(Path(sys.executable).with_name("truedraft")), "serve", "--port", PORT, "--served-model-name", SERVED_NAME,
-        "--drafter", drafter, "--no-playground", "--max-queue", "1024", *padded, *more,
+        str(Path(sys.executable).with_name("truedraft")), "serve", "--model", "embedded:target", "--port", PORT,
+        "--served-model-name", SERVED_NAME, "--drafter", drafter, "--no-playground", "--max-queue", "1024",
+        *padded, *more,
     )  # fmt: skip
     return Measured(Launch(name, words), RUNS, port)
 

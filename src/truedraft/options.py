@@ -80,11 +80,19 @@ def group(heading: str, without: Collection[str] = (), **defaults: Any) -> Any:
     return field(kw_only=True, metadata={"group": Group(heading, without, defaults)})
 
 
+NEEDED = dataclasses.MISSING
+"""The default, in a group, of an option that must be given there."""
+UNNAMED = "auto"
+"""The model where none is named: `smollm2` if it is installed, else the embedded target."""
+MODEL_HELP = "smollm2, a folder, a GGUF file, a name on the Hugging Face hub, or embedded:target, a fixture of tests."
+UNNAMED_HELP = "smollm2 if it is installed, else embedded:target"
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which target."""
 
-    model: str = option("embedded:target", "embedded:target, a folder, or a name on the Hugging Face hub.", "M")
+    model: str = option(UNNAMED, MODEL_HELP, "M", shown_default=UNNAMED_HELP)
     pad_to: str | None = option(
         None, "110M, 500M or 7B: the model's answers at the cost of a model of that size.", "SIZE"
     )

@@ -10,8 +10,10 @@ import pytest
 from cli.tiny import Result, save_tiny_llama
 from support.embedded_models import share_embedded
 from support.quick_costs import measure_quickly
+from truedraft.cli import session
 from truedraft.cli.main import main
 from truedraft.drafters import registry
+from truedraft.options import UNNAMED
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +34,17 @@ def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def _one_embedded_target(monkeypatch: pytest.MonkeyPatch) -> None:
     share_embedded(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def every_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken where no model is named hangs on what is installed; so tests name theirs."""
+
+    def named(typed: str) -> str:
+        assert typed != UNNAMED, "this test names no model"
+        return typed
+
+    monkeypatch.setattr(session, "named_model", named)
 
 
 @pytest.fixture(autouse=True)

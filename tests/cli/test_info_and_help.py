@@ -116,6 +116,8 @@ def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path
 
 
 def test_the_main_job(run: Run) -> None:
-    result = run("generate", "def quicksort(items):", "--compare", "--json", "--max-tokens", "48")
+    result = run(
+        "generate", "def quicksort(items):", "--model", "embedded:target", "--compare", "--json", "--max-tokens", "48"
+    )
     assert result.status == 0
     assert result.record["identical"] is True and result.record["drafters"][0] == "draft"

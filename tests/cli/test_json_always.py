@@ -95,7 +95,7 @@ def test_an_answer_does_not_steer_the_terminal(
 
 
 def test_many_threads_are_refused(run: Run) -> None:
-    result = run("export", "--out", "nowhere", "--threads", "100000", "--json")
+    result = run("export", "--model", "nothing", "--out", "nowhere", "--threads", "100000", "--json")
     assert result.status == 2 and "--threads must be at most" in result.record["error"]
     assert export.DONE == 0 and not Path("nowhere").exists()
 

@@ -40,7 +40,7 @@ def served(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and the address that it says it listens at."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "truedraft", "serve", "--port", "0", "--json"),
+            *(sys.executable, "-m", "truedraft", "serve", "--model", "embedded:target", "--port", "0", "--json"),
             *("--drafter", "prompt-lookup", "--controller", "fixed", *more),
         ],
         stdout=subprocess.PIPE,
@@ -114,13 +114,19 @@ def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.M
         (("--allow-rule", "nonsense"), "unknown rule 'nonsense'"),
         (("--chat-template", "missing"), "--chat-template cannot be read"),
     ):
-        done = run("serve", "--drafter", "none", "--port", "0", *words)
+        done = run("serve", "--model", "embedded:target", "--drafter", "none", "--port", "0", *words)
         assert done.status == 2 and message in done.err and "Traceback" not in done.err
         assert len(done.err.strip().splitlines()) == 1, words
 
 
 def test_a_talk_with_a_model_here(talk: Talk) -> None:
-    done = talk("class Stack:\n/stats\n/nonsense\n/again\n/reset\n/quit\n", "--drafter", "prompt-lookup")
+    done = talk(
+        "class Stack:\n/stats\n/nonsense\n/again\n/reset\n/quit\n",
+        "--model",
+        "embedded:target",
+        "--drafter",
+        "prompt-lookup",
+    )
     assert done.status == 0, done.err
     assert [turn["message"] for turn in done.record["turns"]] == ["class Stack:", "class Stack:"]
     assert done.record["turns"][0]["text"] == done.record["turns"][1]["text"] != ""
@@ -128,7 +134,13 @@ def test_a_talk_with_a_model_here(talk: Talk) -> None:
 
 
 def test_once_more_is_the_last_message_of_what_is_remembered(talk: Talk) -> None:
-    done = talk("a = 1\n/system be brief\n/reset\n/again\nb = 2\n/again\n/again\n", "--drafter", "none")
+    done = talk(
+        "a = 1\n/system be brief\n/reset\n/again\nb = 2\n/again\n/again\n",
+        "--model",
+        "embedded:target",
+        "--drafter",
+        "none",
+    )
     assert done.status == 0, done.err
     assert [turn["message"] for turn in done.record["turns"]] == ["a = 1", "b = 2", "b = 2", "b = 2"]
     assert len({turn["text"] for turn in done.record["turns"][1:]}) == 1

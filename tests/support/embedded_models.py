@@ -1,4 +1,4 @@
-"""The models that ship, loaded once for all tests of a process."""
+"""Models that many tests use, loaded once for all of a process: those that ship, and smollm2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from truedraft import load_model
+from truedraft.models import smollm2
 from truedraft.models.huggingface import HuggingFaceModel
 
 _LOADERS = ("truedraft.models.loading", "truedraft.engine.engine", "truedraft.bench.suite", "truedraft")
@@ -16,20 +17,24 @@ _LOADERS = ("truedraft.models.loading", "truedraft.engine.engine", "truedraft.be
 
 
 @functools.cache
+def _once(name: str, **options: Any) -> HuggingFaceModel:
+    return load_model(name, **options)
+
+
 def embedded(name: str = "target", **options: Any) -> HuggingFaceModel:
     """`load_model("embedded:NAME", ...)`, the same for all who ask for the same."""
-    return load_model(f"embedded:{name}", **options)
+    return _once(f"embedded:{name}", **options)
 
 
 def shared_model(name: str | Path, **options: Any) -> HuggingFaceModel:
-    """`load_model`, but one that ships, as it is, is the shared one; other processes can be told to call it, too."""
-    given = {option: value for option, value in options.items() if value not in (None, {}, "auto")}
-    if str(name).startswith("embedded:") and given.keys() <= {"dtype"}:
-        return embedded(str(name).removeprefix("embedded:"), **given)
+    """`load_model`, but one of these, as it is, is the shared one; other processes can be told to call it, too."""
+    given = {option: value for option, value in options.items() if value not in (None, {}, True, "auto")}
+    if (str(name) == smollm2.WORD or str(name).startswith("embedded:")) and given.keys() <= {"dtype"}:
+        return _once(str(name), **given)
     return load_model(name, **options)
 
 
 def share_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on whoever loads one that ships, as it is, gets the shared one."""
+    """From now on whoever loads one of these, as it is, gets the shared one."""
     for module in _LOADERS:
         monkeypatch.setattr(f"{module}.load_model", shared_model)

@@ -126,10 +126,10 @@ def search_beams(options: GenerateOptions) -> int:
     for _, params in asked:
         _check_sampling(params)
 
-    from truedraft.cli.session import as_chat
+    from truedraft.cli.session import as_chat, with_model
     from truedraft.cli.terminal import Terminal
 
-    terminal = Terminal()
+    terminal, options = Terminal(), dataclasses.replace(options, stack=with_model(options.stack))
     plain, search = _load(options, terminal)
     if options.prompts.chat:
         asked = as_chat(search.target, asked, trust_control_tokens=options.prompts.trust_control_tokens)

@@ -95,7 +95,16 @@ class BenchOptions:
 def bench(options: BenchOptions) -> int:
     """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
     from truedraft.bench import OutputFolder, check_peers
-    from truedraft.cli.session import as_chat, check_rule, encoded, plan_for, planned_drafter, quiet_hub, set_threads
+    from truedraft.cli.session import (
+        as_chat,
+        check_rule,
+        encoded,
+        plan_for,
+        planned_drafter,
+        quiet_hub,
+        set_threads,
+        with_model,
+    )
     from truedraft.cli.terminal import Terminal
 
     check_peers(options.what.peer)
@@ -110,6 +119,7 @@ def bench(options: BenchOptions) -> int:
     with errors_about("prompts"):
         set_name, prompts = _prompts(options)
     asked = [(each, params) for each in prompts]
+    options = dataclasses.replace(options, model=with_model(options.model))
     set_threads(options.machine.threads)
     with contextlib.ExitStack() as stack:
         folder = None if out is None else stack.enter_context(OutputFolder(out))

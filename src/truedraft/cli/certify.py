@@ -102,7 +102,7 @@ def stack(options: CertifyOptions) -> int:
     Exit status 0 if so, 1 if not, 3 if there was not enough time to tell or something broke on the way. A lossy rule is
     measured instead, which is exit status 0 unless another check fails.
     """
-    from truedraft.cli.session import check_rule
+    from truedraft.cli.session import check_rule, with_model
     from truedraft.cli.terminal import Terminal
 
     seconds, terminal = options.check.seconds, Terminal()
@@ -111,6 +111,7 @@ def stack(options: CertifyOptions) -> int:
         params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
         check_rule(options.stack.rule, params, "seeded")
         prompts = read_prompts(None, options.check.prompts)
+        options = dataclasses.replace(options, stack=with_model(options.stack))
         report, about = _certified(options, prompts, params, seed, seconds, terminal)
         return telling.told(report, about | {"seed": seed})
 

@@ -12,7 +12,7 @@ from truedraft.cli.certify import UNTYPED, CertifyReport, PromptOptions
 from truedraft.cli.session import StackOptions
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, errors_about
-from truedraft.options import MachineOptions, flag, group, option
+from truedraft.options import NEEDED, MachineOptions, flag, group, option
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -58,7 +58,7 @@ class AskOptions(PromptOptions):
 class AskedOptions:
     """What `certify engine` and `certify compare` have in common."""
 
-    stack: StackOptions = group("Model", without=(*_OURS, "pad_to", "weights", "merge_adapter"))
+    stack: StackOptions = group("Model", without=(*_OURS, "pad_to", "weights", "merge_adapter"), model=NEEDED)
     server: ServerOptions = group("Server")
     ask: AskOptions = group("Run")
     sampling: SamplingParams = group("Answer", without=_UNASKED, temperature=1.0)
@@ -69,7 +69,7 @@ class AskedOptions:
 class EngineOptions(AskedOptions):
     """Options of `truedraft certify engine`."""
 
-    stack: StackOptions = group("Model", without=_OURS)
+    stack: StackOptions = group("Model", without=_OURS, model=NEEDED)
     machine: MachineOptions = group("Machine")
     endpoint: str | None = option(
         None,

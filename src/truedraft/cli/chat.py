@@ -263,11 +263,11 @@ class _Here:
 
 
 def _here(options: ChatOptions, terminal: Terminal) -> _Here:
-    from truedraft.cli.session import check_rule, load_engine
+    from truedraft.cli.session import check_rule, load_engine, with_model
 
     params = options.sampling
     check_rule(options.stack.rule, params)
-    engine = load_engine(options.stack, options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
+    engine = load_engine(with_model(options.stack), options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
     return _Here(engine, params, terminal, options.talk)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
-_ECHOED_CHARACTERS = 400
+_ECHOED_CHARACTERS = 600
 _NGRAM = 8
 _SHOWN_DIFFERENCES = 5
 
@@ -371,8 +371,9 @@ def _side_record(side: Summary) -> dict[str, Any]:
 
 
 def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
-    """Show what is being continued, its end if it is long."""
+    """Show what is being continued, or replied to; its end if it is long."""
     text = prompt.prompt if isinstance(prompt.prompt, str) else f"{len(prompt.prompt)} token ids: "
+    text = text if prompt.said is None else f"{prompt.said}\n\n"
     shown = text if len(text) <= _ECHOED_CHARACTERS else "…" + text[-_ECHOED_CHARACTERS:]
     terminal.dim(shown)
 

@@ -25,12 +25,12 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> int:
     """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime."""
-    from truedraft.cli.session import quiet_hub, set_threads, waiting
+    from truedraft.cli.session import quiet_hub, set_threads, waiting, with_model
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import machine_facts
     from truedraft.models.export import export_model
 
-    terminal, model = Terminal(), options.model
+    terminal, model = Terminal(), with_model(options.model)
     set_threads(options.machine.threads)
     started = time.perf_counter()
     with quiet_hub(), errors_about("model"), waiting(terminal.err, f"loading {model.model}") as show:

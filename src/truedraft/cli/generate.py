@@ -73,6 +73,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
         load_engine,
         planned_drafter,
         sampling_of_each,
+        with_model,
         with_pictures,
     )
     from truedraft.cli.terminal import Terminal
@@ -85,6 +86,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
     for _, each in prompts:
         check_rule(options.stack.rule, each)
     terminal, report = Terminal(), options.report
+    options = replace(options, stack=with_model(options.stack))
     together = 1 if report.compare else min(len(prompts), BATCH)
     engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
     prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)

@@ -38,8 +38,9 @@ def info(options: InfoOptions) -> int:
     from truedraft.costs import CostStore
     from truedraft.drafters.registry import list_drafters
     from truedraft.machine import machine_facts
+    from truedraft.models import smollm2
 
-    terminal = Terminal()
+    terminal, lacking = Terminal(), smollm2.missing()
     drafters = list_drafters(options.model, options.drafters_dir)
     own = None if options.model is None else _model(options.model, terminal)
     fingerprint = None if own is None else own["fingerprint"]
@@ -50,6 +51,7 @@ def info(options: InfoOptions) -> int:
     native = _native_forward(facts["dtype_auto"])
     costs = CostStore().describe()
     rows = _rows(facts, models, paths, equality, native, costs)
+    rows[smollm2.WORD] = "installed" if lacking is None else f"not installed; run {lacking}"
     if own is not None:
         rows |= _model_rows(own)
     rows["trained drafters"] = "\n".join(_describe_drafter(each, fingerprint) for each in drafters) or "none found"
@@ -60,7 +62,13 @@ def info(options: InfoOptions) -> int:
             each.as_dict() | {"found": each.source, "belongs": fingerprint and each.fingerprint == fingerprint}
             for each in drafters
         ]
-        asked = {"model": options.model, "fingerprint": fingerprint, "runs": own, "drafters": trained}
+        asked = {
+            smollm2.WORD: lacking is None,
+            "model": options.model,
+            "fingerprint": fingerprint,
+            "runs": own,
+            "drafters": trained,
+        }
         terminal.json({"command": "info"} | facts | found | {"embedded_models": models} | asked)
     return DONE
 

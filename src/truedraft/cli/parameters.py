@@ -62,7 +62,7 @@ class _Parameter:
             told = typer.Argument(**more)
         else:
             more["rich_help_panel"] = self.heading
-            if self.option.shown_default is not None:
+            if self.option.shown_default is not None and default is not inspect.Parameter.empty:
                 more["show_default"] = self.option.shown_default
             told = typer.Option(self.option.name or self.typed_name, **more)
         kind = inspect.Parameter.KEYWORD_ONLY

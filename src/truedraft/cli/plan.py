@@ -245,7 +245,7 @@ def _simulate(options: PlanOptions, file: Path) -> int:
 
 
 def _plan(options: PlanOptions) -> int:
-    from truedraft.cli.session import derived_seed, quiet_hub, set_threads, waiting
+    from truedraft.cli.session import derived_seed, quiet_hub, set_threads, waiting, with_model
     from truedraft.models.loading import load_model
 
     terminal, params = Terminal(), options.sampling
@@ -253,8 +253,9 @@ def _plan(options: PlanOptions) -> int:
         prompts = _prompts(options)
     output = None if options.report.out is None else PlanOutput(options.report.out, _FILE)
     set_threads(options.machine.threads)
-    with waiting(terminal.err, f"loading {options.model.model}"), quiet_hub(), errors_about("model"):
-        target = load_model(options.model.model, **options.model.of_target, **options.machine.of_models)
+    model = with_model(options.model)
+    with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
+        target = load_model(model.model, **model.of_target, **options.machine.of_models)
     seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
     asked = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
     planned, kept_back = _split(options, target, asked)

@@ -45,6 +45,7 @@ class NamedPrompt:
         options: sampling options that its line gives; they go before those of the command.
         images: files of pictures.
         seen: what the model's processor made of text and pictures, where there are any.
+        said: the user's message, where the prompt is a chat.
     """
 
     name: str
@@ -52,6 +53,7 @@ class NamedPrompt:
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
     seen: MultimodalPrompt | None = None
+    said: str | None = None
 
     @property
     def whole(self) -> str | list[int] | MultimodalPrompt:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.errors import MissingExtraError
-from truedraft.options import MachineOptions, group, read_bytes
+from truedraft.options import NEEDED, MachineOptions, group, read_bytes
 from truedraft.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ServeOptions:
     """Options of `truedraft serve`."""
 
-    stack: StackOptions = group("Model and drafter")
+    stack: StackOptions = group("Model and drafter", model=NEEDED)
     server: ServerOptions = group("Server")
     report: ReportOptions = group("Report")
     machine: MachineOptions = group("Machine")

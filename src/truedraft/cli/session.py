@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from truedraft.cli.failures import warn
 from truedraft.cli.prompts import Asked, NamedPrompt
+from truedraft.cli.streams import say
 from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.files import user_path
-from truedraft.options import MachineOptions, ModelOptions, flag, option, read_bytes
+from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +66,27 @@ class ReportOptions:
     """What a command tells."""
 
     json: bool = flag("End standard output with one line, a JSON object.")
+
+
+Named = TypeVar("Named", bound=ModelOptions)
+
+
+def with_model(options: Named) -> Named:
+    """Options whose model has a name, see `named_model`."""
+    return replace(options, model=named_model(options.model))
+
+
+def named_model(typed: str) -> str:
+    """The model that was named; without one `smollm2` if it is installed, else the embedded target, and says which."""
+    if typed != UNNAMED:
+        return typed
+    from truedraft.models import smollm2
+
+    if (missing := smollm2.missing()) is None:
+        say(f"no --model is named: {smollm2.WORD}, which is installed, is taken")
+        return smollm2.WORD
+    say(f"no --model is named: embedded:target, a fixture of tests, is taken; for {smollm2.WORD} run {missing}")
+    return "embedded:target"
 
 
 def sampling_of_each(prompts: Sequence[Asked]) -> list[Asked]:
@@ -286,7 +308,7 @@ def as_chat(target: LanguageModel, prompts: Sequence[Asked], *, trust_control_to
             raise PromptError(f"--chat needs text, and prompt {prompt.name} is a list of token ids")
         messages = [{"role": "user", "content": prompt.prompt}]
         ids = target.tokenizer.chat(messages, trust_control_tokens=trust_control_tokens)
-        chats.append((replace(prompt, prompt=ids), params))
+        chats.append((replace(prompt, prompt=ids, said=prompt.prompt), params))
     return chats
 
 

@@ -14,7 +14,7 @@ from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
 from truedraft.cli.session import ReportOptions
 from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
-from truedraft.options import MachineOptions, check_positive, flag, group, option
+from truedraft.options import MODEL_HELP, UNNAMED, UNNAMED_HELP, MachineOptions, check_positive, flag, group, option
 from truedraft.training.options import (
     DraftSizeOptions,
     MedusaRunOptions,
@@ -75,7 +75,7 @@ HEAD_NAMES = _NAMES | {
 class JobOptions:
     """What is trained, on what, and where to."""
 
-    model: str = option("embedded:target", "The target: embedded:target, a folder, or a Hugging Face name.", "M")
+    model: str = option(UNNAMED, f"The target: {MODEL_HELP}", "M", shown_default=UNNAMED_HELP)
     data: tuple[Path, ...] = option(
         (),
         "Text, or .json or .jsonl of texts or chats, that prompts are cut from; may be repeated. Without it, for "
@@ -224,7 +224,7 @@ def draft(options: DraftOptions) -> int:
         if not job.data:
             raise DataError("there is nothing to train on; name at least one text file with --data FILE")
 
-    def train(told: Callbacks, budget: TimeBudget, device: str) -> Any:
+    def train(model: str, told: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.drafts import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
         from truedraft.training.texts.data import Curriculum
@@ -237,7 +237,7 @@ def draft(options: DraftOptions) -> int:
             seed=run.seed,
             device=device,
         )
-        return train_draft(job.model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
+        return train_draft(model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
     return _run("draft", options, train, check)
 
@@ -310,7 +310,7 @@ def _train_heads(
     """
     job = options.job
 
-    def train(told: Callbacks, budget: TimeBudget, device: str) -> Any:
+    def train(model: str, told: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.heads import train_heads
         from truedraft.training.texts.answer_writer import WritingConfig
 
@@ -323,7 +323,7 @@ def _train_heads(
             "device": device,
         }
         return train_heads(
-            job.model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
+            model, job.data, job.out, config(common), held_out=job.held_out, callbacks=told, budget=budget
         )
 
     return _run(kind, options, train, lambda: _check_stage(job, stage))
@@ -336,7 +336,7 @@ def ngram(options: NgramOptions) -> int:
     """
     job = options.job
 
-    def train(told: Callbacks, budget: TimeBudget, device: str) -> Any:
+    def train(model: str, told: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.ngrams import NgramConfig, train_ngrams
         from truedraft.training.texts.answer_writer import WritingConfig
 
@@ -347,7 +347,7 @@ def ngram(options: NgramOptions) -> int:
             seed=options.seed,
             device=device,
         )
-        return train_ngrams(job.model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
+        return train_ngrams(model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
     return _run("ngram", options, train)
 
@@ -355,7 +355,7 @@ def ngram(options: NgramOptions) -> int:
 def _run(
     kind: str,
     options: DraftOptions | MedusaOptions | RedrafterOptions | NgramOptions,
-    train: Callable[[Callbacks, TimeBudget, str], Any],
+    train: Callable[[str, Callbacks, TimeBudget, str], Any],
     check: Callable[[], None] = lambda: None,
 ) -> int:
     """Train or clean up, report, and give the exit status.
@@ -363,14 +363,14 @@ def _run(
     Args:
         kind: of drafter, as it is typed.
         options: as they were typed.
-        train: is given whom to tell, the time for all of it, and a device.
+        train: is given the target, whom to tell, the time for all of it, and a device.
         check: refuses options of this kind that cannot be used.
 
     Raises:
         TruedraftError: it cannot be trained.
     """
     from truedraft.cli import train_report
-    from truedraft.cli.session import quiet_hub, set_threads
+    from truedraft.cli.session import named_model, quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
     from truedraft.training.loop import Callbacks
@@ -383,22 +383,23 @@ def _run(
     check()
     _check_folder(kind, job)
     set_threads(options.machine.threads)
+    model = named_model(job.model)
     terminal, device = Terminal(), str(pick_device(options.machine.device))
     note = _notes(terminal)
     try:
         with quiet_hub(), _Bars(terminal) as bars:
             told = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
-            result = train(told, budget, device)
+            result = train(model, told, budget, device)
     except KeyboardInterrupt as stop:
         terminal.end_line()
         say(how_to_go_on(job, keeps_answers=kind != "draft"))
         if options.report.json:
             terminal.json(error_record(f"train {kind}", stop))
         return INTERRUPTED
-    train_report.PRINT[kind](terminal, job.model, result)
+    train_report.PRINT[kind](terminal, model, result)
     registered = _register(terminal, result.folder)
     if options.report.json:
-        terminal.json(train_report.record_of(kind, job.model, result) | {"registered": registered})
+        terminal.json(train_report.record_of(kind, model, result) | {"registered": registered})
     return DONE
 
 

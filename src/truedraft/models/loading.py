@@ -42,7 +42,7 @@ from truedraft.errors import (
 )
 from truedraft.files import user_path
 from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
-from truedraft.models import gguf, quantized_folder
+from truedraft.models import gguf, quantized_folder, smollm2
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
@@ -90,7 +90,8 @@ def load_model(
     """Load a causal language model, unmodified, and make it run packed.
 
     Args:
-        name: "embedded:target" or "embedded:draft", a folder, or a name on the Hugging Face hub.
+        name: "smollm2", a folder, a GGUF file, a name on the Hugging Face hub, or of the fixtures of tests
+            "embedded:target" and "embedded:draft".
         dtype: "auto" (what is fast on this device), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         revision: of a hub name.
@@ -109,7 +110,7 @@ def load_model(
         UnsupportedModelError: not a causal language model, or a family that cannot run packed, or be padded.
         OptionError: an unusable dtype, device or padding size.
         ModelError: its files cannot be read, or an adapter does not fit it.
-        MissingExtraError: an adapter is asked for, and peft is not installed.
+        MissingExtraError: an adapter is asked for, and peft is not installed, or a GGUF file, and gguf is not.
     """
     if weights is not None and weights not in _BITS:
         raise UnknownOptionError.nearest("weights", weights, tuple(_BITS))
@@ -335,7 +336,8 @@ def _after_packing(make: BackendMaker, fast_paths: bool) -> BackendMaker:
 
 
 def resolve_source(name: str) -> str:
-    """The folder of an embedded name; a path that is meant as one must exist; a hub name stays as it is.
+    """The folder of an embedded name, of smollm2 or of a GGUF file; a path that is meant as one must exist; a hub name
+    stays as it is.
 
     Raises:
         ModelNotFoundError: no such folder, or one without a model.
@@ -343,6 +345,9 @@ def resolve_source(name: str) -> str:
     """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
+    if name == smollm2.WORD:
+        installed = smollm2.installed_file()
+        return smollm2.ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
     path = user_path(name, ModelNotFoundError)
     files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
     if (path.suffix == ".gguf" and path.is_file()) or len(files) == 1:
@@ -414,6 +419,11 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
             ) from error
         if Path(source).is_dir():
             raise ModelError(f"cannot read the configuration of {name!r}: {first_line(error)}") from error
+        if name == smollm2.WORD:
+            raise ModelNotFoundError(
+                f"{name} is not installed, and the Hugging Face hub did not give {source} ({first_line(error)}); run "
+                f"{smollm2.missing()}"
+            ) from error
         raise ModelNotFoundError(
             f"found no model {name!r}: there is no such folder, and the Hugging Face hub did not give it "
             f"({first_line(error)})"
