@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -65,6 +66,25 @@ def test_greedy_is_the_argmax_chain_with_every_drafter(target: MarkovModel, draf
     answer = Engine(target, drafter, controller="fixed").generate([3, 1, 4], SamplingParams(max_tokens=30))
     assert answer.token_ids == greedy_reference(target, [3, 1, 4], 30)
     assert (answer.finish_reason, answer.text, len(answer.origins)) == ("length", None, 30)
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "cascade"])
+def test_no_drafted_distribution_outlives_the_next_step(target: MarkovModel, name: str) -> None:
+    """With a large vocabulary they are the largest thing of a step."""
+    drafter = DRAFTERS[name](target)
+    propose = drafter.propose
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(*asked: object) -> list[Proposal]:
+        proposals: list[Proposal] = propose(*asked)
+        made.extend(weakref.ref(each.probs) for each in proposals if each.probs is not None)
+        return proposals
+
+    drafter.propose = watched
+    params = SamplingParams(temperature=1.0, max_tokens=20)
+    Engine(target, drafter, controller="fixed").generate([[3, 1, 4], [2]], params)
+    assert len(made) > 8
+    assert sum(there() is not None for there in made) <= 2  # of the last step, of two requests
 
 
 def test_max_tokens_ends_inside_an_accepted_block(target: MarkovModel, drafter: Drafter | None) -> None:

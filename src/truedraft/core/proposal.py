@@ -119,7 +119,6 @@ def check_draws(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: in
     return frozenset(draw.kind for own in draws for draw in own)
 
 
-@lru_cache(maxsize=1024)
 def check_proposal(name: str, proposal: Proposal, budget: Budget, judged: frozenset[DrawKind], vocab: int) -> None:
     """Refuse what a rule would judge wrongly, or a budget forbids; ids are looked at by `check_ids`.
 
