@@ -109,7 +109,9 @@ def _write(options: argparse.Namespace) -> None:
     (run / "test.json").write_text(json.dumps(test))
     fingerprint = fingerprint_of(model)
     pairs = [(prompt, heat) for prompt in tree for heat in TREE_TEMPERATURES.values()]
-    _answer(writer, pairs, AnswerFiles(run, TREE_TEXT, model.config.hidden_size, {"target": fingerprint}), options, dice)
+    _answer(
+        writer, pairs, AnswerFiles(run, TREE_TEXT, model.config.hidden_size, {"target": fingerprint}), options, dice
+    )
     questions = list(itertools.islice(itertools.cycle(prompts), options.answers))
     heats = [TEMPERATURES[(number + number // len(prompts)) % len(TEMPERATURES)] for number in range(len(questions))]
     files = AnswerFiles(run, TRAIN_TEXT, model.config.hidden_size, {"target": fingerprint})
@@ -234,9 +236,7 @@ def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
     sets = PromptSets(
         kept, [r.prompt for r in tree.records], test, np.zeros(0, np.uint32), source="chats that it was not trained on"
     )
-    job = HeadJob(
-        str(options.target), sets, config, _told(), TimeBudget(options.minutes), "its own answers to chats"
-    )
+    job = HeadJob(str(options.target), sets, config, _told(), TimeBudget(options.minutes), "its own answers to chats")
     (out / WORK).mkdir(parents=True, exist_ok=True)
     job = forecast(job, out / WORK)
     text = TargetText(train, tree, fingerprint)

@@ -80,9 +80,7 @@ def _interleaved(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]
     With one head of 4 rows, (a, b, c, d) becomes (a, c, b, d).
     """
     rows, width = values.shape
-    return np.ascontiguousarray(
-        values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
-    )
+    return np.ascontiguousarray(values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width))
 
 
 def _copy_tokenizer(source: GGUFReader, writer: GGUFWriter) -> None:
