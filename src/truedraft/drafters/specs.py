@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import truedraft.drafters
-from truedraft.drafters.registry import find_drafters
+from truedraft.drafters.registry import ORDER, find_drafters
 from truedraft.embedded import embedded_heads
 from truedraft.errors import CompositionError, OptionError, UnknownOptionError, UnsupportedModelError, errors_about
 from truedraft.options import Words, called, read_whole
@@ -294,6 +294,9 @@ def _made(words: Words, target: LanguageModel) -> Drafter:
             raise UnknownOptionError.nearest("drafter", words.kind, valid)
         return own
     words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
+    if words.kind in ORDER and words.path is None:  # what was trained for the target, if anything was
+        trained = next((each for each in find_drafters(target) if each.kind == words.kind), None)
+        words = words if trained is None else replace(words, path=str(trained.folder))
     return kind.make(words, target)
 
 
