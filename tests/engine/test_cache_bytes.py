@@ -87,7 +87,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("most", [20_000, 30_000, 60_000, 1_000_000])
+@pytest.mark.parametrize("most", [20_000, 60_000, 1_000_000])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(drafter: str, most: int) -> None:
     target, made = markov(), DRAFTERS[drafter]()

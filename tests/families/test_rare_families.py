@@ -53,18 +53,16 @@ def test_chains_and_trees_in_mixed_packs_equal_transformers(family: str, backend
 @pytest.mark.parametrize("drafted", [{"num_speculative_tokens": 4}, {"branching": (3, 2, 1)}], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", RARE)
 def test_greedy_equals_transformers(family: str, drafted: dict[str, object]) -> None:
-    """Alone and in a ragged batch, with a draft that is right now and then."""
+    """In a ragged batch, with a draft that is right now and then; that no row hangs on its neighbours is seen above."""
     expected, margin = by_transformers(family)
     assert margin > 1e-3
     assert min(len(set(answer)) for answer in expected) >= 8
     engine = Engine(
         loaded(family, "fastest"), DraftModel(loaded(family, "fastest", 0.05), **drafted), controller="fixed"
     )  # type: ignore[arg-type]
-    alone = engine.generate(list(PROMPTS[0]), PARAMS)
     batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)
-    assert alone.token_ids == expected[0]
     assert [answer.token_ids for answer in batch] == expected
-    assert not any(answer.warnings for answer in (alone, *batch))
+    assert not any(answer.warnings for answer in batch)
     accepted = sum(answer.stats.accepted_tokens for answer in batch)
     assert 0 < accepted < sum(answer.stats.draft_tokens for answer in batch)
 

@@ -45,6 +45,12 @@ def copied(family: str, noise: float = 0.0) -> HuggingFaceModel:
     return run_alone(random_model(family, noise), None, family, UnsupportedModelError("asked so"), CopiedBackend)
 
 
+@cache
+def by_transformers(family: str) -> list[list[int]]:
+    model = random_model(family)
+    return [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+
+
 @contextmanager
 def counted(model: HuggingFaceModel) -> Iterator[list[int]]:
     """How many tokens each forward of the model itself reads meanwhile."""
@@ -63,8 +69,7 @@ def counted(model: HuggingFaceModel) -> Iterator[list[int]]:
 @pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
-    model = random_model(family)
-    expected = [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    expected = by_transformers(family)
     engine = Engine(copied(family), drafter_of(drafted, copied(family, 0.05)), controller="fixed")
     answers = engine.generate([list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=COUNT, ignore_eos=True))
     assert [list(answer.token_ids)[: len(own)] for answer, own in zip(answers, expected, strict=True)] == expected

@@ -220,8 +220,8 @@ DRAFTED = ("none", "prompt-lookup", "chain", "tree")
 
 
 def drafter_of(word: str, draft: LanguageModel) -> Drafter | None:
-    """One of DRAFTED."""
+    """One of DRAFTED. Siblings at two depths are the smallest tree whose wrong paths differ from the right ones."""
     if word == "prompt-lookup":
         return PromptLookup(min_ngram=1)
-    sizes: dict[str, Any] = {"chain": {"num_speculative_tokens": 4}, "tree": {"branching": (3, 2, 1)}}
+    sizes: dict[str, Any] = {"chain": {"num_speculative_tokens": 4}, "tree": {"branching": (2, 2)}}
     return DraftModel(draft, **sizes[word]) if word in sizes else None

@@ -189,10 +189,10 @@ def many(kind: str, count: int) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("target", "draft"), [("byte-level", "sentencepiece"), ("word pieces", "byte-level")])
-def test_150_000_tokens_are_compared_in_seconds(target: str, draft: str) -> None:
-    """It takes under 2 s on one core of the machine that we measure on; ten times that is a disturbed run."""
-    theirs, ours = many(target, 150_000), many(draft, 150_000)
-    started = time.perf_counter()
+def test_50_000_tokens_are_compared_in_seconds(target: str, draft: str) -> None:
+    """It takes 0.7 s of a core of the machine that we measure on; what compares each with each would take minutes."""
+    theirs, ours = many(target, 50_000), many(draft, 50_000)
+    started = time.process_time()
     translation = between(theirs, ours)
-    assert time.perf_counter() - started < 20.0
-    assert len(translation.reads) == 150_000 and translation.shared > 0.9
+    assert time.process_time() - started < 7.0
+    assert len(translation.reads) == 50_000 and translation.shared > 0.9

@@ -12,14 +12,17 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from truedraft.cache import RequestCache
 from truedraft.errors import PromptError
+
+if TYPE_CHECKING:
+    # Its import takes seconds, and whatever drafts or samples without a model of transformers has this module.
+    from transformers import PreTrainedModel
 
 # Parts of a configuration, and what they let a model read beside text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "encoder_config": "sound"}

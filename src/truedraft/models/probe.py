@@ -39,10 +39,10 @@ from transformers.models.auto.modeling_auto import (
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError, first_line
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
+from truedraft.models.backends.encoder_decoder import Encoded
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.quantized import is_quantized, quantized_of
 from truedraft.models.recurrence import carrying_modules, without_states
-from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
 from truedraft.models.states import carries_states
 

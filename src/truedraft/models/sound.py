@@ -9,24 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import PromptError, UnsupportedModelError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _VECTORS = 4  # of a sound that is made up, where its length is free
 _ENDLESS = 2**20
-
-
-@dataclass
-class Encoded(BaseModelOutput):
-    """What a decoder is given in place of an encoder's output, whose experts or mask some ask for."""
-
-    router_logits: None = None
-    attention_mask: None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

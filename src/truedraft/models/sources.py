@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from truedraft.errors import PromptError, UnsupportedModelError
 from truedraft.models.sound import Sound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # whose import takes seconds, not needed where no model is one of its
 
 _LENGTH = 4  # of a source that is made up
 

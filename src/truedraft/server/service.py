@@ -444,7 +444,8 @@ class Service:
         self._unawaited = 0
         end = time.monotonic() + min(most_s, _MOST_LINGERING_S)
         self._work.clear()
-        while self.waiting < ended and (left := end - time.monotonic()) > 0.0 and self._work.wait(left):
+        while self.waiting < ended and not self._stopped and (left := end - time.monotonic()) > 0.0:
+            self._work.wait(left)
             self._work.clear()
         self._following = _RECENT * self._following + (1.0 - _RECENT) * min(self.waiting / ended, 1.0)
 

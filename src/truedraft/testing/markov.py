@@ -56,19 +56,18 @@ class MarkovModel(LanguageModel):
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """One packed forward; see `LanguageModel.forward`. The hidden vector is the pair of tokens looked at."""
-        pairs: list[tuple[int, int]] = []
-        for segment in segments:
-            texts = _texts(segment)
-            pairs.extend((*([0, 0, *texts[row]][-2:]),) for row in segment.rows)  # type: ignore[misc]
+        pairs = [pair for segment in segments for pair in _pairs(segment)]
         index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         return ForwardOutput(self.probs[index[:, 0], index[:, 1]].log(), index.to(self.dtype))
 
 
-def _texts(segment: Segment) -> list[list[int]]:
-    """For each new token of a segment, all tokens up to and with it, as read back from the cache."""
+def _pairs(segment: Segment) -> list[list[int]]:
+    """For each row of a segment the last two tokens up to and with its own, as read back from the cache."""
     cache, shape = segment.cache, segment.shape
     cache.reserve(len(shape), segment.written)
     ids = segment.tokens.to(torch.float64).view(1, -1, 1)
-    stored: list[int] = cache.write(0, ids, ids)[0].flatten().long().tolist()
-    context, drafted = stored[: cache.length], stored[cache.length :]
-    return [context + [drafted[node] for node in shape.path(node_)] for node_ in range(segment.written, len(shape))]
+    seen = min(cache.length, 2)
+    stored: list[int] = cache.write(0, ids, ids)[0].flatten()[cache.length - seen :].long().tolist()
+    context, drafted = [0, 0, *stored[:seen]], stored[seen:]
+    paths = (shape.path(segment.written + row) for row in segment.rows)
+    return [(context + [drafted[node] for node in path[-2:]])[-2:] for path in paths]

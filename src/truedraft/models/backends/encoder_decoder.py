@@ -8,20 +8,29 @@ positions, where a causal model would have these tokens' keys and values. Behind
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.cache import CachePool, RequestCache
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, PathCache
 from truedraft.models.multimodal import on_device
 from truedraft.models.packing import SegmentPlan
-from truedraft.models.sound import Encoded
 from truedraft.models.sources import Sources
+
+
+@dataclass
+class Encoded(BaseModelOutput):
+    """What a decoder is given in place of an encoder's output, whose experts or mask some ask for."""
+
+    router_logits: None = None
+    attention_mask: None = None
 
 
 class EncoderDecoderBackend(AloneBackend):
