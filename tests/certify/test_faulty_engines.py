@@ -51,7 +51,6 @@ def sigmas(seen: Seen, law: Tensor, events: Tensor) -> float:
 
 @pytest.mark.parametrize("fault", OF_TOKENS, ids=lambda fault: fault.name)
 def test_a_fault_emits_what_its_law_says_and_is_as_large_as_it_must_be(fault: Planted) -> None:
-    """By 512 tokens, which show a law that is off by 0.09 in the probability of an event, and what each fault does."""
     seen = fault.seen(embedded_models(), rounds=2 if fault.name == "shared noise" else 1)  # one round shows others
     assert fault.law is not None
     law = fault.law(seen, fault.params)

@@ -160,7 +160,7 @@ class Planted:
     filters: tuple[str, ...] = FILTERS
     ends: str = "right"
 
-    def seen(self, models: Models, rounds: int = 1, length: int = 16) -> Seen:
+    def seen(self, models: Models, rounds: int = 1, length: int = 24) -> Seen:
         """Let it answer the beginnings of files, and gather what was known of each token.
 
         Args:
