@@ -113,7 +113,8 @@ def _write(options: argparse.Namespace) -> None:
         writer, pairs, AnswerFiles(run, TREE_TEXT, model.config.hidden_size, {"target": fingerprint}), options, dice
     )
     questions = list(itertools.islice(itertools.cycle(prompts), options.answers))
-    heats = [TEMPERATURES[(number + number // len(prompts)) % len(TEMPERATURES)] for number in range(len(questions))]
+    rounds = (number + number // len(prompts) for number in range(len(questions)))
+    heats = [TEMPERATURES[each % len(TEMPERATURES)] for each in rounds]
     files = AnswerFiles(run, TRAIN_TEXT, model.config.hidden_size, {"target": fingerprint})
     _answer(writer, list(zip(questions, heats, strict=True)), files, options, dice, tokenizer)
 

@@ -1,7 +1,8 @@
 """Trained drafters on disk: which there are, for which target each was trained, and those that belong to one.
 
 A drafter says what it is in its own folder: heads in `config.json`; a draft model, whose `config.json` is that of an
-ordinary model or which is a GGUF file, and a table of n-grams, which has none, in `drafter.json`. Nothing is loaded to look for them.
+ordinary model or which is a GGUF file, and a table of n-grams, which has none, in `drafter.json`. Nothing is loaded to
+look for them.
 """
 
 from __future__ import annotations
