@@ -144,7 +144,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 @on_cuda
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_cuda_replayed_forwards_equal_the_models_own(name: str) -> None:
-    """Recorded for real, where the model fits; float32 products of the GPU sum in another order than those of the CPU."""
+    """Recorded for real where a model fits; float32 products of a GPU sum in another order than those of a CPU."""
     llama = Llama.of(weights(name), probe_patterns(weights(name)))
     model = HuggingFaceModel(weights(name).to("cuda"), None, name, fastest_backend)  # type: ignore[arg-type]
     assert ("CUDA graphs" in model.fast_paths) is (llama is not None and GraphBackend.fits(llama))
