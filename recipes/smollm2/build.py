@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from recipes.common import ROOT, command, say
+from recipes.smollm2.pack import read_draft, write_gguf
 from recipes.smollm2.prompts import written_prompts
 from recipes.smollm2.writer import Writer
+from truedraft.drafters.registry import RECORD
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
 from truedraft.models.huggingface import fingerprint_of
 from truedraft.planning import TREE_TEMPERATURES
@@ -56,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", type=Path, required=True, help="the model's folder")
     parser.add_argument("--run", type=Path, default=ROOT / "runs" / "smollm2", help="prompts, answers, drafters")
     parser.add_argument("--data", type=Path, help="prompts, stage 'prompts': the folder with prompts/ and text/")
+    parser.add_argument("--gguf", type=Path, help="stage 'pack': the target's GGUF file, whose tokenizer is taken")
+    parser.add_argument("--start-from", type=Path, help="stage 'draft': a draft to train further")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, help="of a training, its measurements included")
     parser.add_argument("--rows", type=int, default=2048, help="stage 'write': answers written at once")
@@ -199,7 +204,7 @@ def _draft(options: argparse.Namespace) -> None:
     """The draft model, distilled on the answers."""
     size = options.tokens_per_step
     config = DraftConfig(
-        start_from=_start(options),
+        start_from=options.start_from or _start(options),
         schedule=WarmupStableDecay.of(options.steps, 0.3),
         optimizer=OptimizerConfig(3e-3, 3e-3),
         curriculum=Curriculum(512, min(2048, size), size, size),
@@ -225,6 +230,17 @@ def _medusa(options: argparse.Namespace) -> None:
 def _redrafter(options: argparse.Namespace) -> None:
     """A recurrent head."""
     _heads(options, RedrafterTrainingConfig(steps=options.steps, seed=SEED, device=options.device))
+
+
+def _pack(options: argparse.Namespace) -> None:
+    """The draft as a GGUF file of 4 bits, beside the record that says whose draft it is."""
+    folder: Path = options.run / "packed" / "draft"
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = GGMLQuantizationType.Q4_0
+    write_gguf(read_draft(options.run / "draft"), options.gguf, folder / f"draft-{kind.name}.gguf", kind)
+    record = json.loads((options.run / "draft" / RECORD).read_text())
+    config = json.loads((options.run / "draft" / "config.json").read_text())
+    (folder / RECORD).write_text(json.dumps(record | {"vocab_size": config["vocab_size"]}, indent=1) + "\n")
 
 
 def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
@@ -264,7 +280,14 @@ def _told() -> Callbacks:
     return Callbacks(on_progress=progress, on_note=say, on_plan=say)
 
 
-STAGES = {"prompts": _prompts, "write": _write, "draft": _draft, "medusa": _medusa, "redrafter": _redrafter}
+STAGES = {
+    "prompts": _prompts,
+    "write": _write,
+    "draft": _draft,
+    "medusa": _medusa,
+    "redrafter": _redrafter,
+    "pack": _pack,
+}
 
 
 if __name__ == "__main__":

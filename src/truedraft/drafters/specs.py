@@ -168,9 +168,9 @@ def drafter_help() -> str:
     """Every kind of drafters and its options, a paragraph each."""
     auto = (
         "auto: prompt-lookup and the trained drafters that belong to the target, found in the folder drafters of its "
-        "own folder, in --drafters-dir, among those that truedraft train made here, and among those that ship with "
-        "truedraft, or where there are none self:int4, whose weights are made when a step first drafts with them; a "
-        "controller chooses among them at each step"
+        "own folder, in --drafters-dir, among those that truedraft train made here, among installed packages of "
+        "drafters, and among those that ship with truedraft, or where there are none self:int4, whose weights are made "
+        "when a step first drafts with them; a controller chooses among them at each step"
     )
     chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
     own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
@@ -458,9 +458,10 @@ KINDS: Mapping[str, DrafterKind] = {
             "min_probability": "0",
             "async": "1",
         },
-        "a smaller model, best with the same tokenizer, without MODEL the embedded one: a chain, several chains that "
-        "are merged where they agree, or by branching a tree of so many guesses at each depth; no further below a "
-        "token of less than min_probability; with async=1 another process drafts on while the target verifies",
+        "a smaller model, best with the same tokenizer, without MODEL the one trained for the target, or the embedded "
+        "one: a chain, several chains that are merged where they agree, or by branching a tree of so many guesses at "
+        "each depth; no further below a token of less than min_probability; with async=1 another process drafts on "
+        "while the target verifies",
         widest={"num_speculative_tokens": "12"},
     ),
     "self": DrafterKind(
@@ -504,18 +505,18 @@ KINDS: Mapping[str, DrafterKind] = {
         _medusa,
         "DIR",
         {"nodes": "16", "branching": "4-3-2", "tree": "counted|FILE"},
-        "heads on the target's last vector, without DIR the embedded ones: at each step a tree of as many nodes as pay "
-        "here, or as you say; or the same tree at all steps, of so many ranks at each depth, the one that was counted "
-        "in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
+        "heads on the target's last vector, without DIR those trained for the target, or the embedded ones: at each "
+        "step a tree of as many nodes as pay here, or as you say; or the same tree at all steps, of so many ranks at "
+        "each depth, the one that was counted in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
         widest={"nodes": "48"},
     ),
     "redrafter": DrafterKind(
         "Redrafter",
         "DIR",
         {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
-        "one recurrent head on that vector, without DIR the embedded one: beams, merged and cut to the likeliest "
-        "nodes, in sizes that pay here, or as you say; from temperature 0.8 on they are drawn, at every one with "
-        "sampled=true and at none with sampled=false",
+        "one recurrent head on that vector, without DIR the one trained for the target, or the embedded one: beams, "
+        "merged and cut to the likeliest nodes, in sizes that pay here, or as you say; from temperature 0.8 on they "
+        "are drawn, at every one with sampled=true and at none with sampled=false",
         parts={"head": _recurrent_head},
         widest={"beams": "4", "nodes": "16"},
     ),
