@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -191,6 +191,13 @@ bench: $(STAMP)
 	$(BIN)/$(BENCH) --drafter draft --drafter medusa --drafter redrafter --peer transformers --limit 6 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --drafter medusa --drafter redrafter --peer transformers --limit 4 --max-tokens 64 --pad-to 500M | tail -n 1 >> $(RESULTS)/bench.jsonl
 	$(BIN)/$(BENCH) --drafter draft --peer transformers --limit 8 --batch 8 --max-tokens 64 --pad-to 110M | tail -n 1 >> $(RESULTS)/bench.jsonl
+
+# What the default brings on real questions, on which nothing was trained: docs/performance.md. PROMPTS is a folder with
+# folders of MT-bench, HumanEval, GSM8K and Spec-Bench; on an otherwise idle machine.
+bench-real: $(STAMP)
+	for set in mt_bench humaneval gsm8k spec_bench; do for temperature in 0 0.8; do \
+	  $(BIN)/truedraft bench --model $(or $(MODEL),smollm2) --prompts $(PROMPTS)/$$set --chat --limit 6 --max-tokens 128 \
+	    --temperature $$temperature --json | tail -n 1 >> $(RESULTS)/real_prompts.jsonl; done; done
 
 # What the default drafters bring beside other programs: docs/performance.md. MODEL is a folder, or the embedded target;
 # five minutes, on an otherwise idle machine.

@@ -19,6 +19,7 @@ from support.gguf_files import write
 from support.tiny_models import build
 from truedraft import embedded, load_model
 from truedraft.cli import info
+from truedraft.drafters import registry
 from truedraft.drafters.registry import write_record
 from truedraft.files import parameters_in
 from truedraft.models.backends.native.build import built
@@ -51,6 +52,7 @@ def test_version(run: Run) -> None:
 
 def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(embedded, "_FOLDER", tmp_path)
+    monkeypatch.setattr(registry, "_GROUP", "no packages of drafters")
     result = run("info", "--json")
     record = result.record
     assert result.status == 0

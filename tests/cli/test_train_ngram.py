@@ -101,6 +101,9 @@ def test_broken_tables_are_one_sentence(run: Run, target: str, table: Path, tmp_
         file.write_bytes(damaged)
         assert message in complaint(file)
     assert "cannot read the n-gram table" in complaint(tmp_path / "nowhere")
+    trained = run("generate", "x", "--model", target, "--drafter", "ngram", "--max-tokens", "4")
+    assert trained.status == 0, "the table that was trained for the target"
+    shutil.rmtree(table)
     done = run("generate", "x", "--model", target, "--drafter", "ngram")
     assert done.status == 2 and "needs its table: ngram:FILE, as truedraft train ngram wrote it" in done.err
 

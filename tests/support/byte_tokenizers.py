@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from truedraft.cache import CachePool
 from truedraft.models.base import ForwardOutput, Segment
-from truedraft.testing.markov import MarkovModel, _texts
+from truedraft.testing.markov import MarkovModel
 from truedraft.text.tokenizer import Tokenizer
 
 END = "</s>"
@@ -51,7 +51,7 @@ class ScriptModel(MarkovModel):
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         """See `MarkovModel.forward`."""
-        rows = [texts[row] for segment in segments if (texts := _texts(segment)) for row in segment.rows]
+        rows = [text for segment in segments for text in texts_of(segment)]
         logits = torch.zeros(len(rows), self.vocab_size)
         for row, tokens in enumerate(rows):
             logits[row, self._next(tokens)] = 20.0
@@ -64,3 +64,14 @@ class ScriptModel(MarkovModel):
             for count in range(min(len(tokens), len(script) - 1), -1, -1)
             if list(tokens[len(tokens) - count :]) == script[:count]
         )
+
+
+def texts_of(segment: Segment) -> list[list[int]]:
+    """For each row of a segment all tokens up to and with its own, as read back from the cache."""
+    cache, shape = segment.cache, segment.shape
+    cache.reserve(len(shape), segment.written)
+    ids = segment.tokens.to(torch.float64).view(1, -1, 1)
+    stored: list[int] = cache.write(0, ids, ids)[0].flatten().long().tolist()
+    context, drafted = stored[: cache.length], stored[cache.length :]
+    paths = (shape.path(segment.written + row) for row in segment.rows)
+    return [context + [drafted[node] for node in path] for path in paths]

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
+from truedraft.drafters.registry import find_drafters
 from truedraft.drafters.specs import KINDS, from_spec
-from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names
-from truedraft.errors import ModelNotFoundError, OptionError
+from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.models.padding import unpadded_name
 from truedraft.options import Words
 from truedraft.planning.replay import CURVE_NODES
 from truedraft.planning.traces import is_drawn
@@ -56,16 +55,8 @@ class Candidate:
 
 
 def fitting_drafters(target: LanguageModel) -> tuple[str, ...]:
-    """The words of the drafters that are known to fit a target: prompt lookup, and for the embedded one what ships."""
-    words = ["prompt-lookup"]
-    if unpadded_name(target.name) == "embedded:target":
-        for kind in ("draft", *embedded_heads_names()):
-            try:
-                embedded_folder(kind) if kind == "draft" else embedded_heads(kind)
-            except ModelNotFoundError:
-                continue
-            words.append(kind)
-    return tuple(words)
+    """The words of drafters that are known to fit a target: prompt lookup, and the kinds that were trained for it."""
+    return ("prompt-lookup", *dict.fromkeys(each.kind for each in find_drafters(target)))
 
 
 def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
