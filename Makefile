@@ -194,11 +194,8 @@ bench: $(STAMP)
 
 # What the default brings on real questions, on which nothing was trained: docs/performance.md. PROMPTS is a folder with
 # folders of MT-bench, HumanEval, GSM8K and Spec-Bench; on an otherwise idle machine.
-WITHOUT_DECISIONS := $(BIN)/python -c "import json; d = json.loads(input()); [s.pop('decisions', None) for s in d['systems']]; print(json.dumps(d))"
 bench-real: $(STAMP)
-	for set in mt_bench humaneval gsm8k spec_bench; do for temperature in 0 0.8; do \
-	  $(BIN)/truedraft bench --model $(or $(MODEL),smollm2) --prompts $(PROMPTS)/$$set --chat --limit 6 --max-tokens 128 \
-	    --temperature $$temperature --json | tail -n 1 | $(WITHOUT_DECISIONS) >> $(RESULTS)/real_prompts.jsonl; done; done
+	$(BIN)/python benchmarks/real_prompts.py --model $(or $(MODEL),smollm2) --prompts $(PROMPTS)
 
 # What the default drafters bring beside other programs: docs/performance.md. MODEL is a folder, or the embedded target;
 # five minutes, on an otherwise idle machine.

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from recipes.common import ROOT, command, say
 from recipes.smollm2.pack import read_draft, write_gguf
 from recipes.smollm2.prompts import written_prompts
 from recipes.smollm2.writer import Writer
+from truedraft.bench.prompts import read_questions
 from truedraft.drafters.registry import RECORD
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
 from truedraft.models.huggingface import fingerprint_of
@@ -41,7 +42,7 @@ from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.report import HeadResult, write_head_card
 from truedraft.training.texts.data import Curriculum
 from truedraft.training.texts.prompts import PromptSets
-from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
+from truedraft.training.texts.self_distillation import AnswerFiles, WrittenAnswer
 from truedraft.training.texts.tokenizer import copy_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget
 
@@ -76,8 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _prompts(options: argparse.Namespace) -> None:
     """Questions of ours, as ids behind the chat template."""
     data = options.data
-    held_out = [data / "prompts" / name for name in ("gsm8k/test.jsonl", "mt_bench/question.jsonl")]
-    held_out += [data / "prompts/spec_bench/question.jsonl", *data.glob("prompts/humaneval/*.jsonl")]
+    sets = ("gsm8k", "mt_bench", "spec_bench", "humaneval")
+    held_out = [question.text for name in sets for question in read_questions(data / "prompts" / name)[1]]
     prose = [data / "text" / name for name in ("darwin.txt", "bronte.txt")]
     texts = written_prompts(
         data / "prompts/gsm8k/train.jsonl", data / "text/thealgorithms_python.jsonl", prose, held_out, SEED
@@ -102,10 +103,9 @@ def _write(options: argparse.Namespace) -> None:
     model = load_causal_lm(options.target, dtype=torch.bfloat16, device=options.device).eval()
     assert isinstance(model, LlamaForCausalLM), "the writer knows Llama"
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    stop = int(tokenizer.eos_token_id)
-    writer = Writer(model, [stop])
+    writer = Writer(model, [tokenizer.eos_token_id])
     dice = torch.Generator(options.device).manual_seed(SEED)
-    asked = _asked(writer, tokenizer, options, stop, dice)
+    asked = _asked(writer, tokenizer, options, dice)
     prompts: list[list[int]] = json.loads((run / "prompts.json").read_text()) + asked
     order = np.random.default_rng(SEED).permutation(len(prompts))
     prompts = [prompts[place] for place in order]
@@ -124,9 +124,7 @@ def _write(options: argparse.Namespace) -> None:
     _answer(writer, list(zip(questions, heats, strict=True)), files, options, dice, tokenizer)
 
 
-def _asked(
-    writer: Writer, tokenizer: Any, options: argparse.Namespace, stop: int, dice: torch.Generator
-) -> list[list[int]]:
+def _asked(writer: Writer, tokenizer: Any, options: argparse.Namespace, dice: torch.Generator) -> list[list[int]]:
     """What the model writes in a user's place, and only there (2406.08464); each once."""
     mark = "\N{REPLACEMENT CHARACTER}"
     text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
@@ -247,7 +245,9 @@ def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
     """Heads of one kind, trained on the kept vectors."""
     out = options.run / config.head.kind
     fingerprint = json.loads((options.run / f"{TRAIN_TEXT}.json").read_text())["target"]
-    train, tree = (_written(options.run, name, fingerprint) for name in (TRAIN_TEXT, TREE_TEXT))
+    width = AutoConfig.from_pretrained(options.target).hidden_size
+    about = {"target": fingerprint}
+    train, tree = (AnswerFiles(options.run, name, width, about).read() for name in (TRAIN_TEXT, TREE_TEXT))
     test = json.loads((options.run / "test.json").read_text())
     kept = [record.prompt for record in train.records]
     sets = PromptSets(
@@ -260,12 +260,6 @@ def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
     result = HeadResult(out, *train_stage_1(job, text, out, out / WORK))
     write_head_card(result, config.head.kind, str(options.target), job.data, config.device)
     say(json.dumps(result.report.as_dict()))
-
-
-def _written(run: Path, name: str, fingerprint: str) -> SelfDistillationData:
-    width = (run / f"{name}.hidden").stat().st_size // 2
-    count = sum(len(json.loads(line)["answer"]) for line in (run / f"{name}.jsonl").open())
-    return AnswerFiles(run, name, width // count, {"target": fingerprint}).read()
 
 
 def _told() -> Callbacks:

@@ -18,14 +18,14 @@ _PASSAGES = (80, 420)  # words of a passage
 _LEAST_CODE, _MOST_CODE = 80, 1_200  # characters of a signature with its docstring
 
 
-def written_prompts(gsm8k: Path, code: Path, prose: Sequence[Path], held_out: Sequence[Path], seed: int) -> list[str]:
+def written_prompts(gsm8k: Path, code: Path, prose: Sequence[Path], held_out: Iterable[str], seed: int) -> list[str]:
     """User messages in a random order.
 
     Args:
         gsm8k: lines of objects with "question", the train part of GSM8K.
         code: lines of objects with "text", a Python file each.
         prose: plain texts.
-        held_out: files of prompts, any JSON lines, whose words are avoided.
+        held_out: questions whose words are avoided.
         seed: of the order, the passages and the questions about them.
     """
     dice = random.Random(seed)
@@ -35,7 +35,7 @@ def written_prompts(gsm8k: Path, code: Path, prose: Sequence[Path], held_out: Se
     found += dice.sample(functions, min(len(functions), 2_500))
     for path in prose:
         found += _about_passages(path.read_text(encoding="utf-8"), 500, dice)
-    avoided = {gram for path in held_out for gram in _grams(path.read_text(encoding="utf-8"))}
+    avoided = {gram for text in held_out for gram in _grams(text)}
     kept = [text for text in dict.fromkeys(found) if avoided.isdisjoint(_grams(text))]
     dice.shuffle(kept)
     return kept

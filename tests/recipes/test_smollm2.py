@@ -37,8 +37,7 @@ def test_prompts_come_from_all_kinds_and_share_nothing_with_those_that_are_held_
     sources = [FUNCTION + "    return width * height\n", "def broken(:\n", "def bare():\n    return 1\n"]
     (tmp_path / "code").write_text("\n".join(json.dumps({"text": each}) for each in sources))
     (tmp_path / "prose").write_text(" ".join(f"word{number}" for number in range(2000)))
-    (tmp_path / "held_out").write_text(json.dumps({"turns": [questions[0].upper()]}))
-    made = written_prompts(tmp_path / "gsm8k", tmp_path / "code", [tmp_path / "prose"], [tmp_path / "held_out"], 3)
+    made = written_prompts(tmp_path / "gsm8k", tmp_path / "code", [tmp_path / "prose"], [questions[0].upper()], 3)
     assert questions[0] not in made and questions[1] in made
     assert [each for each in made if each.startswith("def ")] == [FUNCTION]
     passages = [each for each in made if "word" in each]

@@ -7,6 +7,7 @@ look for them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,9 +222,10 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
     yield from Registry().drafters()
     yield from _in_folder(embedded_drafters(), "ships with truedraft")
     for package in metadata.entry_points(group=_GROUP):
-        spec = find_spec(package.value)  # which finds it without running it
-        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-            yield from _in_folder(Path(place), f"the package {package.value}")
+        with contextlib.suppress(ImportError, ValueError):  # what somebody's package says wrongly is no drafter
+            spec = find_spec(package.value)  # which finds it without running it
+            for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+                yield from _in_folder(Path(place), f"the package {package.value}")
 
 
 def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:

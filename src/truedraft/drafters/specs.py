@@ -147,7 +147,7 @@ def draft_from_spec(
         elif words.kind != "draft":
             raise OptionError(f"must be draft:MODEL, none or auto for a beam search, got {spec!r}", field="drafter")
         _unbranched(words)
-        drafter = _draft_model(words, target)
+        drafter = _draft_model(_with_trained(words, target), target)
         drafter.check(target)
     return drafter
 
@@ -294,10 +294,15 @@ def _made(words: Words, target: LanguageModel) -> Drafter:
             raise UnknownOptionError.nearest("drafter", words.kind, valid)
         return own
     words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
-    if words.kind in ORDER and words.path is None:  # what was trained for the target, if anything was
-        trained = next((each for each in find_drafters(target) if each.kind == words.kind), None)
-        words = words if trained is None else replace(words, path=str(trained.folder))
-    return kind.make(words, target)
+    return kind.make(_with_trained(words, target), target)
+
+
+def _with_trained(words: Words, target: LanguageModel) -> Words:
+    """A word without a path names the newest of its kind that was trained for the target, if any was."""
+    if words.kind not in ORDER or words.path is not None:
+        return words
+    trained = next((each for each in find_drafters(target) if each.kind == words.kind), None)
+    return words if trained is None else replace(words, path=str(trained.folder))
 
 
 def _store(path: str | None, target: Any, max_tokens: int = _STORED) -> Any:
