@@ -102,11 +102,8 @@ def test_packages_bring_drafters_and_are_not_run(
     about = package.parent / "some_drafters-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-drafters\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(
-        lines="one = some_drafters\ngone = no_such_package\nworse = no_such.package\nno = :\n"(
-            about / "entry_points.txt"
-        ).write_text(f"[drafters of tests]\n{lines}")
-    )
+    lines = "one = some_drafters\ngone = no_such_package\nworse = no_such.package\nno = :\n"
+    (about / "entry_points.txt").write_text(f"[drafters of tests]\n{lines}")
     assert find_drafters(target) == []
     monkeypatch.syspath_prepend(str(package.parent))
     assert [(each.folder, each.source) for each in find_drafters(target)] == [(folder, "the package some_drafters")]
