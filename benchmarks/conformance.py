@@ -127,7 +127,7 @@ PAIRWISE = [
 ]
 
 # One family of each way to run, which runs all cells also in the short form.
-FULLY = ("llama", "mistral", "olmoe", "qwen3_next", "gptj", "inkling2_text", "openai-gpt", "t5, encoder-decoder")
+FULLY = ("llama", "mistral", "olmoe", "qwen3_next", "gpt_neo", "inkling2_text", "openai-gpt", "t5, encoder-decoder")
 
 
 def families() -> list[str]:

@@ -22,7 +22,7 @@ MECHANISMS = {
     "qwen3_next": "packed (stock, carried states)",
     "bailing_hybrid": "packed (stock, carried states)",  # with float32 parameters in a bfloat16 model
     "whisper": "packed (stock)",  # that gives logits of all rows, whatever it is asked for
-    "gptj": "one text at a time",
+    "gpt_neo": "one text at a time",
     "hy_v4": "one text at a time",  # whose LM head is kept in float32 beside bfloat16
     "emu3": "packed (stock)",  # that also sees
     "zaya": "packed (stock, carried states)",  # whose attention is given what carries them
@@ -43,7 +43,7 @@ def shapes() -> dict[str, object]:
     return found
 
 
-TESTED = {"llama", "qwen3_next", "whisper", "gptj", "zaya"}
+TESTED = {"llama", "qwen3_next", "whisper", "gpt_neo", "zaya"}
 """For whose mechanisms there are tests in tests/models and tests/families."""
 
 

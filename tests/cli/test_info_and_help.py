@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import GPTJConfig
+from transformers import GPTNeoConfig
 
 import truedraft
 from cli.tiny import Result, Run
@@ -106,9 +106,10 @@ def test_info_lists_trained_drafters(run: Run, target: str, tmp_path: Path) -> N
 
 
 def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "rotary_dim": 8}
-    build(GPTJConfig(**sizes, bos_token_id=None, eos_token_id=None), seed=0).save_pretrained(tmp_path / "gptj")
-    result = run("info", "--model", str(tmp_path / "gptj"), "--json")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_position_embeddings": 64}
+    kinds = {"attention_types": [[["global"], 1]], "bos_token_id": None, "eos_token_id": None}
+    build(GPTNeoConfig(**sizes, **kinds), seed=0).save_pretrained(tmp_path / "gpt_neo")
+    result = run("info", "--model", str(tmp_path / "gpt_neo"), "--json")
     runs = result.record["runs"]
     assert result.status == 0, result.err
     assert "one text at a time, since it cannot run packed" in runs["note"]

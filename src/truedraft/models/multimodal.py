@@ -29,9 +29,9 @@ _SENSES = {"vision_config": "images", "audio_config": "sound", "encoder_config":
 _PLACED = ("image", "video", "audio", "vision")
 _IDS = ("_token_id", "_token_index")
 _TEXT_KEYWORDS = {
-    "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
-    "logits_to_keep", "cache_position", "kwargs", "output_attentions", "output_hidden_states", "output_router_logits",
-    "return_dict", "rope_deltas",
+    "self", "input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "inputs_embeds", "labels",
+    "use_cache", "logits_to_keep", "cache_position", "kwargs", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "rope_deltas",
 }  # fmt: skip
 
 

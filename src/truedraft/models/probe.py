@@ -44,7 +44,7 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.quantized import is_quantized, quantized_of
 from truedraft.models.recurrence import carrying_modules, without_states
 from truedraft.models.sources import Sources
-from truedraft.models.states import carries_states
+from truedraft.models.states import cache_keyword, carries_states
 
 _NAME = "truedraft-probe"
 # Patterns wider than this are read as full; contexts beyond it are not supported anyway.
@@ -497,7 +497,7 @@ def _text_by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
     output = model(input_ids=text[:, :_CONTEXT], use_cache=True)
     kept = _kept(output)
     if not kept:  # Recurrent Gemma goes on with the cache that `generate` gives it, and does not give it back
-        kept = {"past_key_values": DynamicCache(config=model.config)}
+        kept = {cache_keyword(model) or "": DynamicCache(config=model.config)}
         model(input_ids=text[:, :_CONTEXT], use_cache=True, **kept)
     logits: list[Tensor] = []
     for place in range(_CONTEXT, text.shape[1]):
@@ -512,8 +512,7 @@ def _text_by_steps(model: PreTrainedModel, text: Tensor) -> Tensor:
 
 def _kept(output: Any) -> dict[str, Any]:
     """What a forward kept of the text, by the keyword that takes it."""
-    found = ((name, getattr(output, name, None)) for name in ("past_key_values", "cache_params", "state"))
-    return {name: value for name, value in found if value is not None}
+    return {name: output[name] for name in ("cache", "past_key_values", "cache_params", "state") if name in output}
 
 
 def _as_generated(model: PreTrainedModel, texts: Tensor) -> dict[str, Any]:

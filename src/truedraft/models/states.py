@@ -22,7 +22,7 @@ States: TypeAlias = dict[str, Tensor]
 """By name, `[batch, ...]` each; none where a text begins."""
 
 _XLSTM_STATES = ("matrix", "normaliser", "largest")
-_KEYWORDS = ("cache_params", "past_key_values")
+_KEYWORDS = ("cache", "cache_params", "past_key_values")  # the last two until transformers 5.24
 _UPDATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
@@ -64,7 +64,7 @@ def door_of(module: nn.Module) -> type[Door] | None:
     if known is not None:
         return known
     names = _names_used(type(module))
-    if not names & _UPDATES or _keyword_of(module) is None:
+    if not names & _UPDATES or cache_keyword(module) is None:
         return None
     if "update" in names:
         raise UnsupportedModelError(
@@ -91,7 +91,8 @@ def _names_used(kind: type) -> set[str]:
     return names
 
 
-def _keyword_of(module: nn.Module) -> str | None:
+def cache_keyword(module: nn.Module) -> str | None:
+    """By which keyword a module's forward takes transformers' cache, which a model's output calls it, too."""
     known = inspect.signature(type(module).forward).parameters
     return next((name for name in _KEYWORDS if name in known), None)
 
@@ -146,7 +147,7 @@ class _CacheDoor(Door):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._keyword = _keyword_of(module) or ""
+        self._keyword = cache_keyword(module) or ""
         wanted = list(inspect.signature(type(module).forward).parameters.values())[2:]
         self._nothing = {
             each.name: None for each in wanted if each.default is each.empty and each.kind < each.VAR_POSITIONAL

@@ -22,6 +22,7 @@ from truedraft.models.backends.base import Backend
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packing import ForwardPlan, SegmentPlan
+from truedraft.models.states import cache_keyword
 
 
 class AloneBackend(Backend):
@@ -38,6 +39,7 @@ class AloneBackend(Backend):
     def __init__(self, model: PreTrainedModel, reason: str = "it was loaded so") -> None:
         self._model = model
         self._takes = set(inspect.signature(type(model).forward).parameters)
+        self._keyword = cache_keyword(model) or ""
         self._refuse()
         self._captured: list[Tensor] = []
         self._head = model.get_output_embeddings()
@@ -53,7 +55,7 @@ class AloneBackend(Backend):
         Raises:
             UnsupportedModelError: it is not.
         """
-        if "past_key_values" not in self._takes:
+        if not self._keyword:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} takes no cache of keys and values, so each token would cost the whole "
                 "text again"
@@ -129,7 +131,7 @@ class AloneBackend(Backend):
             del given["position_ids"]
             given |= on_device(inputs, ids.device, self._model.dtype)
         given = {name: value for name, value in given.items() if name in self._takes}
-        logits: Tensor = self._model(input_ids=ids, past_key_values=past, use_cache=True, **given).logits[0]
+        logits: Tensor = self._model(input_ids=ids, use_cache=True, **given | {self._keyword: past}).logits[0]
         return logits
 
     def unembed(self, vectors: Tensor) -> Tensor:

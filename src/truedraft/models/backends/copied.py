@@ -137,8 +137,8 @@ class CopiedBackend(WholeTextBackend):
             "logits_to_keep": wanted,
         }
         given = {name: value for name, value in given.items() if name in self._takes}
-        output = self._model(input_ids=text[:, known:], past_key_values=read.past, use_cache=True, **given)
-        read.past, read.ids = getattr(output, "past_key_values", None), text[0].tolist()
+        output = self._model(input_ids=text[:, known:], use_cache=True, **given | {self._keyword: read.past})
+        read.past, read.ids = getattr(output, self._keyword, None), text[0].tolist()
         if read.past is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} gives no cache back that could be copied")
         logits: Tensor = output.logits[0]

@@ -109,7 +109,7 @@ class EncoderDecoderBackend(AloneBackend):
             encoded = self._head.weight.new_zeros(1, 1, 1).expand(1, cache.family.memory, self._width)
         given: dict[str, Any] = {
             "encoder_outputs": Encoded(last_hidden_state=encoded),
-            "past_key_values": EncoderDecoderCache(past, memory),
+            self._keyword: EncoderDecoderCache(past, memory),
         }
         if self._sources.sound is None:  # that of a sound would be of its moments, and all of them are heard
             given["attention_mask"] = torch.ones(1, cache.family.memory, dtype=torch.int64, device=ids.device)
