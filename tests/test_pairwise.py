@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.pairwise import pairwise, pairwise_among
+from support.pairwise import by_turns, pairwise, pairwise_among
 
 SIZES = [(4, 3, 2), (5, 4, 3, 2), (7, 2), (3,)]
 
@@ -36,6 +36,14 @@ def test_tests_share_a_product() -> None:
     for cells in (first, second, third):
         assert {one for one, _ in cells} == set("abcdef") and {other for _, other in cells} == set("xy")
     assert {*first, *second, *third} == set(itertools.product("abcdef", "xy"))
+
+
+def test_by_turns_two_neighbours_have_all_of_a_row() -> None:
+    cells = by_turns("abcd", ["none", "chain", "tree", "lookup"], always=["tree"])
+    assert [cell.values for cell in cells] == list(itertools.product("abcd", ["none", "chain", "tree", "lookup"]))
+    found = [{column for row, column in kept(cells) if row == one} for one in "abcd"]
+    assert all(2 <= len(each) <= 3 and "tree" in each for each in found)
+    assert all(one | other == {"none", "chain", "tree", "lookup"} for one, other in itertools.pairwise(found))
 
 
 def test_values_keep_their_names_and_marks() -> None:

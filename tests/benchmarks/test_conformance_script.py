@@ -33,8 +33,9 @@ MECHANISMS = {
 
 
 @pytest.fixture(autouse=True)
-def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_and_short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "COUNT", 10)
+    monkeypatch.setattr(conformance, "PROMPTS", conformance.PROMPTS[:5])
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def shapes() -> dict[str, object]:
     return found
 
 
-TESTED = {"llama", "qwen3_next", "whisper", "gpt_neo", "zaya"}
+TESTED = {"llama", "qwen3_next", "whisper", "gpt_neo", "zaya", "inkling2_text"}
 """For whose mechanisms there are tests in tests/models and tests/families."""
 
 

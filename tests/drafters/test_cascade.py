@@ -52,7 +52,8 @@ CASCADES: dict[str, Callable[[], Cascade]] = {
     "tree": lambda: Cascade(DraftModel(SMALL, branching=(2, 2)), DraftModel(MIDDLE), 5),
     "three levels": lambda: Cascade(Cascade(PromptLookup(min_ngram=1), DraftModel(SMALL), 3), DraftModel(MIDDLE), 8),
 }
-EVERY = pytest.mark.parametrize("make", CASCADES.values(), ids=CASCADES)
+THROUGHOUT = {"tree", "three levels"}
+"""Between them they have all that the others have: models, a lookup, trees inside, a cascade in a cascade."""
 
 
 # ------------------------------------------------------------------------------------------ distributions
@@ -163,7 +164,13 @@ def test_no_number_decides_twice() -> None:
 # ------------------------------------------------------------------------------------------ answers
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(own, marks=[] if name in THROUGHOUT else pytest.mark.slow, id=name)
+        for name, own in CASCADES.items()
+    ],
+)
 def test_answers_and_caches_are_certified(make: Callable[[], Cascade], monkeypatch: pytest.MonkeyPatch) -> None:
     stack = Stack(TARGET, make(), SpeculativeSampling())
     more: tuple[tuple[SamplingParams, Check], ...] = (

@@ -332,7 +332,10 @@ def test_the_distribution_of_what_is_emitted_is_the_target_s(columns: int, ngram
     assert True in windows
 
 
-@pytest.mark.parametrize(("columns", "ngram", "candidates"), SIZES[::2])
+@pytest.mark.parametrize(
+    ("columns", "ngram", "candidates"),
+    [SIZES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SIZES[2::2])],
+)
 def test_answers_are_certified(monkeypatch: pytest.MonkeyPatch, columns: int, ngram: int, candidates: int) -> None:
     stack = Stack(TARGET, Lookahead(columns, ngram, candidates), SpeculativeSampling())
     assert_certified(monkeypatch, stack, [[1, 2, 3], [4], [4, 4, 0, 2, 1], [3, 1]])

@@ -232,7 +232,7 @@ def test_greedy_requests_get_the_likeliest_first_tokens() -> None:
     [
         ({"chains": 3}, SpeculativeSampling()),
         ({"chains": 3}, BlockVerification()),
-        ({"branching": (3, 1, 1)}, SpeculativeSampling()),
+        pytest.param({"branching": (3, 1, 1)}, SpeculativeSampling(), marks=pytest.mark.slow),
     ],
     ids=["chains", "chains as blocks", "without replacement"],
 )

@@ -103,8 +103,8 @@ def test_answers_alone_and_with_trees_are_the_same(
     plain: dict[str, list[list[int]]],
 ) -> None:
     tree = Engine(target, DraftModel(draft, branching=(3, 2, 1)), max_batch=5, controller="fixed")
-    for name, answers in answers_of(tree, prompts[:8], options).items():
-        assert [answer.token_ids for answer in answers] == plain[name][:8]
+    for name, answers in answers_of(tree, prompts[:5], options).items():
+        assert [answer.token_ids for answer in answers] == plain[name][:5]
     for engine in (Engine(target), Engine(target, PromptLookup(), controller="fixed")):
         for name, params in options.items():
             assert engine.generate(prompts[8], params).token_ids == plain[name][8]

@@ -5,11 +5,13 @@ exactly: a forward over every prefix. Over N answers the chi-square statistic of
 1e-6 quantile, so a correct pipeline fails with probability below 1e-6 at each configuration. With N = 48,000 a
 distribution that is off by a total variation of 0.02 is caught, even when it is off in the way that chi-square sees
 least; that is shown below. Trees and siblings are counted over a quarter of that (0.04 is caught; `make test-slow`
-counts them over all). Seeds are fixed, so a run repeats."""
+counts them, and a chain once more by the models' own modules, over all). Seeds are fixed, so a run repeats."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from support.backends import native_backend
 from support.broken_rules import AcceptsAlways, DrawsFromTarget
 from support.chi_square import p_value
 from support.tiny_models import build
@@ -25,6 +28,9 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
+from truedraft.models.backends.base import BackendMaker
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.verification import Rule
@@ -37,12 +43,15 @@ FALSE_ALARM = 1e-6
 PARAMS = SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9)
 
 
-def tiny_llama(seed: int) -> LanguageModel:
+def tiny_llama(
+    seed: int, head_dim: int = 8, spread: float = 0.35, backend: BackendMaker = StockBackend
+) -> LanguageModel:
     """One layer, three tokens."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=32,
+        head_dim=head_dim,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -51,7 +60,7 @@ def tiny_llama(seed: int) -> LanguageModel:
         eos_token_id=None,
         pad_token_id=None,
     )
-    return HuggingFaceModel(build(config, seed, spread=0.35), None, f"llama-{seed}")
+    return HuggingFaceModel(build(config, seed, spread), None, f"llama-{seed}", backend)
 
 
 def exact_dist(model: LanguageModel) -> Tensor:
@@ -89,47 +98,57 @@ def counts_of(engine: Engine, answers: int) -> np.ndarray:
     return counts
 
 
-@pytest.fixture(scope="module")
-def target() -> LanguageModel:
-    return tiny_llama(seed=8)
+@dataclass(frozen=True)
+class Pair:
+    """What answers, what drafts for it, and the distribution that answers must have."""
+
+    target: LanguageModel
+    draft: LanguageModel
+    dist: np.ndarray
 
 
-@pytest.fixture(scope="module")
-def dist(target: LanguageModel) -> np.ndarray:
-    return exact_dist(target).numpy()
+@cache
+def pair(forward: str) -> Pair:
+    """By the models' own modules, or of sizes for the native forward and by it, which takes half the time."""
+    seeds, own = (8, 2), dict[str, Any]()
+    if forward == "native" and built(torch.float32).library is not None:
+        seeds, own = (16, 13), {"head_dim": 32, "spread": 0.25, "backend": native_backend}
+    target, draft = (tiny_llama(seed, **own) for seed in seeds)
+    return Pair(target, draft, exact_dist(target).numpy())
 
 
-@pytest.fixture(scope="module")
-def draft() -> LanguageModel:
-    return tiny_llama(seed=2)
-
-
-def test_the_exact_distribution_is_a_distribution_with_room_to_be_wrong(dist: np.ndarray) -> None:
+@pytest.mark.parametrize("forward", ["native", "stock"])
+def test_the_exact_distribution_is_a_distribution_with_room_to_be_wrong(forward: str) -> None:
+    dist = pair(forward).dist
     assert dist.sum() == pytest.approx(1.0, abs=1e-9)
     assert (dist > 0.001).sum() >= 12
 
 
 @pytest.mark.parametrize(
-    ("options", "answers"),
+    ("options", "answers", "forward"),
     [
-        pytest.param({"branching": (1, 1, 1)}, ANSWERS, id="chain"),
-        pytest.param({"branching": (2, 2)}, FEWER, id="tree"),
-        pytest.param({"num_speculative_tokens": 3, "chains": 3}, FEWER, id="chains"),
-        pytest.param({"branching": (2, 2)}, ANSWERS, id="tree, all", marks=pytest.mark.slow),
-        pytest.param({"num_speculative_tokens": 3, "chains": 3}, ANSWERS, id="chains, all", marks=pytest.mark.slow),
+        pytest.param({"branching": (1, 1, 1)}, ANSWERS, "native", id="chain"),
+        pytest.param({"branching": (2, 2)}, FEWER, "native", id="tree"),
+        pytest.param({"num_speculative_tokens": 3, "chains": 3}, FEWER, "stock", id="chains"),
+        pytest.param({"branching": (1, 1, 1)}, ANSWERS, "stock", id="chain, all", marks=pytest.mark.slow),
+        pytest.param({"branching": (2, 2)}, ANSWERS, "stock", id="tree, all", marks=pytest.mark.slow),
+        pytest.param(
+            {"num_speculative_tokens": 3, "chains": 3}, ANSWERS, "stock", id="chains, all", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_sampled_answers_follow_the_target(
-    target: LanguageModel, draft: LanguageModel, dist: np.ndarray, options: dict[str, Any], answers: int
-) -> None:
-    engine = Engine(target, DraftModel(draft, **options), max_batch=BATCH + 3, controller="fixed", entropy=0)
+def test_sampled_answers_follow_the_target(options: dict[str, Any], answers: int, forward: str) -> None:
+    own = pair(forward)
+    engine = Engine(own.target, DraftModel(own.draft, **options), max_batch=BATCH + 3, controller="fixed", entropy=0)
     counts = counts_of(engine, answers)
     assert counts.sum() == answers
-    assert p_value(counts, dist) > FALSE_ALARM
+    assert p_value(counts, own.dist) > FALSE_ALARM
 
 
-def test_a_total_variation_of_two_hundredths_is_caught(dist: np.ndarray) -> None:
+@pytest.mark.parametrize("forward", ["native", "stock"])
+def test_a_total_variation_of_two_hundredths_is_caught(forward: str) -> None:
     """Half the mass of the distribution is made likelier by 4 %, the other half less likely: TV 0.02, least visible."""
+    dist = pair(forward).dist
     generator = np.random.default_rng(7)
     caught = 0
     for _ in range(200):
@@ -151,8 +170,7 @@ def balanced_signs(dist: np.ndarray, generator: np.random.Generator) -> np.ndarr
 
 
 @pytest.mark.parametrize("rule", [DrawsFromTarget(), AcceptsAlways()], ids=lambda rule: type(rule).__name__)
-def test_a_broken_rule_is_caught_by_far_fewer_answers(
-    target: LanguageModel, draft: LanguageModel, dist: np.ndarray, rule: Rule
-) -> None:
-    engine = Engine(target, DraftModel(draft, 3), rule, max_batch=BATCH + 3, controller="fixed", entropy=0)
-    assert p_value(counts_of(engine, 2048), dist) < FALSE_ALARM
+def test_a_broken_rule_is_caught_by_far_fewer_answers(rule: Rule) -> None:
+    own = pair("native")
+    engine = Engine(own.target, DraftModel(own.draft, 3), rule, max_batch=BATCH + 3, controller="fixed", entropy=0)
+    assert p_value(counts_of(engine, 2048), own.dist) < FALSE_ALARM

@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from support.answers import count_moves
+from support.pairwise import by_turns
 from support.tiny_models import (
     CONTEXT,
     FAMILIES,
@@ -79,8 +80,7 @@ def test_reference_answers_wander(family: str) -> None:
     assert greedy_with_lead(stock(family), COUNT)[1] > 1e-3
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafter"), by_turns(FAMILIES, DRAFTERS, always=["draft tree"]))
 def test_greedy_equals_transformers(family: str, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = count_moves(monkeypatch)
     engine = Engine(target(family), DRAFTERS[drafter](family), controller="fixed")
@@ -189,8 +189,7 @@ FAST_DRAFTERS: dict[str, Callable[[str], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("drafter", FAST_DRAFTERS)
-@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize(("family", "drafter"), by_turns(FAST, FAST_DRAFTERS, always=["draft tree"]))
 def test_greedy_by_fast_paths_equals_transformers(family: str, drafter: str) -> None:
     """In float32 and with leads far above its rounding; in a ragged batch of four, and without a drafter alone."""
     expected, margin = by_transformers(family)

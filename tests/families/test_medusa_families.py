@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from support.answers import count_moves
 from support.backends import graph_backend
 from support.head_models import fitted_heads, random_heads
-from support.pairwise import pairwise
+from support.pairwise import by_turns, pairwise
 from support.tiny_models import FAMILIES, PROMPTS, VOCAB, build, llama, packed, reference, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.rank_tree import RankTree
@@ -50,8 +50,7 @@ def heads_for(family: str) -> MedusaHeads:
     return fitted_heads(target(family), texts[:2])
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tree"), by_turns(FAMILIES, TREES, always=["published"]))
 def test_greedy_equals_transformers(family: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = count_moves(monkeypatch)
     engine = Engine(target(family), Medusa(heads_for(family), {"greedy": TREES[tree]}, nodes=64), controller="fixed")

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from support.head_models import random_redrafter
+from support.pairwise import by_turns
 from support.tiny_models import FAMILIES, PROMPTS, packed, reference, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import Counters
@@ -35,8 +36,7 @@ def drafter_for(model: HuggingFaceModel, sizes: str, **options: int | bool) -> R
     return Redrafter(random_redrafter(model, **options), beams=beams, length=length, nodes=nodes)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "sizes"), by_turns(FAMILIES, SIZES, always=["beams"]))
 def test_greedy_equals_transformers(family: str, sizes: str) -> None:
     engine = Engine(target(family), drafter_for(target(family), sizes), controller="fixed")
     batch = engine.generate([list(prompt) for prompt in PROMPTS], PARAMS)

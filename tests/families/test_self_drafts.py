@@ -28,6 +28,7 @@ from transformers import (
 
 from support.backends import fused_backend, native_backend
 from support.fixed_noise import answers_of
+from support.pairwise import by_turns
 from support.tiny_models import PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import chain_shape
@@ -111,9 +112,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("word", WORDS)
-@pytest.mark.parametrize(("family", "kind"), CASES)
-def test_greedy_and_seeded_answers_are_those_of_plain_decoding(family: str, kind: str, word: str) -> None:
+@pytest.mark.parametrize(("case", "word"), by_turns(CASES, WORDS))
+def test_greedy_and_seeded_answers_are_those_of_plain_decoding(case: tuple[str, str], word: str) -> None:
+    family, kind = case
     model = target(family, kind)
     engine = Engine(model, from_spec(f"{word},num_speculative_tokens=3", model), controller="fixed")
     drafted = accepted = 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.pairwise import by_turns
 from support.tiny_models import FAMILIES, PROMPTS, WINDOW, packed, reference
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
@@ -96,16 +97,14 @@ def flip_in_prompts(monkeypatch: pytest.MonkeyPatch, flip: Callable[[Tensor], No
 Fault = Callable[[pytest.MonkeyPatch, int], None]
 
 
-@pytest.mark.parametrize("fault", [shift_position, drop_key])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "fault"), by_turns(FAMILIES, [shift_position, drop_key]))
 def test_a_shifted_position_or_a_lost_key_changes_the_answer(
     family: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert changes(family, fault, 2, monkeypatch)
 
 
-@pytest.mark.parametrize("fault", [hide_key, reveal_later_key])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "fault"), by_turns(FAMILIES, [hide_key, reveal_later_key]))
 def test_a_flipped_mask_bit_changes_the_answer(family: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(changes(family, fault, back, monkeypatch) for back in PLACES)
 

@@ -5,7 +5,6 @@ Or, of those that keep nothing which could be taken back, by the whole text at e
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from packaging.version import Version
 from transformers import AutoConfig, BertConfig, PreTrainedModel
 
 from models.test_recurrence import stock as carrying
+from support.pairwise import by_turns
 from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter_of, stock, stock_greedy, with_noise
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.cache import RequestCache
@@ -100,7 +100,7 @@ def test_packed_it_is_refused(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "drafted"),
-    [*itertools.product(ALONE, ("none", "chain", "tree")), *itertools.product(WHOLE, DRAFTED)],
+    [*by_turns(ALONE, ("none", "chain", "tree"), always=["tree"]), *by_turns(WHOLE, DRAFTED, always=["tree"])],
 )
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
     expected = by_transformers(family)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from support.pairwise import by_turns
 from support.tiny_models import DRAFTED, PROMPTS, drafter_of, stock, stock_greedy
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
@@ -66,8 +67,7 @@ def counted(model: HuggingFaceModel) -> Iterator[list[int]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("drafted", DRAFTED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafted"), by_turns(FAMILIES, DRAFTED, always=["tree"]))
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
     expected = by_transformers(family)
     engine = Engine(copied(family), drafter_of(drafted, copied(family, 0.05)), controller="fixed")

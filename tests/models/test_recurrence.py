@@ -261,7 +261,7 @@ def test_drafted_answers_equal_plain_ones(family: str, way: str, drafted: str) -
     model = packed(family, torch.bfloat16)
     draft = model if drafted == "itself" else packed("qwen3_next", torch.bfloat16)
     params = SamplingParams(
-        max_tokens=30, temperature=0.0 if way == "greedy" else 1.0, seed=3 if way == "seeded" else None
+        max_tokens=20, temperature=0.0 if way == "greedy" else 1.0, seed=3 if way == "seeded" else None
     )
     prompts = [list(prompt) for prompt in PROMPTS]
     answers = Engine(model, DraftModel(draft, **DRAFTS[drafted]), controller="fixed").generate(prompts, params)

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from support.pairwise import by_turns
 from support.tiny_models import DRAFTED, VOCAB, drafter_of, encoder_decoder
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
@@ -104,8 +105,7 @@ def by_transformers(family: str, heard: dict[str, Tensor], begun: tuple[int, ...
     return answer[: ends[0]] if ends else answer
 
 
-@pytest.mark.parametrize("drafted", DRAFTED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafted"), by_turns(FAMILIES, DRAFTED, always=["tree"]))
 def test_greedy_equals_transformers(family: str, drafted: str) -> None:
     """Alone and in a ragged batch."""
     expected = [by_transformers(family, each, BEGUN[family]) for each in sounds(family)]

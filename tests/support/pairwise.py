@@ -1,4 +1,4 @@
-"""Cross products of which `make test` runs every pair of values once, and `make test-slow` all."""
+"""Cross products of which `make test` runs a part in which all values meet others, and `make test-slow` all."""
 
 from __future__ import annotations
 
@@ -39,6 +39,25 @@ def pairwise_among(tests: int, *factors: Iterable[Any]) -> list[list[ParameterSe
         words = "-".join(_word(each, at) for each, at in zip(chosen, cell, strict=True))
         found[test].append(pytest.param(*given, marks=marks, id=words))
     return found
+
+
+def by_turns(rows: Iterable[Any], columns: Iterable[Any], always: Iterable[Any] = ()) -> list[ParameterSet]:
+    """All pairs of two parameters for `parametrize`, about half of them marked slow.
+
+    Every row keeps what stands in `always` and, of the other columns, every second: the ones that its neighbour leaves.
+    """
+    kept, columns = set(always), list(columns)
+    others = [column for column in columns if column not in kept]
+    return [
+        pytest.param(
+            row,
+            column,
+            marks=[] if column in kept or (at + others.index(column)) % 2 == 0 else pytest.mark.slow,
+            id=f"{_word(_as_param(row), at)}-{_word(_as_param(column), columns.index(column))}",
+        )
+        for at, row in enumerate(rows)
+        for column in columns
+    ]
 
 
 def covering(cells: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -128,7 +128,7 @@ def test_training_teaches(target_folder, prompts, tmp_path, trained):
     assert next(each["replayed"] for each in greedy["promises"] if each["nodes"] == 8) > 1.5
 
 
-@pytest.mark.parametrize("killed_at", [1, 3, 5])
+@pytest.mark.parametrize("killed_at", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 5))])
 def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(trained, target_folder, prompts, tmp_path, killed_at):
     assert_resumed_equals_uninterrupted(trained, target_folder, prompts, tmp_path, CONFIG, killed_at)
 

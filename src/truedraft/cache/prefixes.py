@@ -12,7 +12,7 @@ their tokens share while they run, and only with the same ones: their scope hold
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -124,12 +124,12 @@ class PrefixCache:
         """A request is over; its cache is given back behind this."""
         self._members.pop(number, None)
 
-    def leader(self, number: int, among: Sequence[int]) -> tuple[int, int] | None:
+    def leader(self, number: int, among: Iterable[int]) -> tuple[int, int] | None:
         """Which of some requests, that are about to read their texts, one had better wait for, and until when.
 
         Args:
             number: of the request.
-            among: those that read before it, in order.
+            among: those that read before it, in order; not looked at for a short text.
 
         Returns:
             The other's number, and with how many equal tokens both begin; None where there is nobody to wait for.
@@ -160,9 +160,10 @@ class PrefixCache:
             return 0
         own = self._members[number]
         before, last, family = own.cache.length, own.last, own.cache.family
-        if family.encodes and before:
+        least = max(before + FEW, least)
+        if last < least or (family.encodes and before):
             return 0
-        donor, alike = None, max(before + FEW, least) - 1
+        donor, alike = None, least - 1
         for each in self._members.values():
             if each is not own and each.scope == own.scope:
                 shared = each.cache.shared(min(_alike(own.tokens, each.tokens), last))

@@ -66,11 +66,12 @@ class PrefixSharing:
         self._own.join(request.id, request.cache, request.tokens, scope, request.prompt_tokens)
         if request.params.prompt_logprobs is not None and not request.emitted:
             return
-        reading = {each.id: each for each in running if each is not request and each.cache and not each.decodes}
         self._fill(request)
-        found = self._own.leader(request.id, list(reading))
+        reading = (each.id for each in running if each is not request and each.cache and not each.decodes)
+        found = self._own.leader(request.id, reading)
         if found is not None:
-            request.leader, request.awaits = reading[found[0]], found[1]
+            number, request.awaits = found
+            request.leader = next(each for each in running if each.id == number)
 
     def go_on(self, request: Request) -> None:
         """Who waited for another copies what that has read, once it is all that they have in common, or it is over."""
