@@ -105,6 +105,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []  # of each emitted token, where they are asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those behind it
         self.pieces: list[Piece] = []  # not yet taken by a stream
+        self.taken = False  # whether a stream took the last one
         self._given = 0  # tokens that went into pieces
         self._prefilled: list[int] = []  # places in the answer of tokens that prefill steps gave
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
@@ -245,6 +246,18 @@ class Request:
         first, self._given = self._given, settled
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
         self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
+
+    def take_piece(self) -> Piece:
+        """The next piece for a stream.
+
+        Raises:
+            TruedraftError: it is the last one, of a request that failed.
+        """
+        piece = self.pieces.pop(0)
+        self.taken = piece.answer is not None
+        if self.taken and self.error is not None:
+            raise self.error
+        return piece
 
     def fail(self, error: Exception) -> None:
         """End with an error; what was emitted stays."""
