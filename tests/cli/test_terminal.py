@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from cli.tiny import Run
 from truedraft.cli.terminal import Terminal
 
 
@@ -53,3 +54,8 @@ def test_colours_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("NO_COLOR", "1")
     terminal.out = Console(force_terminal=True, color_system="standard")
     assert not terminal.colour
+
+
+def test_what_is_waited_for_is_said_in_a_line_where_no_terminal_shows_it(run: Run, target: str) -> None:
+    result = run("generate", "hello", "--model", target, "--drafter", "none", "--max-tokens", "2")
+    assert result.err.splitlines()[0] == f"truedraft: loading {target}" and "loading" not in result.out

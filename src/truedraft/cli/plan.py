@@ -46,7 +46,7 @@ class WhatToPlan:
         shown_default="all that are known to fit",
         heading="Model and drafter",
     )
-    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl or .txt file.", "FILE")
+    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file.", "FILE")
     limit: int | None = option(None, "Only so many prompts, evenly over the set.", "N", shown_default="all", least=1)
     batch: int = option(1, "Requests that are answered together.", "N", least=1)
     runs: int = option(3, "How often each way answers the prompts that check the plan.", "N", least=1)

@@ -363,8 +363,9 @@ def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tupl
 
 @contextlib.contextmanager
 def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being waited for; gives a function that changes the message."""
+    """Show on a terminal what is being waited for, elsewhere say it in a line; gives what changes a shown message."""
     if not console.is_terminal:
+        say(message)
         yield lambda _: None
         return
     with console.status(message) as status:
