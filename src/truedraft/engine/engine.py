@@ -288,13 +288,15 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, scope: Hashable = None
     ) -> AsyncGenerator[Piece]:
         """The same as `stream` for `async for`; a cancelled task, or leaving the loop, cancels the request."""
+        piece: Piece | None = None
         request = await asyncio.to_thread(self._prepare_stream, prompt, params, scope)
         self.enqueue(request)
         try:
-            while not request.taken:
+            while piece is None or piece.answer is None:
                 await self._loop.until(lambda: bool(request.pieces))
                 while request.pieces:
-                    yield request.take_piece()
+                    piece = request.take_piece()
+                    yield piece
         finally:
             self.cancel(request)
 
@@ -306,14 +308,16 @@ class Engine:
         return self.prepare(prompt, params, scope=scope)
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
+        piece: Piece | None = None
         self.enqueue(request)
         try:
-            while not request.taken:
+            while piece is None or piece.answer is None:
                 self._loop.run_until(lambda: bool(request.pieces) or request.finish_reason is not None)
                 if request.finish_reason is not None:
                     self._end([request])
                 while request.pieces:
-                    yield request.take_piece()
+                    piece = request.take_piece()
+                    yield piece
         finally:
             self.cancel(request)
 

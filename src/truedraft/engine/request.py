@@ -105,7 +105,6 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []  # of each emitted token, where they are asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those behind it
         self.pieces: list[Piece] = []  # not yet taken by a stream
-        self.taken = False  # whether a stream took the last one
         self._given = 0  # tokens that went into pieces
         self._prefilled: list[int] = []  # places in the answer of tokens that prefill steps gave
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
@@ -254,8 +253,7 @@ class Request:
             TruedraftError: it is the last one, of a request that failed.
         """
         piece = self.pieces.pop(0)
-        self.taken = piece.answer is not None
-        if self.taken and self.error is not None:
+        if piece.answer is not None and self.error is not None:
             raise self.error
         return piece
 
