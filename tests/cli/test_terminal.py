@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 from rich.console import Console
 
-from cli.tiny import Run
+from truedraft.cli import session
+from truedraft.cli.streams import say
 from truedraft.cli.terminal import Terminal
 
 
@@ -56,6 +58,16 @@ def test_colours_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> N
     assert not terminal.colour
 
 
-def test_what_is_waited_for_is_said_in_a_line_where_no_terminal_shows_it(run: Run, target: str) -> None:
-    result = run("generate", "hello", "--model", target, "--drafter", "none", "--max-tokens", "2")
-    assert result.err.splitlines()[0] == f"truedraft: loading {target}" and "loading" not in result.out
+def test_what_takes_long_is_said_in_a_line_where_no_terminal_shows_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = threading.Event()
+    monkeypatch.setattr(session, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(session, "say", lambda message: (say(message), said.set()))
+    with session.waiting(Console(file=io.StringIO()), "loading x"):
+        assert said.wait(60.0)
+    assert capsys.readouterr() == ("", "truedraft: loading x\n")
+    monkeypatch.setattr(session, "_PATIENCE_S", 3600.0)
+    with session.waiting(Console(file=io.StringIO()), "loading x"):
+        pass
+    assert capsys.readouterr() == ("", "")
