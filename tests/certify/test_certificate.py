@@ -122,7 +122,8 @@ class GivesUp(PromptLookup):
 def test_a_drafter_that_gives_up_is_never_certified(temperature: float) -> None:
     """Whatever part meets it says so, with the drafter's name; no part ends the certificate."""
     stack = healthy().but(drafter=GivesUp())
-    certificate = certify(stack, TEXTS, replace(WARM, temperature=temperature), seconds=SECONDS)
+    told: list[str] = []
+    certificate = certify(stack, TEXTS, replace(WARM, temperature=temperature), seconds=SECONDS, announce=told.append)
     assert not certificate.issued
     parts = {Part.EQUALITY, Part.STATISTICAL} if temperature else {Part.EQUALITY}
     for part in parts:
@@ -190,3 +191,28 @@ def test_the_worst_stack_still_has_a_report() -> None:
     certificate = certify(broken, TEXTS, WARM, seconds=4.0)
     assert not certificate.issued
     json.dumps(certificate.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [WARM, replace(WARM, temperature=0.0), replace(WARM, seed=1)],
+    ids=["sampled", "greedy", "seeded"],
+)
+@pytest.mark.parametrize(("step_s", "issued"), [(0.02, True), (0.2, False)])
+def test_the_time_holds_and_says_before_what_it_can_show(
+    time: VirtualTime, params: SamplingParams, step_s: float, issued: bool
+) -> None:
+    """Within a tenth, where a step takes so long that nearly nothing can be seen by then, too."""
+    time.step_s = step_s
+    said: list[str] = []
+    report = certify(healthy(), TEXTS, params, batch=3, seconds=60.0, most_seconds=60.0, announce=said.append)
+    assert report.seconds <= 66.0
+    assert not report.failures
+    (sentence,) = said
+    assert " tokens a second are answered " in sentence and "in 1.0 minutes about " in sentence
+    if params.greedy:
+        return
+    assert report.issued is issued
+    assert ("which is enough for a verdict" in sentence) is issued
+    if not issued:
+        assert float(sentence.split("about --minutes ")[1]) > 2.0

@@ -55,6 +55,12 @@ def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return file
 
 
+@pytest.fixture(autouse=True)
+def nothing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine loads slowly, which adds no line to what tests read."""
+    monkeypatch.setattr("truedraft.cli.session._PATIENCE_S", 3600.0)
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     """A file to train heads on."""

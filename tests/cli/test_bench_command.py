@@ -41,7 +41,7 @@ def test_everything(run: Run, base: tuple[str, ...], draft: str, tmp_path: Path)
     record = result.record
     names = [each["name"] for each in record["systems"]]
     assert names[:5] == ["plain", "draft:draft", "prompt-lookup", "transformers", "transformers lookup"]
-    assert len(names) == 8
+    assert len(names) == 8 and f"note: transformers' assistant is {draft}" in result.out
     plain, speculative = record["systems"][:2]
     assert record["tokens_per_s"] == speculative["tokens_per_s"] and record["speedup"] == speculative["speedup"]
     assert record["identical"] is True and all(each["identical"] for each in record["systems"])

@@ -55,6 +55,8 @@ def test_no_time_is_no_certificate_but_says_what_is_missing(
         *("--minutes", "0.001", "--max-tokens", "8"),
     )
     assert done.status == 3
+    assert " tokens a second are answered and tested, so in " in done.err
+    assert "which is too little for a verdict: that takes 0.06, and about --minutes " in done.err
     assert "NO CERTIFICATE: not enough evidence" in done.out
     assert "give more minutes" in " ".join(done.out.replace("│", " ").split())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from cli.tiny import Run
+from truedraft import planning
 from truedraft.control import Goodput
+from truedraft.planning import Interval, Prediction, read_plan
 from truedraft.planning.candidates import LONGEST
+from truedraft.planning.predictions import Circumstance
 
 NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 
@@ -21,8 +25,6 @@ NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 @pytest.fixture
 def quick(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs of one round, kept in a folder of the test's own, which are believed."""
-    from truedraft import planning
-
     monkeypatch.setattr(planning, "ratio_of_steps", lambda engine, forwards: 1.0)
 
 
@@ -90,6 +92,38 @@ def test_without_words_what_fits_is_tried(quick: None, run: Run, target: str, pr
     assert [each["drafter"].partition(",")[0] for each in result.record["predicted"]] == ["prompt-lookup"]
 
 
+@pytest.mark.parametrize("measured", [0.96, 1.2])
+def test_the_measured_figure_decides(
+    quick: None, run: Run, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: float
+) -> None:
+    """What was predicted to gain and was run at 0.96 of plain decoding is not recommended, here nor to --plan."""
+    monkeypatch.setattr(planning, "ratio_of_rates", lambda ours, others: Interval(measured, 0.9, 1.3))
+    monkeypatch.setattr(Circumstance, "best_of", lambda self, each, requests: gaining(whole(self, each, requests)))
+    words = ("--model", target, "--drafter", "prompt-lookup", "--prompts", prompts, "--runs", "1", "--max-tokens", "8")
+    out = tmp_path / "plan.json"
+    result = run("plan", *words, "--out", str(out), "--json")
+    assert result.status == 0, result.err
+    best = result.record["predicted"][0]["drafter"]
+    assert "prompt-lookup: tried on 6 prompts, and the best one run on others; about " in result.err
+    if measured > 1.0:
+        assert result.record["recommended"] == read_plan(out).recommended() == best
+        assert f"recommended: {best}\n" in result.out
+    else:
+        assert result.record["recommended"] == read_plan(out).recommended() == "none"
+        assert f"recommended: none; {best} was predicted 1.54, and measured 0.96" in result.out
+        generated = run("generate", "x", "--model", target, "--plan", str(out), "--max-tokens", "2", "--json")
+        assert generated.record["drafter"] == "none"
+    assert read_plan(out).recommended(batch=4) == best, "which was not run"
+
+
+whole = Circumstance.best_of
+
+
+def gaining(found: Prediction) -> Prediction:
+    """The same, predicted to gain."""
+    return dataclasses.replace(found, speedup=Interval(1.54, 1.5, 1.6))
+
+
 def test_trees_of_a_draft_model(quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
     words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
     result = run("plan", *words, "--max-tokens", "6", "--out", str(tmp_path / "plan.json"))
@@ -127,6 +161,7 @@ def test_generate_and_bench_draft_as_planned(
     monkeypatch.setattr(Goodput, "expect", lambda self, survival: told.append(survival))
     file = written[0] / "plan.json"
     plan = json.loads(file.read_text())
+    plan["measured"] = {}
     plan["drafters"][0]["options"] = plan["drafters"][0]["options"][2:3]
     plan["drafters"][0]["options"][0]["tokens_per_call"] = {"value": 9.0, "low": 8.0, "high": 10.0}
     file.write_text(json.dumps(plan))

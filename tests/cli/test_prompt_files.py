@@ -83,6 +83,34 @@ def test_what_a_line_cannot_say_is_refused_by_name(write: Callable[..., str], li
     assert phrase in str(refused.value)
 
 
+def test_a_json_list_holds_texts_ids_and_objects(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(["one", [1, 2], {"id": "c", "prompt": "three", "max_tokens": 5}], indent=2))
+    found = read_prompts(None, str(file), own_options=True)
+    assert [(each.name, each.prompt) for each in found] == [("1", "one"), ("2", [1, 2]), ("c", "three")]
+    assert found[2].options == {"max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("content", "phrase"),
+    [
+        ("[1", "is not JSON (Expecting ',' delimiter"),
+        ('{"prompt": "x"}', "must hold a list, as ["),
+        ("[]", "holds no prompt"),
+        ('["x", 7]', "entry 2: a prompt is a text, a list of token ids or an object, got 7"),
+        ('["x", ""]', "entry 2: the prompt is empty"),
+        ('["x", {"prompt": "y", "n": 2}]', "entry 2: 'n' is no option of a line"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_what_a_json_list_cannot_say(tmp_path: Path, content: str, phrase: str) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text(content)
+    with pytest.raises(DataError) as refused:
+        read_prompts(None, str(file), own_options=True)
+    assert phrase in str(refused.value)
+
+
 def test_other_commands_take_no_options_from_lines(write: Callable[..., str]) -> None:
     with pytest.raises(DataError, match="'seed' is one; remove it"):
         read_prompts(None, write({"prompt": "x", "seed": 1}))

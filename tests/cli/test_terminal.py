@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 from rich.console import Console
 
+from truedraft.cli import session
+from truedraft.cli.streams import say
 from truedraft.cli.terminal import Terminal
 
 
@@ -53,3 +56,18 @@ def test_colours_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("NO_COLOR", "1")
     terminal.out = Console(force_terminal=True, color_system="standard")
     assert not terminal.colour
+
+
+def test_what_takes_long_is_said_in_a_line_where_no_terminal_shows_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = threading.Event()
+    monkeypatch.setattr(session, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(session, "say", lambda message: (say(message), said.set()))
+    with session.waiting(Console(file=io.StringIO()), "loading x"):
+        assert said.wait(60.0)
+    assert capsys.readouterr() == ("", "truedraft: loading x\n")
+    monkeypatch.setattr(session, "_PATIENCE_S", 3600.0)
+    with session.waiting(Console(file=io.StringIO()), "loading x"):
+        pass
+    assert capsys.readouterr() == ("", "")

@@ -13,6 +13,7 @@ import pytest
 
 from cli.tiny import Run
 from truedraft import load_model
+from truedraft.drafters import registry
 from truedraft.training import evaluate
 from truedraft.training.drafts import StreamObjective
 from truedraft.training.loop import checkpoint_of
@@ -25,6 +26,7 @@ SMALL = ("--steps", "4", "--length", "16", "--decay-length", "32", "--tokens-per
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured at the end takes most of the time of these tests."""
     monkeypatch.setattr(evaluate, "_TOKENS", 4)
+    monkeypatch.setattr(registry, "_LEAST_TOKENS", 0.0)  # so few steps bring nothing
 
 
 @pytest.fixture
@@ -34,7 +36,9 @@ def text(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_trained_draft_drafts(run: Run, target: str, text: str, tmp_path: Path, registry_of_its_own: Path) -> None:
+def test_a_trained_draft_drafts(
+    run: Run, target: str, text: str, tmp_path: Path, registry_of_its_own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = str(tmp_path / "draft")
     words = ("train", "draft", "--model", target, "--data", text, "--out", out, *SMALL)
     result = run(*words, "--json")
@@ -53,6 +57,11 @@ def test_a_trained_draft_drafts(run: Run, target: str, text: str, tmp_path: Path
     assert record["registered"] is True and f"noted in {registry_of_its_own}: --drafter auto" in result.out
     found = run("generate", "hello", "--model", target, "--max-tokens", "8", "--json")
     assert found.status == 0 and found.record["drafters"] == ["draft", "prompt-lookup"], found.err
+
+    monkeypatch.setattr(registry, "_LEAST_TOKENS", 9.0)
+    found = run("generate", "hello", "--model", target, "--max-tokens", "8", "--json")
+    assert found.record["drafters"] == ["prompt-lookup"] and "is left out: it brought" in found.err
+    assert "auto leaves it out, for that cannot pay" in " ".join(run("info").out.split())
 
     again = run(*words)
     assert again.status == 2 and "holds a training; add --resume" in again.err

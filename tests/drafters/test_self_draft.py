@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.tree import chain_shape
-from truedraft.drafters import SelfDraft, from_spec, specs
+from truedraft.drafters import DraftModel, SelfDraft, from_spec, specs
 from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.registry import write_record
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.models import huggingface
 from truedraft.models.backends.alone import AloneBackend
@@ -184,6 +186,36 @@ def test_auto_falls_back_on_it_where_it_could_pay(target: HuggingFaceModel, monk
     alone = HuggingFaceModel(build(llama(), seed=4), None, "alone", AloneBackend)
     monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
     assert list(from_spec("auto", alone).members) == ["prompt-lookup"]
+
+
+@pytest.mark.parametrize(("tokens", "taken"), [(2.1, True), (1.24, False), (None, True)])
+def test_auto_keeps_it_beside_what_was_trained_and_leaves_out_what_brought_too_little(
+    target: HuggingFaceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: float | None, taken: bool
+) -> None:
+    """A drafter that was hardly trained made the default worse, for it took the place of the copy.
+
+    Beside one that brings something the copy is made of larger targets alone.
+    """
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", target.weight_bytes)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(f'{{"vocab_size": {VOCAB}}}')
+    served = [
+        {"temperature": 0.0, "mean_acceptance_length": tokens},
+        {"temperature": 1.0, "mean_acceptance_length": 1.0},
+    ]
+    figures = {} if tokens is None else {"served": served}
+    write_record(tmp_path / "own", "draft", "tiny", target.fingerprint, figures)
+    small = HuggingFaceModel(build(llama(), seed=5), None, "small", native_backend)
+    monkeypatch.setattr(specs, "_draft_model", lambda words, target: DraftModel(small, 4))
+    told: list[str] = []
+    draft = ["draft"] if taken else []
+    own = [] if taken else ["self"]
+    found = from_spec("auto", target, [tmp_path], tell=told.append)
+    assert list(found.members) == [*own, *draft, "prompt-lookup"]
+    assert len(told) == (not taken) and all("it brought 1.24 tokens per target call" in each for each in told)
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES_BESIDE", target.weight_bytes)
+    found = from_spec("auto", target, [tmp_path], tell=told.append)
+    assert list(found.members) == ["self", *draft, "prompt-lookup"]
 
 
 def test_auto_makes_no_copy_that_finds_no_room(target: HuggingFaceModel, monkeypatch: pytest.MonkeyPatch) -> None:

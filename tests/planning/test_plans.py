@@ -17,7 +17,7 @@ from support.ngram_tables import table_of
 from support.tiny_models import GROUPED, PROMPTS, build, packed
 from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, StepCosts
-from truedraft.drafters import from_spec
+from truedraft.drafters import from_spec, specs
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord
 from truedraft.models.huggingface import HuggingFaceModel
@@ -118,11 +118,14 @@ def test_both_widths_of_weights_are_tried() -> None:
     assert chosen.words == {3: "self:int4,num_speculative_tokens=3"}
 
 
-def test_what_is_tried_without_words() -> None:
+def test_what_is_tried_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fitting_drafters(packed("llama")) == ("prompt-lookup",)
     embedded = MarkovModel.random(3, seed=0)
     embedded.name = "embedded:target padded to 110M"
     assert fitting_drafters(embedded)[0] == "prompt-lookup"
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
+    target = HuggingFaceModel(build(LlamaConfig(**GROUPED), seed=3), None, "tiny", fused_backend)
+    assert fitting_drafters(target) == ("prompt-lookup", "self:int4"), "as auto takes it"
     with pytest.raises(UnknownOptionError):
         candidates_of("nobody", packed("llama"), GREEDY)
 
@@ -241,7 +244,7 @@ def test_another_model_machine_or_version(costs: StepCosts) -> None:
     renamed.check(packed("llama"))
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"format": 9}', '{"format": 1, "truedraft": "0"}'])
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"format": 9}', '{"format": 2, "truedraft": "0"}'])
 def test_what_is_no_plan(tmp_path: Path, text: str) -> None:
     file = tmp_path / "plan.json"
     file.write_text(text)

@@ -131,6 +131,7 @@ class Machine:
         drafting_believed: likewise of drafting.
         context_share: by which a cached token makes steps longer, as is believed.
         slow: factor of all true seconds, by the clock.
+        measuring: called when what drafting takes is asked for the first time, as where nobody measured it.
     """
 
     def __init__(
@@ -140,11 +141,14 @@ class Machine:
         drafting_believed: float = 1.0,
         context_share: float = 0.0,
         slow: Callable[[float], float] = lambda seconds: 1.0,
+        measuring: Callable[[], None] = lambda: None,
     ) -> None:
         self.step_s = step_s
         self.slow = slow
         self._believed, self._drafting_believed = believed, drafting_believed
         self._context_share = context_share
+        self._measuring = measuring
+        self._measured: set[tuple[int, bool]] = set()
 
     def drafting_s(self, drafter: SimulatedDrafter, requests: int, depth: int) -> float:
         """Seconds of proposals for some requests together, a fifth more for each further one."""
@@ -159,6 +163,9 @@ class Machine:
         """Where a kept curve would be doubted."""
 
     def drafting(self, drafter: SimulatedDrafter, params: SamplingParams) -> Callable[[int], float]:
+        if (id(drafter), params.greedy) not in self._measured:
+            self._measured.add((id(drafter), params.greedy))
+            self._measuring()
         return lambda depth: self._drafting_believed * drafter.token_s * depth
 
 

@@ -180,12 +180,15 @@ def load_suite(
                 notes.append(f"{name} is {' + '.join(drafter.members)}")
     suite = Suite(target, lossless, ours, notes=notes, batch=batch, controller=controller)
     # Peers draft with the first draft model among the drafters.
-    draft = next((each.draft_model for each in ours if each.draft_model is not None), None)
+    members = (member for each in ours for member in each.engine.drafter.members.values())
+    draft = next((each.model for each in members if each.model is not None and not each.held.in_target), None)
     check_peers(peers)
     if peers:
         suite.peers, left_out = generate_systems(target, model, draft, batch)
         suite.best_of = {ASSISTED: tuple(each.name for each in suite.peers if each.name.startswith(ASSISTED))}
         suite.notes += [left_out] if left_out else []
+        if draft is not None and suite.best_of[ASSISTED]:
+            suite.notes.append(f"transformers' assistant is {draft.name}")
     return suite
 
 

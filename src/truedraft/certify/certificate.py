@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
-from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, check_run, now, share_of
+from truedraft.certify import checks as common
+from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, check_run, share_of
 from truedraft.certify.controls import ComparedControls, SampledControls, SeededControls
 from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality, EqualityInFloat32
 from truedraft.certify.exact import Exact
+from truedraft.certify.foretold import foretold
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.lossy import LossyDivergence
 from truedraft.certify.report import Report, option_words
@@ -27,8 +31,11 @@ def certify(
     batch: int = 1,
     seconds: float = 300.0,
     entropy: int = 0,
+    most_seconds: float = math.inf,
     tell: Callable[[Part, float], None] = lambda part, done: None,
+    announce: Callable[[str], None] | None = None,
     in_float32: Callable[[], Stack] | None = None,
+    float32_s: float = 0.0,
 ) -> Report:
     """Check that a stack answers as its target alone would.
 
@@ -40,9 +47,12 @@ def certify(
         batch: requests in a step.
         seconds: about how long to take. Where little could be seen by then it goes on, up to four times as long;
             what could not be seen even then is told as not enough evidence. Exact sums take their own time.
+        most_seconds: after which it ends in any case, whatever could be seen, but for what is then being computed.
         entropy: fixes the noise of requests without a seed, so that a certificate can be repeated.
         tell: is told a part and the fraction of it that is done.
+        announce: is told before the checks what the time can show, by a trial; None makes none.
         in_float32: makes the same stack in float32, for greedy and seeded answers; None leaves that out.
+        float32_s: about how long that takes; where less is left it is left out.
 
     Returns:
         The report; look at `issued` and `verdict`.
@@ -52,25 +62,14 @@ def certify(
         TruedraftError: the target failed.
     """
     check_run(prompts, stack.target.context_length - 2, batch, seconds)
-    began, stack = now(), stack.but(entropy=entropy)
-    checks = checks_of(stack, params, in_float32)
-    findings: list[Finding] = []
+    began, stack = common.now(), stack.but(entropy=entropy)
+    checks = checks_of(stack, params, in_float32, float32_s)
+    whole = Context(stack, prompts, params, batch, seconds, ends=began + most_seconds)
     with _left_as_found(stack):
-        for check in checks:
-            own = [each for each in checks if each.part is check.part]
-            context = Context(
-                stack,
-                prompts,
-                params,
-                batch,
-                check.share * seconds,
-                share_of(partial(tell, check.part), own.index(check), len(own)),
-                tuple(findings),
-            )
-            try:
-                findings += check.run(context)
-            except DrafterError as error:
-                findings.append(Finding(check.part, "drafting", Status.FAILS, str(error)))
+        if announce is not None and stack.rule.lossless:
+            with suppress(DrafterError):  # which the checks meet, too, and tell
+                announce(foretold(whole, min(seconds, most_seconds)))
+        findings = _findings(checks, whole, tell)
     return Report(
         "Certificate",
         findings,
@@ -78,11 +77,42 @@ def certify(
         _notes(findings),
         {"lossless": stack.rule.lossless, "batch": batch},
         lossy=not stack.rule.lossless,
-        seconds=now() - began,
+        seconds=common.now() - began,
     )
 
 
-def checks_of(stack: Stack, params: SamplingParams, in_float32: Callable[[], Stack] | None = None) -> list[Check]:
+def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, float], None]) -> list[Finding]:
+    """What checks find, one after another.
+
+    Args:
+        checks: in their order.
+        whole: says how much time they have together.
+        tell: as of `certify`.
+    """
+    findings: list[Finding] = []
+    for number, check in enumerate(checks):
+        own = [each for each in checks if each.part is check.part]
+        left_s = whole.ends - common.now()
+        coming_s = sum(each.share for each in checks[number:]) * whole.seconds
+        scale = min(1.0, max(left_s, 0.0) / coming_s)
+        seconds = check.share * whole.seconds * scale
+        context = replace(
+            whole,
+            seconds=seconds,
+            tell=share_of(partial(tell, check.part), own.index(check), len(own)),
+            earlier=tuple(findings),
+            ends=whole.ends - (coming_s * scale - seconds),  # what comes later has its own
+        )
+        try:
+            findings += check.run(context)
+        except DrafterError as error:
+            findings.append(Finding(check.part, "drafting", Status.FAILS, str(error)))
+    return findings
+
+
+def checks_of(
+    stack: Stack, params: SamplingParams, in_float32: Callable[[], Stack] | None = None, float32_s: float = 0.0
+) -> list[Check]:
     """The checks that make a certificate for a stack and options, in their order.
 
     Raises:
@@ -91,7 +121,7 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: Callable[[], Sta
     _refuse_unusable(stack, params)
     if not stack.rule.lossless:
         return [Exact(), LossyDivergence(), Invariance(), DraftState()]
-    equality: list[Check] = [Equality(), *([] if in_float32 is None else [EqualityInFloat32(in_float32)])]
+    equality: list[Check] = [Equality(), *([] if in_float32 is None else [EqualityInFloat32(in_float32, float32_s)])]
     if params.greedy:
         tests: list[Check] = [ComparedControls()]
     else:

@@ -146,6 +146,7 @@ class Context:
         params: the user's options. Where they have a seed, seeds of requests count up from it.
         batch: requests of a step.
         seconds: how long the check may take; several times as long where little could be seen by then.
+        ends: by `now`, when it must be over whatever could be seen.
         tell: is told the fraction of the check that is done.
         earlier: what the checks before this one found.
     """
@@ -157,6 +158,30 @@ class Context:
     seconds: float = math.inf
     tell: Tell = _tell_nobody
     earlier: Sequence[Finding] = ()
+    ends: float = math.inf
+
+    @property
+    def end_s(self) -> float:
+        """Seconds until its end."""
+        return self.ends - now()
+
+    @property
+    def over(self) -> bool:
+        """Whether its end is reached."""
+        return self.end_s <= 0.0
+
+    def left_s(self, times: float = 1.0, leaving: float = 0.0) -> float:
+        """So many times the check's seconds, and never more than are left until its end.
+
+        Args:
+            times: of `seconds`.
+            leaving: of `seconds`, what must be left then.
+        """
+        return min(times * self.seconds, self.end_s - leaving * self.seconds)
+
+    def deadline(self, times: float = 1.0, leaving: float = 0.0) -> Deadline:
+        """The same as a time from now."""
+        return Deadline(self.left_s(times, leaving))
 
 
 class Check(ABC):
@@ -248,16 +273,19 @@ class Deadline:
         engine.step()
 
 
-def one_by_one(items: Sequence[_Item], seconds: float, work: Callable[[_Item, Deadline], None], tell: Tell) -> None:
+def one_by_one(
+    items: Sequence[_Item], context: Context, share: float, work: Callable[[_Item, Deadline], None], tell: Tell
+) -> None:
     """Do some work on one item after another while there is time, of which the first may have several times as much.
 
     Args:
         items: in their order.
-        seconds: for all.
+        context: says how much time there is.
+        share: of it, for all items.
         work: on an item until a deadline; where that raises `OutOfTimeError` it is over.
         tell: is told the fraction that is done.
     """
-    deadline, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
+    deadline, patience = context.deadline(share), context.deadline(PATIENCE * share)
     for number, item in enumerate(items):
         try:
             work(item, deadline if number else patience)

@@ -60,6 +60,7 @@ ROOM = 0.15
 """Tokens whose distributions a fault puts off by less do not count."""
 _RESERVE = 0.08
 """Of the time for all controls, what one that comes later is sure of."""
+_NO_TIME = "no time was left to show it; give more minutes"
 _BATCH = 16
 _LENGTH = 40
 """Tokens of an answer: a fault is found soon, and then nothing more need be written."""
@@ -146,11 +147,16 @@ class SampledControls(Check):
         stack, prompts = context.stack, _beginnings(context.prompts)
         settings = _settings_of(stack, prompts, context.params)
         findings = []
-        whole, count = Deadline(PATIENCE * context.seconds), len(self._controls)  # where faults are not found sooner
+        count = len(self._controls)
+        most_s = context.left_s(PATIENCE)  # where faults are not found sooner
+        whole = Deadline(most_s)
         for number, control in enumerate(self._controls):
+            if context.over:
+                findings.append(Finding(Part.CONTROLS, control.name, Status.NOT_ENOUGH, _NO_TIME))
+                continue
             setting = _best_setting(control, settings, stack, context.params)
             # Most faults are found at once and leave their time to the others.
-            left = PATIENCE * context.seconds * (1.0 - whole.fraction - _RESERVE * (count - 1 - number))
+            left = most_s * (1.0 - whole.fraction - _RESERVE * (count - 1 - number))
             shown = setting.shown(control, partial(_sizes, control), stack.target, prompts, Limits.of(sampled, left))
             findings.append(shown.finding(control.name))
             context.tell((number + 1) / count)
@@ -179,20 +185,22 @@ class ComparedControls(Check):
     def run(self, context: Context) -> list[Finding]:
         findings = []
         for number, control in enumerate(self._controls):
-            findings.append(self._show(control, context.stack, context.prompts, context.params))
+            findings.append(self._show(control, context))
             context.tell((number + 1) / len(self._controls))
         return findings
 
-    def _show(
-        self, control: ComparedControl, stack: Stack, asked: Sequence[Sequence[int]], params: SamplingParams
-    ) -> Finding:
+    def _show(self, control: ComparedControl, context: Context) -> Finding:
+        stack, params = context.stack, context.params
         broken = control.fault.planted(drafting_one(stack, control.drafter(stack)))
-        prompts = [list(prompt) for prompt in asked[:_PROMPTS]]
+        prompts = [list(prompt) for prompt in context.prompts[:_PROMPTS]]
         counted = _Counted()
         for number in range(self._rounds):
             # Later rounds begin behind more of each prompt's plain answer, so that greedy texts are new, too.
             self._compare(counted, broken, stack, prompts, numbered(params, number * len(prompts)))
             if counted.strong and counted.beside.untraced:
+                break
+            if context.over:
+                counted.out_of_time = True
                 break
             prompts = [self._longer(stack, prompt) for prompt in prompts]
         return counted.finding(control)
@@ -239,7 +247,9 @@ class SeededControls(Check):
         stack = context.stack
         findings = ComparedControls().run(replace(context, tell=share_of(context.tell, 0, 2)))
         fault, prompts = faults.SHARED_BY_TOKENS, _beginnings(context.prompts)
-        limits = Limits.of(sampled, context.seconds)
+        if context.over:
+            return [*findings, Finding(Part.CONTROLS, fault.name, Status.NOT_ENOUGH, _NO_TIME)]
+        limits = Limits.of(sampled, context.left_s())
         shown = _drafted_by_itself(stack, context.params).shown(fault, off_by_sharing, stack.target, prompts, limits)
         context.tell(1.0)
         return [*findings, shown.finding(fault.name)]
@@ -525,10 +535,17 @@ def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
 
 @dataclass(slots=True)
 class _Counted:
-    """Answers of a broken stack beside plain ones so far; `others` are tokens that are not the target's choice."""
+    """Answers of a broken stack beside plain ones so far.
+
+    Attributes:
+        beside: the answers, compared.
+        others: tokens that are not the target's choice.
+        out_of_time: whether there was no time for more.
+    """
 
     beside: Comparison = field(default_factory=Comparison)
     others: int = 0
+    out_of_time: bool = False
 
     @property
     def size(self) -> float:
@@ -551,6 +568,8 @@ class _Counted:
             verdict = f"found, as it must be: {self.beside.untraced} of {self.beside.answers} answers differ"
         elif self.beside.untraced:
             status, verdict = Status.NOT_ENOUGH, "found, but too small to count: give more prompts"
+        elif self.out_of_time:
+            status, verdict = Status.NOT_ENOUGH, "not found in time: give more minutes"
         else:
             status, verdict = Status.FAILS, "NOT found: this comparison cannot be trusted here"
         facts = {

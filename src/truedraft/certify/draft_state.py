@@ -156,7 +156,7 @@ class DraftState(Check):
     def _of_member(self, context: Context, name: str) -> Finding:
         prompts, batch = context.prompts, context.batch
         found = _Comparison()
-        deadline, patience = Deadline(context.seconds), Deadline(PATIENCE * context.seconds)
+        deadline, patience = context.deadline(), context.deadline(PATIENCE)
         for first in range(0, len(prompts), batch):
             group = [list(prompt) for prompt in prompts[first : first + batch]]
             try:

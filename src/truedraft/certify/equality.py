@@ -79,7 +79,7 @@ class Equality(Check):
         kinds = {"greedy": as_greedy(params)}
         if params.seeded:
             kinds["seeded"] = replace(params, stop=())
-        seconds = context.seconds * (1.0 - _ROUNDING_SHARE) / len(kinds)
+        share = (1.0 - _ROUNDING_SHARE) / len(kinds)
         findings: list[Finding] = []
         texts: list[list[int]] = []
         for number, (kind, options) in enumerate(kinds.items()):
@@ -88,7 +88,7 @@ class Equality(Check):
                 continue
             answers = _Answers(replace(context, params=options))
             answers.compare(
-                seconds, share_of(lambda done: context.tell(done * (1.0 - _ROUNDING_SHARE)), number, len(kinds))
+                share, share_of(lambda done: context.tell(done * (1.0 - _ROUNDING_SHARE)), number, len(kinds))
             )
             findings += [
                 _finding(f"{kind}, batch {size}, {label}", comparison, stack, least=size)
@@ -121,18 +121,23 @@ class EqualityInFloat32(Check):
 
     Args:
         load: makes that stack.
+        takes_s: about how long that takes; where less is left it is not begun.
     """
 
     part = Part.EQUALITY
     share = 0.05
 
-    def __init__(self, load: Callable[[], Stack]) -> None:
+    def __init__(self, load: Callable[[], Stack], takes_s: float = 0.0) -> None:
         self._load = load
+        self._takes_s = takes_s
 
     def run(self, context: Context) -> list[Finding]:
         if context.stack.target.dtype is torch.float32:
             context.tell(1.0)
             return []
+        if context.end_s < self._takes_s:
+            told = f"loading the model again takes about {self._takes_s:.0f} s, which are not left; give more minutes"
+            return [Finding(self.part, "greedy, float32", Status.NOT_ENOUGH, told)]
         return Equality().run(replace(context, stack=self._load()))
 
 
@@ -165,10 +170,11 @@ class _Answers:
         self.comparisons = {size: Comparison() for size in self._engines}
         self.texts: list[list[int]] = []
 
-    def compare(self, seconds: float, tell: Tell) -> None:
-        """Go on while there is time."""
+    def compare(self, share: float, tell: Tell) -> None:
+        """Go on for so much of the context's time."""
         numbers = range(len(self._prompts))
-        one_by_one([numbers[i : i + self._batch] for i in numbers[:: self._batch]], seconds, self._compare_group, tell)
+        groups = [numbers[i : i + self._batch] for i in numbers[:: self._batch]]
+        one_by_one(groups, self._context, share, self._compare_group, tell)
 
     def _compare_group(self, group: Sequence[int], deadline: Deadline) -> None:
         """Each prompt plainly and by itself, then all of them together."""

@@ -66,7 +66,7 @@ class Invariance(Check):
                 batch=together,
             )
         )
-        one_by_one(range(len(context.prompts)), context.seconds, asking.compare, context.tell)
+        one_by_one(range(len(context.prompts)), context, 1.0, asking.compare, context.tell)
         context.tell(1.0)
         return asking.findings()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Status
+from truedraft.certify.checks import Check, Context, Finding, Part, Status
 from truedraft.certify.sampling import Decision, scored_answers
 from truedraft.certify.statistics import TokenTests
 from truedraft.core.verdict import Divergence
@@ -55,7 +55,7 @@ class LossyDivergence(Check):
         stack, params, batch = context.stack, context.params, context.batch
         found: list[Divergence] = []
         tests = TokenTests(stack.target.vocab_size, 1, 0.0)
-        deadline = Deadline(context.seconds)
+        deadline = context.deadline()
         for answers in scored_answers(stack, context.prompts, params, batch):
             found += [scored.divergence for scored in answers if scored.divergence is not None]
             for scored in () if params.greedy else answers:

@@ -49,9 +49,11 @@ _ROUNDING = 0.045
 _ROUNDING_TEXTS = 4
 _JOINT = 0.25
 """Share of the time for joint distributions."""
+TOKENS_SHARE = 1.0 - _JOINT
+"""Share of the time for tokens at their own prefixes."""
 _BEGINNING, _WHOLE = 16, 8
 _SHOWN = 5
-_ENOUGH = 0.06
+ENOUGH = 0.06
 """Total variation that must be detectable: controls are to be three times as large, and few reach more than 0.2."""
 
 _KEPT = 3
@@ -81,9 +83,7 @@ class Statistics(Check):
     def run(self, context: Context) -> list[Finding]:
         allowance = _allowance(context)
         sample = self._sampled(context, allowance)
-        joint = joint_result(
-            context, Deadline(context.seconds * _JOINT), lambda done: context.tell(1.0 - _JOINT + _JOINT * done)
-        )
+        joint = joint_result(context, context.deadline(_JOINT), lambda done: context.tell(1.0 - _JOINT + _JOINT * done))
         # At one prompt rounding is the same in every answer, so counts of answers would find it sooner or later.
         counted = joint is not None and joint.cells > 1 and allowance == 0.0
         p_values = [test.p_value for test in sample.tests] + ([joint.p_value] if joint and counted else [])
@@ -97,14 +97,14 @@ class Statistics(Check):
     def _sampled(self, context: Context, allowance: float) -> Sample:
         """Tokens until the time is over, or longer where little could have been found by then."""
         tests = TokenTests(context.stack.target.vocab_size, context.batch, allowance)
-        deadline = Deadline(context.seconds * (1.0 - _JOINT))
-        patience = Deadline(PATIENCE * context.seconds)
+        deadline = context.deadline(TOKENS_SHARE)
+        patience = context.deadline(PATIENCE, leaving=_JOINT)
         prompts = beginnings(context.prompts, _BEGINNING, _WHOLE)
         for answers in scored_answers(context.stack, prompts, context.params, context.batch):
             for scored in answers:
                 tests.add(scored)
             context.tell((1.0 - _JOINT) * deadline.fraction)
-            if deadline.over and (patience.over or tests.sample().smallest_detectable(self._false_alarm) <= _ENOUGH):
+            if deadline.over and (patience.over or tests.sample().smallest_detectable(self._false_alarm) <= ENOUGH):
                 break
         return tests.sample()
 
@@ -304,7 +304,7 @@ def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResul
 
     Args:
         context: stack, prompts, of which beginnings are used, and options.
-        deadline: when to stop, if there are a few hundred answers.
+        deadline: when to stop, if there are a few hundred answers or the context's end is reached.
         tell: is told the fraction done.
     """
     stack, params = context.stack, context.params
@@ -328,7 +328,7 @@ def joint_result(context: Context, deadline: Deadline, tell: Tell) -> JointResul
                 counts[places] += 1
             calls, accepted = calls + answer.stats.target_calls, accepted + answer.stats.accepted_tokens
         tell(deadline.fraction)
-        if deadline.over and first >= _LEAST_ANSWERS:
+        if deadline.over and (first >= _LEAST_ANSWERS or context.over):
             break
     statistic, cells, p_value = chi_square(counts, joint) if not impossible else (math.inf, counts.numel(), 0.0)
     answers = int(counts.sum()) + impossible

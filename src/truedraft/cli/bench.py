@@ -57,7 +57,8 @@ class SuiteOptions:
     peer: tuple[str, ...] = option((), "transformers: its own ways of generating; may be repeated.", "PEER")
     prompts: str = option(
         HELDOUT,
-        "heldout: those that ship; a .jsonl or .txt file; or a folder with HumanEval, GSM8K, MT-bench or Spec-Bench.",
+        "heldout: those that ship; a .jsonl, .json or .txt file; or a folder with HumanEval, GSM8K, MT-bench or "
+        "Spec-Bench.",
         "SET",
     )
 
@@ -168,8 +169,8 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
         return name, [NamedPrompt(each.name, each.text) for each in chosen]
     if options.what.prompts != HELDOUT and not path.suffix and not path.exists():
         raise DataError(
-            f"there is no prompt set {options.what.prompts!r}; give {HELDOUT}, a .jsonl or .txt file, or a folder with "
-            "questions of HumanEval, GSM8K, MT-bench or Spec-Bench"
+            f"there is no prompt set {options.what.prompts!r}; give {HELDOUT}, a .jsonl, .json or .txt file, or a "
+            "folder with questions of HumanEval, GSM8K, MT-bench or Spec-Bench"
         )
     name = HELDOUT if options.what.prompts == HELDOUT else path.name
     return name, spread(read_prompts(None, options.what.prompts), options.runs.limit)

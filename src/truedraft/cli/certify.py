@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class TimeOptions:
 class PromptOptions(TimeOptions):
     """What is asked, and how long."""
 
-    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl or .txt file.", "FILE")
+    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file.", "FILE")
     batch: int = option(1, "Requests that are answered together.", "N", least=1)
 
 
@@ -66,6 +67,9 @@ class PromptOptions(TimeOptions):
 class CheckOptions(PromptOptions):
     """What is checked of a stack, and how long."""
 
+    minutes: float = option(
+        5.0, "How long to take, loading included; more find smaller deviations, and it says beforehand which.", "N"
+    )
     seed: int | None = option(
         None, "Decides all noise. With --seeded seeds count up from it.", "S", shown_default="drawn", least=0
     )
@@ -105,7 +109,7 @@ def stack(options: CertifyOptions) -> int:
     from truedraft.cli.session import check_rule, with_model
     from truedraft.cli.terminal import Terminal
 
-    seconds, terminal = options.check.seconds, Terminal()
+    seconds, terminal = _Remaining(options.check.seconds), Terminal()
     with Telling.of("stack", options.report, terminal) as telling:
         seed = drawn_seed(options.check.seed)
         params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
@@ -114,6 +118,22 @@ def stack(options: CertifyOptions) -> int:
         options = dataclasses.replace(options, stack=with_model(options.stack))
         report, about = _certified(options, prompts, params, seed, seconds, terminal)
         return telling.told(report, about | {"seed": seed})
+
+
+class _Remaining:
+    """Seconds of a time that began when this was made.
+
+    Args:
+        seconds: the whole time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = time.monotonic()
+
+    def left_s(self) -> float:
+        """What is left; where loading took nearly all, a tenth of it."""
+        return max(self._seconds - (time.monotonic() - self._began), self._seconds / 10.0)
 
 
 def drawn_seed(seed: int | None) -> int:
@@ -126,16 +146,18 @@ def _certified(
     prompts: Sequence[NamedPrompt],
     params: SamplingParams,
     seed: int,
-    seconds: float,
+    time_left: _Remaining,
     terminal: Terminal,
 ) -> tuple[Report, dict[str, Any]]:
     """The report, and what it is about."""
     from truedraft.certify import Part, certify
     from truedraft.cli.report import circumstances_record
 
+    began = time.monotonic()
     engine, loaded = _loaded(options, options.machine, params, terminal)
+    loading_s = time.monotonic() - began
     whole = dataclasses.replace(options.machine, dtype="float32")
-    parts = list(Part)
+    parts, seconds = list(Part), time_left.left_s()
     with terminal.progress("certify", len(parts) * _STEPS) as show:
 
         def tell(part: Part, done: float) -> None:
@@ -147,8 +169,11 @@ def _certified(
             params,
             batch=options.check.batch,
             seconds=seconds,
+            most_seconds=seconds,
             entropy=seed,
             tell=tell,
+            announce=terminal.note,
+            float32_s=loading_s,
             in_float32=None if options.check.no_float32 else lambda: _loaded(options, whole, params, terminal)[1],
         )
     return report, circumstances_record(engine, options.stack, params)

@@ -227,5 +227,6 @@ def _describe_drafter(drafter: TrainedDrafter, fingerprint: str | None) -> str:
     measured = [f"{tokens:.2f} at temperature {at:g}" for at, tokens in sorted(drafter.tokens_per_call.items())]
     told = [f"{drafter.kind}:{drafter.folder}", f"  {drafter.source}; for {target}{belongs}"]
     if measured:
-        told.append(f"  tokens per target call, at most: {', '.join(measured)}")
+        left = "; auto leaves it out, for that cannot pay" if drafter.brings_too_little else ""
+        told.append(f"  tokens per target call, at most: {', '.join(measured)}{left}")
     return "\n".join(told)

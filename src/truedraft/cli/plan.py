@@ -29,6 +29,9 @@ _LEAST_PROMPTS = 4
 _PARTS = 100
 _NO_INTERVAL = {"low": None, "high": None}  # of one prompt
 _LONGEST = 12
+_USUAL_CONTEXT = 128
+# Replaying a drafter takes about as long as the target's answers, and its costs so many seconds.
+_REPLAYED, _MEASURED_S = 1.0, 3.0
 _MEGA, _MILLI = 1e6, 1e3
 
 
@@ -43,7 +46,7 @@ class WhatToPlan:
         shown_default="all that are known to fit",
         heading="Model and drafter",
     )
-    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl or .txt file.", "FILE")
+    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file.", "FILE")
     limit: int | None = option(None, "Only so many prompts, evenly over the set.", "N", shown_default="all", least=1)
     batch: int = option(1, "Requests that are answered together.", "N", least=1)
     runs: int = option(3, "How often each way answers the prompts that check the plan.", "N", least=1)
@@ -265,7 +268,10 @@ def _plan(options: PlanOptions) -> int:
     _print_plan(made, best, terminal)
     results = _run(target, predicted.option.drafter, kept_back, options.what.runs, terminal)
     checked = _check(results, predicted, target, params)
+    if checked["speedup"] is not None:
+        made = dataclasses.replace(made, measured={predicted.option.drafter: checked["speedup"]["value"]})
     _print_check(checked, terminal)
+    _print_recommended(made, predicted, terminal)
     for failure in results.failures:
         say(f"error: {failure.describe()}")
     record = _record(made, best, checked)
@@ -330,7 +336,8 @@ def _made(
     from truedraft.planning import fitting_drafters, make_plan, ratio_of_steps
 
     typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
-    drafters = [words for each in typed for words in (fitting_drafters(target) if each == "auto" else (each,))]
+    drafters = [words for each in typed for words in (fitting_drafters(target, warn) if each == "auto" else (each,))]
+    drafters = list(dict.fromkeys(drafters))
     costs = StepCosts(target, refresh=options.what.refresh_costs)
     with terminal.progress("plan", _PARTS) as show:
         show(0, "costs of the target")
@@ -340,9 +347,10 @@ def _made(
             if ratio is not None and parts(ratio):
                 warn(f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say")
                 costs = StepCosts(target, refresh=True)
+        terminal.note(_announced(options, drafters, len(prompts), costs.forwards()(1, [_USUAL_CONTEXT])))
         made = make_plan(
             target,
-            list(dict.fromkeys(drafters)),
+            drafters,
             prompts,
             params,
             batch=options.what.batch,
@@ -352,6 +360,26 @@ def _made(
     for warning in costs.warnings:
         warn(warning)
     return made
+
+
+def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step_s: float) -> str:
+    """What is done with how many prompts, and about how long it takes.
+
+    Args:
+        options: as they were typed.
+        drafters: words of those that are tried.
+        prompts: to plan with; every third one more checks the plan.
+        step_s: seconds of a plain step.
+    """
+    from truedraft.training.workspace import duration
+
+    checked = options.what.runs * (prompts // (_LEAST_PROMPTS - 1)) * 2
+    answers = prompts * (1 + _REPLAYED * len(drafters)) + checked
+    seconds = answers * options.sampling.max_tokens * step_s + _MEASURED_S * len(drafters)
+    return (
+        f"{', '.join(drafters)}: tried on {prompts} prompts, and the best one run on others; about "
+        f"{duration(seconds)}, more where others use this machine"
+    )
 
 
 def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, terminal: Terminal) -> Results:
@@ -437,7 +465,6 @@ def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> N
     terminal.out.print(about, style="dim", soft_wrap=True)
     titles = ("drafter, best size", "tokens per call", "predicted speed-up", "no gain from batch")
     print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal.out)
-    terminal.out.print(f"recommended: {made.recommended()}", style="bold", soft_wrap=True)
     ways = made.ways(best[0].drafting.drafter)
     if len(ways) > 1:
         told = "; ".join(
@@ -474,6 +501,16 @@ def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
             style="dim",
             soft_wrap=True,
         )
+
+
+def _print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
+    """What the plan comes to, once its best drafter was run."""
+    found, words = made.recommended(), run.option.drafter
+    why = ""
+    if found != words:
+        why = f"; {words} was predicted {run.speedup.value:.2f}"
+        why += f", and measured {made.measured[words]:.2f}" if words in made.measured else ""
+    terminal.out.print(f"recommended: {found}{why}", style="bold", soft_wrap=True)
 
 
 def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) -> dict[str, Any]:

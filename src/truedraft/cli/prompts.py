@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -69,7 +70,7 @@ class PromptOptions:
     prompts: str | None = option(
         None,
         'Many prompts: .jsonl with "prompt" or "text" (for generate also "max_tokens", "seed", "images" and so on), '
-        ".txt with one a line, or heldout: those that ship.",
+        ".json with a list of these or of texts, .txt with one a line, or heldout: those that ship.",
         "FILE",
     )
     image: tuple[str, ...] = option((), "A picture that the prompt is about; may be repeated.", "FILE")
@@ -89,7 +90,7 @@ def read_prompts(
     Args:
         argument: as it was typed.
         file: likewise.
-        own_options: whether a line of a .jsonl file may give sampling options of its own, as "max_tokens" and "seed",
+        own_options: whether an object of a file may give sampling options of its own, as "max_tokens" and "seed",
             and pictures.
         images: files of pictures for the argument, as they were typed.
 
@@ -138,12 +139,21 @@ def _read_file(name: str, own_options: bool) -> list[NamedPrompt]:
     path = heldout_prompts_file() if name == HELDOUT else user_path(name)
     if name == HELDOUT and not path.is_file():
         raise DataError("the held-out prompts are not part of this installation; name a file of your own")
-    if path.suffix not in (".jsonl", ".txt"):
-        raise DataError(f"the prompts file {name!r} must be .jsonl (an object a line) or .txt (a prompt a line)")
+    if path.suffix not in (".jsonl", ".json", ".txt"):
+        raise DataError(
+            f"the prompts file {name!r} must be .jsonl (an object a line), .json (a list) or .txt (a prompt a line)"
+        )
     content = text_of(path, "prompts file")
-    prompts = _text_lines(content) if path.suffix == ".txt" else _json_lines(content, name, own_options)
+    if path.suffix == ".txt":
+        prompts = _text_lines(content)
+    else:
+        read = _json_list if path.suffix == ".json" else _json_lines
+        prompts = [
+            _from_record(record, place, number, own_options)
+            for number, (record, place) in enumerate(read(content, name), start=1)
+        ]
     if not prompts:
-        raise DataError(f"the prompts file {name!r} holds no prompt; give at least one line that is not empty")
+        raise DataError(f"the prompts file {name!r} holds no prompt; give at least one that is not empty")
     return prompts
 
 
@@ -152,16 +162,32 @@ def _text_lines(content: str) -> list[NamedPrompt]:
     return [NamedPrompt(str(number), line) for number, line in enumerate(lines, start=1)]
 
 
-def _json_lines(content: str, file: str, own_options: bool) -> list[NamedPrompt]:
-    prompts: list[NamedPrompt] = []
+def _json_lines(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The objects of lines, and where each stands."""
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            prompts.append(_from_json(line, f"{file}, line {number}", len(prompts) + 1, own_options))
-    return prompts
+            place = f"{file}, line {number}"
+            yield object_in(line, place, "a prompt"), place
 
 
-def _from_json(line: str, place: str, number: int, own_options: bool) -> NamedPrompt:
-    record = object_in(line, place, "a prompt")
+def _json_list(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The entries of a list, of which texts and lists of token ids are prompts alone, and where each stands."""
+    try:
+        entries = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"the prompts file {file!r} is not JSON ({error}); for an object a line name it .jsonl"
+        ) from error
+    if not isinstance(entries, list):
+        raise DataError(f'the prompts file {file!r} must hold a list, as ["a prompt", {{"prompt": "another"}}]')
+    for number, entry in enumerate(entries, start=1):
+        place = f"{file}, entry {number}"
+        if not isinstance(entry, str | list | dict):
+            raise DataError(f"{place}: a prompt is a text, a list of token ids or an object, got {json.dumps(entry)}")
+        yield (entry if isinstance(entry, dict) else {"prompt": entry}), place
+
+
+def _from_record(record: Mapping[str, Any], place: str, number: int, own_options: bool) -> NamedPrompt:
     prompt = record.get("prompt", record.get("text"))
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not is_ids:

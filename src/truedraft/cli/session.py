@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ CACHE_HELP = (
     "back, and requests wait."
 )
 _MOST_THREADS = 64
+_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -363,9 +365,18 @@ def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tupl
 
 @contextlib.contextmanager
 def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being waited for; gives a function that changes the message."""
+    """Show on a terminal what is being waited for; gives a function that changes the message.
+
+    Elsewhere, as where output goes into a file, it is said in a line once it takes some seconds.
+    """
     if not console.is_terminal:
-        yield lambda _: None
+        timer = threading.Timer(_PATIENCE_S, say, (message,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield lambda _: None
+        finally:
+            timer.cancel()
         return
     with console.status(message) as status:
         yield status.update

@@ -419,8 +419,10 @@ def _register(terminal: Terminal, folder: Path) -> bool:
     if problem is not None:
         warn(problem)
         return False
-    said = f"noted in {registry.file}: --drafter auto takes it for its target as long as it stays there"
-    terminal.out.print(said, soft_wrap=True)
+    said = "--drafter auto takes it for its target as long as it stays there"
+    if made.brings_too_little:
+        said = f"--drafter auto leaves it out, for {made.most_tokens_per_call:.2f} tokens per target call cannot pay"
+    terminal.out.print(f"noted in {registry.file}: {said}", soft_wrap=True)
     return True
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import ClassVar, TypeAlias, TypeVar
 
 from truedraft.control.acceptance import UNKNOWN_RATE, Acceptance, Odds
@@ -33,6 +35,7 @@ _LEAST_LOST = 0.1  # of a plain step, for the first of them finds caches cold
 _READY_WITHIN = 48  # tokens
 _DEAR_LEVEL_S = 5e-4  # of a token drafted, from which it pays to look how likely tokens are: a tenth of it, measured
 _SLOW = 0.1  # share by which one step moves what steps are known to take
+_PLANS = 5  # of which the median says what planning takes, for one of them may have measured costs
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -80,7 +83,8 @@ class Goodput(Controller):
         self._planned: tuple[Planner, Plan, tuple[int, ...]] | None = None  # the last plan, and for which requests
         self._kept = 0  # steps for which it is still kept
         self._step = 0
-        self._steps_s = self._plan_s = self._ask_s = 0.0  # that a step, planning and asking take
+        self._steps_s = self._ask_s = 0.0  # that a step and asking take
+        self._plans_s: deque[float] = deque(maxlen=_PLANS)  # that the last plans took
         self._rested = 0  # steps since the one that was last observed
         self._observed = self._plain_at = clock()  # when that was, and when a step was last plain decoding
         self._turn = 0  # whose turn it is to be probed with
@@ -141,8 +145,9 @@ class Goodput(Controller):
             decisions.append(self._decision(view, share))
             own.decided = {_kinds(found): decisions[-1]}
         self._make_probe(views, decisions, hints, candidates)
-        self._plan_s += _SLOW * (self._clock() - began - self._plan_s)
-        self._kept = min(int(self._plan_s / (_PLAN_SHARE * self._steps_s)), _MOST_KEPT) if self._steps_s else 0
+        self._plans_s.append(self._clock() - began)
+        plan_s = median_low(self._plans_s)
+        self._kept = min(int(plan_s / (_PLAN_SHARE * self._steps_s)), _MOST_KEPT) if self._steps_s else 0
         return decisions
 
     def _decided(self, view: RequestView, hints: Mapping[str, Hint]) -> Decision:

@@ -38,6 +38,9 @@ _REGISTRY = "drafters.json"
 _GROUP = "truedraft.drafters"  # of entry points: each is a package whose subfolders are drafters
 _VERSION = 1
 _LOCK_S = 10.0
+# Tokens per target call below which no drafter can pay: of a model or heads whose single token costs a tenth of a step,
+# one token in five must be accepted; a table costs next to nothing.
+_LEAST_TOKENS, _LEAST_TOKENS_OF_TABLE = 1.25, 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,17 @@ class TrainedDrafter:
             if temperature is not None and tokens is not None:
                 best[temperature] = max(tokens, best.get(temperature, 0.0))
         return best
+
+    @property
+    def most_tokens_per_call(self) -> float | None:
+        """The most of all temperatures; None where nobody measured it."""
+        return max(self.tokens_per_call.values(), default=None)
+
+    @property
+    def brings_too_little(self) -> bool:
+        """Whether what was measured of it cannot pay; not where nobody measured it."""
+        most = self.most_tokens_per_call
+        return most is not None and most < (_LEAST_TOKENS_OF_TABLE if self.kind == "ngram" else _LEAST_TOKENS)
 
     def may_fit(self, target: LanguageModel) -> bool:
         """Whether its sizes allow the target, which is known without reading the target's weights."""

@@ -34,6 +34,9 @@ _STORED = 1 << 20
 # Of a target that may draft for itself in `auto`: with 3 MB a forward of 4 bits takes three quarters of its own, and as
 # long as what surrounds it; with 31 MB half of it (benchmarks/results/self_draft.json).
 _LEAST_OWN_BYTES = 16 << 20
+# The same beside a trained draft model or heads: with 269 MB, SmolLM2's, it gained 4 % where answers are sampled and
+# lost 1 % where they are greedy (benchmarks/results/smollm2_drafters.json).
+_LEAST_OWN_BYTES_BESIDE = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,11 @@ def from_spec(
 ) -> Drafter:
     """Make a drafter from its word, as `--drafter` takes it: `KIND[:PATH][,option=value]...`.
 
-    `KINDS` has the kinds with their options. `auto` is prompt lookup and all trained drafters that belong to the
-    target, see `truedraft.drafters.registry`, or where there are none `self:int4`; `portfolio(A;B;...)` are those that
-    you name; a controller chooses among them at each step; `cascade(A;B)` drafts with B, whose own tokens A drafts.
-    `MODULE:CLASS` is a drafter of the user's own, see `truedraft.drafters.own`. Double quotes keep commas, semicolons
-    and parentheses in a path or a value: `draft:"a,b",num_speculative_tokens=3`.
+    `KINDS` has the kinds with their options. `auto` is prompt lookup, `self:int4` and the trained drafters that belong
+    to the target, see `auto_members`; `portfolio(A;B;...)` are those that you name; a controller chooses among them at
+    each step; `cascade(A;B)` drafts with B, whose own tokens A drafts. `MODULE:CLASS` is a drafter of the user's own,
+    see `truedraft.drafters.own`. Double quotes keep commas, semicolons and parentheses in a path or a value:
+    `draft:"a,b",num_speculative_tokens=3`.
 
     Args:
         spec: the word.
@@ -167,10 +170,11 @@ def _unbranched(words: Words) -> None:
 def drafter_help() -> str:
     """Every kind of drafters and its options, a paragraph each."""
     auto = (
-        "auto: prompt-lookup and the trained drafters that belong to the target, found in the folder drafters of its "
-        "own folder, in --drafters-dir, among those that truedraft train made here, among installed packages of "
-        "drafters, and among those that ship with truedraft, or where there are none self:int4, whose weights are made "
-        "when a step first drafts with them; a controller chooses among them at each step"
+        "auto: prompt-lookup; self:int4, unless the target is small or has 4 bits itself, whose weights are made when "
+        "a step first drafts with them; and the trained drafters that belong to the target and measured a gain, found "
+        "in the folder drafters of its own folder, in --drafters-dir, among those that truedraft train made here, "
+        "among installed packages of drafters, and among those that ship with truedraft; a controller chooses among "
+        "them at each step"
     )
     chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
     own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
@@ -179,40 +183,79 @@ def drafter_help() -> str:
 
 
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
-    """Prompt lookup and what was trained for the target, of a kind the newest; what cannot be used is told and left.
-
-    A target without trained drafters drafts for itself, where it can and is not so small that it could not pay.
-    """
+    """What `auto` is: see `auto_members`."""
     from truedraft.drafters.portfolio import Portfolio
 
-    members: list[Drafter] = []
+    return Portfolio([drafter for _, drafter in auto_members(target, drafters_dir, tell)])
+
+
+def auto_members(
+    target: LanguageModel,
+    drafters_dir: Sequence[str | Path] = (),
+    tell: Callable[[str], None] = warnings.warn,
+    most: int = _MOST_OF_A_KIND,
+) -> list[tuple[Words, Drafter]]:
+    """The drafters that `auto` chooses among, with the words that make each.
+
+    These are the target with 4-bit weights, where it can have such a copy and is not so small that it could not pay;
+    the newest of each kind that was trained for it and measured a gain; and prompt lookup.
+
+    Args:
+        target: that they draft for.
+        drafters_dir: folders of drafters to look into, too.
+        tell: given a sentence about each that cannot be used, or that brought too little.
+        most: of a kind that are taken.
+    """
+    members: list[tuple[Words, Drafter]] = []
     taken: Counter[str] = Counter()
-    for found in find_drafters(target, drafters_dir, tell):
-        if taken[found.kind] == _MOST_OF_A_KIND:
+    for words in _trained_words(target, drafters_dir, tell):
+        if taken[words.kind] == most:
             continue
         try:
-            kind = KINDS[found.kind]
-            drafter = kind.make(Words("drafter", found.kind, str(found.folder), kind.widest), target)
+            drafter = KINDS[words.kind].make(words, target)
             drafter.check(target)
         except Exception as error:  # whatever is wrong with it, the others can draft
-            tell(f"the drafter {found.kind}:{found.folder} is left out: {' '.join(str(error).split())}")
+            tell(f"the drafter {words.kind}:{words.path} is left out: {' '.join(str(error).split())}")
             continue
-        taken[found.kind] += 1
-        members.append(drafter)
-    if not taken.keys() - {"ngram"} and target.weight_bytes >= _LEAST_OWN_BYTES:
-        own = KINDS["self"]
-        try:
-            drafter = own.make(Words("drafter", "self", "int4", own.widest), target)
-            if drafter.model is not None:
-                drafter.model.check_room()
-            members.insert(0, drafter)
-        except UnsupportedModelError:
-            pass  # such a target has no copy of fewer bits, and nobody asked for one
-        except Exception as error:
-            tell(f"the drafter self:int4 is left out: {' '.join(str(error).split())}")
+        taken[words.kind] += 1
+        members.append((words, drafter))
+    least = _LEAST_OWN_BYTES_BESIDE if taken.keys() - {"ngram"} else _LEAST_OWN_BYTES
     # Sampled drafts come first: their draws stand first where proposals are merged.
-    lookup = KINDS["prompt-lookup"]
-    return Portfolio([*members, lookup.make(Words("drafter", "prompt-lookup", None, lookup.widest), target)])
+    own = _own_member(target, tell) if target.weight_bytes >= least else []
+    lookup = Words("drafter", "prompt-lookup", None, KINDS["prompt-lookup"].widest)
+    return [*own, *members, (lookup, KINDS["prompt-lookup"].make(lookup, target))]
+
+
+def _own_member(target: LanguageModel, tell: Callable[[str], None]) -> list[tuple[Words, Drafter]]:
+    """The target with 4-bit weights, where it can have such a copy."""
+    words = Words("drafter", "self", "int4", KINDS["self"].widest)
+    try:
+        drafter = KINDS["self"].make(words, target)
+        if drafter.model is not None:
+            drafter.model.check_room()
+        return [(words, drafter)]
+    except UnsupportedModelError:
+        return []  # such a target has no copy of fewer bits, and nobody asked for one
+    except Exception as error:
+        tell(f"the drafter self:int4 is left out: {' '.join(str(error).split())}")
+        return []
+
+
+def _trained_words(
+    target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]
+) -> list[Words]:
+    """Of what was trained for a target and measured a gain."""
+    words = []
+    for found in find_drafters(target, drafters_dir, tell):
+        if found.brings_too_little:
+            tell(
+                f"the drafter {found.kind}:{found.folder} is left out: it brought {found.most_tokens_per_call:.2f} "
+                "tokens per target call at the end of its training, which cannot pay; train it longer, or name it with "
+                "--drafter"
+            )
+            continue
+        words.append(Words("drafter", found.kind, str(found.folder), KINDS[found.kind].widest))
+    return words
 
 
 def _portfolio(words: Words, target: LanguageModel) -> Portfolio:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast, overload
@@ -214,38 +215,61 @@ class Engine:
         Raises:
             TruedraftError: a single prompt failed.
         """
+        asked = self._asked(prompt, params)
+        requests = self._enqueued(asked)
+        try:
+            self._loop.run_until(lambda: all(request.finish_reason is not None for request in requests))
+        finally:
+            self._end(requests)
+        return _answers_of(prompt, asked)
+
+    @overload
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
+    @overload
+    async def agenerate(
+        self,
+        prompt: list[str] | list[list[int]] | list[MultimodalPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Answer]: ...
+
+    async def agenerate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Answer | list[Answer]:
+        """The same as `generate` for `asyncio`: a thread steps, and a task that is cancelled cancels its requests."""
+        asked = await asyncio.to_thread(self._asked, prompt, params)
+        requests = self._enqueued(asked)
+        try:
+            await self._loop.until(lambda: all(request.closed for request in requests))
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return _answers_of(prompt, asked)
+
+    def _asked(
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[list[Request] | Answer]:
+        """For each prompt the requests of all samples; of several, one that cannot be started is answered already."""
         if is_one(prompt):
             if params is not None and not isinstance(params, SamplingParams):
                 raise PromptError(f"one prompt takes one SamplingParams, got a {type(params).__name__}")
-            samples = self._prepare_all(prompt, params)  # type: ignore[arg-type]
-            answer = self._answer_all([samples])[0]
-            error = next((request.error for request in samples if request.error is not None), None)
-            if error is not None:
-                raise error
-            return answer
+            return [self._prepare_all(cast("Prompt", prompt), params)]
         prompts = cast("Sequence[Prompt]", prompt)
         each = params_of_each(len(prompts), params)
-        return self._answer_all([self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)])
+        return [self._prepare_or_refuse(one, its) for one, its in zip(prompts, each, strict=True)]
 
     def _prepare_all(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         """A checked request for each sample of a prompt."""
         count = params.n if isinstance(params, SamplingParams) else 1
         return [self.prepare(prompt, params, sample=sample) for sample in range(count)]
 
-    def _answer_all(self, prompts: Sequence[list[Request] | Answer]) -> list[Answer]:
-        """An answer for each prompt, of which there are requests for all samples, or already the answer."""
-        requests = [request for samples in prompts if isinstance(samples, list) for request in samples]
+    def _enqueued(self, asked: Sequence[list[Request] | Answer]) -> list[Request]:
+        """All requests, queued."""
+        requests = [request for samples in asked if isinstance(samples, list) for request in samples]
         for request in requests:
             self.enqueue(request)
-        answers = iter(self._finish(requests))
-        found: list[Answer] = []
-        for samples in prompts:
-            if isinstance(samples, list):
-                first, *others = [next(answers) for _ in samples]
-                found.append(replace(first, others=tuple(others)) if others else first)
-            else:
-                found.append(samples)
-        return found
+        return requests
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, scope: Hashable = None
@@ -258,26 +282,42 @@ class Engine:
             OptionError: several samples are asked for; call `submit` for each, and read their pieces.
             TruedraftError: the request failed.
         """
+        return self._pieces(self._prepare_stream(prompt, params, scope))
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, scope: Hashable = None
+    ) -> AsyncGenerator[Piece]:
+        """The same as `stream` for `async for`; a cancelled task, or leaving the loop, cancels the request."""
+        piece: Piece | None = None
+        request = await asyncio.to_thread(self._prepare_stream, prompt, params, scope)
+        self.enqueue(request)
+        try:
+            while piece is None or piece.answer is None:
+                await self._loop.until(lambda: bool(request.pieces))
+                while request.pieces:
+                    piece = request.take_piece()
+                    yield piece
+        finally:
+            self.cancel(request)
+
+    def _prepare_stream(self, prompt: Prompt, params: SamplingParams | None, scope: Hashable) -> Request:
         if isinstance(params, SamplingParams) and params.n > 1:
             raise OptionError(
                 f"must be 1 for a stream, got {params.n}; call submit for each sample and read its pieces", field="n"
             )
-        return self._pieces(self.prepare(prompt, params, scope=scope))
+        return self.prepare(prompt, params, scope=scope)
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
+        piece: Piece | None = None
         self.enqueue(request)
         try:
-            while True:
-                while request.pieces:
-                    piece = request.pieces.pop(0)
-                    if piece.answer is not None and request.error is not None:
-                        raise request.error
-                    yield piece
-                    if piece.answer is not None:
-                        return
+            while piece is None or piece.answer is None:
                 self._loop.run_until(lambda: bool(request.pieces) or request.finish_reason is not None)
                 if request.finish_reason is not None:
                     self._end([request])
+                while request.pieces:
+                    piece = request.take_piece()
+                    yield piece
         finally:
             self.cancel(request)
 
@@ -539,14 +579,6 @@ class Engine:
             request.finish()
             request.closed = True  # last: other threads take it that the answer is there
 
-    def _finish(self, requests: Sequence[Request]) -> list[Answer]:
-        """Wait until all of these are over."""
-        try:
-            self._loop.run_until(lambda: all(request.finish_reason is not None for request in requests))
-        finally:
-            self._end(requests)
-        return [answer for request in requests if (answer := request.pieces[-1].answer) is not None]
-
     def _end(self, requests: Sequence[Request]) -> None:
         """See to it that these are closed, whoever steps: one that is over is closed when that step is, too."""
         left = [request for request in requests if not request.closed]
@@ -556,6 +588,25 @@ class Engine:
             with self._turns:
                 self._close_cancelled()
             self._settle()
+
+
+def _answers_of(prompt: Prompt | Sequence[Prompt], asked: Sequence[list[Request] | Answer]) -> Answer | list[Answer]:
+    """The answer to a prompt, or one for each of several, whose requests are over.
+
+    Raises:
+        TruedraftError: a single prompt failed.
+    """
+    found: list[Answer] = []
+    for samples in asked:
+        if isinstance(samples, Answer):
+            found.append(samples)
+            continue
+        error = next((request.error for request in samples if request.error is not None), None)
+        if error is not None and is_one(prompt):
+            raise error
+        first, *others = [answer for each in samples if (answer := each.pieces[-1].answer) is not None]
+        found.append(replace(first, others=tuple(others)) if others else first)
+    return found[0] if is_one(prompt) else found
 
 
 def _check_layers(drafter: Drafter, target: LanguageModel) -> None:

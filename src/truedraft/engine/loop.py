@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import threading
 from collections import deque
@@ -94,7 +96,8 @@ class Loop:
 
     A caller that is alone steps in its own thread: nothing is handed over. As soon as a second one waits, a driver
     thread steps for all of them, until the engine has nothing left to do; so threads do not hand the engine over at
-    every step, and one that takes its tokens slowly, or never, holds nobody up.
+    every step, and one that takes its tokens slowly, or never, holds nobody up. For who waits in an event loop the
+    driver steps from the first one on.
 
     Args:
         step: one step of the engine; says whether any request is left. It takes its turn itself.
@@ -108,6 +111,7 @@ class Loop:
         self._waiting = 0  # callers in `run_until`
         self._driver: threading.Thread | None = None
         self._failure: BaseException | None = None  # what ended the last driver
+        self._wakes: list[Callable[[], object]] = []  # of those who wait in event loops
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Return when `done` says so; until then the engine steps, in this thread or in the driver.
@@ -123,7 +127,7 @@ class Loop:
             self._news.notify_all()
         try:
             while not done():
-                if self._waiting == 1 and self._driver is None:
+                if self._waiting == 1 and self._driver is None and not self._wakes:
                     self._step()
                 else:
                     self._wait(done)
@@ -135,25 +139,60 @@ class Loop:
     def _wait(self, done: Callable[[], bool]) -> None:
         """Let the driver step until `done`, or until there is none any more."""
         with self._news:
-            if self._driver is None:
-                self._failure = None
-                run = contextvars.copy_context().run  # the caller's choice of threads for torch is the driver's
-                driver = threading.Thread(target=run, args=(self._drive,), name="truedraft-driver", daemon=True)
-                self._driver = driver
-                driver.start()
+            self._begin_driving()
             self._news.wait_for(lambda: done() or self._driver is None)
             if self._failure is not None and not done():
                 raise self._failure
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Return when `done` says so, which the driver's steps bring about; the event loop runs on meanwhile.
+
+        Raises:
+            BaseException: what a step raised, a listener's error for one.
+        """
+        there, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop was closed: nobody waits there any more
+                loop.call_soon_threadsafe(there.set)
+
+        with self._news:
+            self._wakes.append(wake)
+        try:
+            while not done():
+                with self._news:
+                    self._begin_driving()
+                await there.wait()
+                there.clear()
+                if not done() and self._driver is None and self._failure is not None:
+                    raise self._failure
+        finally:
+            with self._news:
+                self._wakes.remove(wake)
+
+    def _begin_driving(self) -> None:
+        """Start the driver unless it runs; the lock is held."""
+        if self._driver is None:
+            self._failure = None
+            run = contextvars.copy_context().run  # the caller's choice of threads for torch is the driver's
+            self._driver = threading.Thread(target=run, args=(self._drive,), name="truedraft-driver", daemon=True)
+            self._driver.start()
 
     def _drive(self) -> None:
         try:
             while self._step():
                 with self._news:
-                    self._news.notify_all()
+                    self._tell_all()
         except BaseException as error:
             with self._news:
                 self._failure = error
         finally:
             with self._news:
                 self._driver = None
-                self._news.notify_all()
+                self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Something may have come; the lock is held."""
+        self._news.notify_all()
+        for wake in self._wakes:
+            wake()

@@ -246,6 +246,17 @@ class Request:
         tokens = self.tokens[self.prompt_tokens + first : self.prompt_tokens + settled]
         self.pieces.append(Piece(text, tokens, self.origins[first:settled], answer, self.logprobs[first:settled]))
 
+    def take_piece(self) -> Piece:
+        """The next piece for a stream.
+
+        Raises:
+            TruedraftError: it is the last one, of a request that failed.
+        """
+        piece = self.pieces.pop(0)
+        if piece.answer is not None and self.error is not None:
+            raise self.error
+        return piece
+
     def fail(self, error: Exception) -> None:
         """End with an error; what was emitted stays."""
         self.error = error

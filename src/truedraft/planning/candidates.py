@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.registry import find_drafters
-from truedraft.drafters.specs import KINDS, from_spec
+from truedraft.drafters.registry import ORDER
+from truedraft.drafters.specs import KINDS, auto_members, from_spec
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.options import Words
@@ -30,6 +31,7 @@ _COUNTS = (2, 3, 4)
 _TREES = ("2-1-1-1", "2-2-1-1", "3-2-1")
 _WIDTHS = (1, 2, 4, 8)
 _FEW_NODES = (4, 8, 16)
+_MOST_OF_A_KIND = 8
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,20 @@ class Candidate:
         return tuple(self.words)
 
 
-def fitting_drafters(target: LanguageModel) -> tuple[str, ...]:
-    """The words of drafters that are known to fit a target: prompt lookup, and the kinds that were trained for it."""
-    return ("prompt-lookup", *dict.fromkeys(each.kind for each in find_drafters(target)))
+def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnings.warn) -> tuple[str, ...]:
+    """The words of drafters that are known to fit a target: what `auto` chooses among, and more of a kind if there are.
+
+    The newest of a kind that was trained for the target is that kind's word alone, the others have their folders.
+
+    Args:
+        target: that they draft for.
+        tell: as of `auto_members`.
+    """
+    found: list[str] = []
+    for words, _ in auto_members(target, tell=tell, most=_MOST_OF_A_KIND):
+        newest = words.kind in ORDER and words.kind not in found
+        found.append(words.kind if newest else spelled(replace(words, options={}), {}))
+    return tuple(reversed(found))
 
 
 def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> list[Candidate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from truedraft.planning.traces import AnswerTrace, Asked, trace_answers
 from truedraft.planning.walks import Walk, walk_along
 from truedraft.theory import CostCurve, DraftCost, TargetCost
 
-_FORMAT = 1
+_FORMAT = 2
 _AGAIN = "run truedraft plan again"
 NONE = "none"
 
@@ -55,6 +55,7 @@ class Plan:
         forwards: V of the target.
         memory: of the target.
         drafters: what each brings and costs.
+        measured: speed-ups over plain decoding of what was run to check the plan, by its words.
     """
 
     truedraft: str
@@ -68,6 +69,7 @@ class Plan:
     forwards: TargetCost
     memory: Footprint
     drafters: tuple[Drafting, ...]
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     def best(self, batch: int | None = None, what_if: WhatIf | None = None) -> list[Prediction]:
         """For each drafter its best size, the best drafter first.
@@ -95,9 +97,17 @@ class Plan:
         return sorted(found, key=lambda each: -each.speedup.value)
 
     def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
-        """The words of the drafter that is predicted to gain most; `none` where none gains."""
+        """The words of the drafter that is predicted to gain most; `none` where none gains.
+
+        Of the plan's own batch and machine, what was measured decides in place of what was predicted.
+        """
         found = self.best(batch, what_if)
-        return found[0].option.drafter if found and found[0].speedup.value > 1.0 else NONE
+        if not found:
+            return NONE
+        words, gain = found[0].option.drafter, found[0].speedup.value
+        if batch in (None, self.batch) and what_if in (None, WhatIf()):
+            gain = self.measured.get(words, gain)
+        return words if gain > 1.0 else NONE
 
     @property
     def survival(self) -> dict[str, tuple[float, ...]]:

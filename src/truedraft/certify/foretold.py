@@ -1,0 +1,83 @@
+"""What a certificate can show in its time: told before it begins, by a trial of the very stack."""
+
+from __future__ import annotations
+
+import itertools
+
+from truedraft.certify import checks as common
+from truedraft.certify.checks import Context, open_ended
+from truedraft.certify.e_process import Events, TestResult
+from truedraft.certify.equality import Equality, as_greedy
+from truedraft.certify.sampling import beginnings, scored_answers
+from truedraft.certify.statistics import ENOUGH, FALSE_ALARM, TOKENS_SHARE, Statistics
+
+_TRIALS = 2  # of which the first makes what is made once
+_TRIED = 16  # tokens of an answer of a trial
+_MINUTE = 60.0
+
+
+def foretold(context: Context, seconds: float) -> str:
+    """A sentence: the measured rate, how much is looked at in the time, and what would be found.
+
+    Args:
+        context: the stack, prompts and options.
+        seconds: for the certificate.
+    """
+    if context.params.greedy:
+        rate = _compared_per_s(context)
+        tokens = int(rate * Equality.share * seconds)
+        return (
+            f"{rate:.1f} tokens a second are answered plainly and with speculation, so in {_said(seconds)} about "
+            f"{tokens:,} are compared with plain decoding's"
+        )
+    rate = _tested_per_s(context)
+    share = Statistics.share * TOKENS_SHARE
+    found = detectable(int(rate * share * seconds), context)
+    most = max(seconds, 1.0)
+    while detectable(int(rate * share * most), context) > ENOUGH:
+        most *= 1.1
+    enough = (
+        "which is enough for a verdict"
+        if found <= ENOUGH
+        else (f"which is too little for a verdict: that takes {ENOUGH:g}, and about --minutes {most / _MINUTE:.1f}")
+    )
+    return (
+        f"{rate:.1f} tokens a second are answered and tested, so in {_said(seconds)} about "
+        f"{int(rate * share * seconds):,} tokens, among which a total variation of {found:.3f} would be found, {enough}"
+    )
+
+
+def detectable(tokens: int, context: Context) -> float:
+    """The total variation that the tests of so many tokens find, on the events that vary most."""
+    tests = len(Events(context.stack.target.vocab_size, context.batch).names)
+    whole = TestResult("", tokens, tokens / 2, tokens // 2, tokens / 4, 1.0)
+    return whole.smallest_detectable(FALSE_ALARM / tests)
+
+
+def _tested_per_s(context: Context) -> float:
+    """Tokens that are answered, and whose distributions are computed, in a second."""
+    prompts, length = beginnings(context.prompts, _TRIED, len(context.prompts)), min(_TRIED, context.params.max_tokens)
+    answers = scored_answers(context.stack, prompts, context.params, context.batch, length=length)
+    began = common.now()
+    tokens, took = 0, 0.0
+    for batch in itertools.islice(answers, _TRIALS):
+        took, began = common.now() - began, common.now()
+        tokens = sum(len(scored.tokens) for scored in batch)
+    return tokens / max(took, 1e-9)
+
+
+def _compared_per_s(context: Context) -> float:
+    """Tokens that are answered plainly and again with speculation in a second."""
+    options = open_ended(as_greedy(context.params), min(_TRIED, context.params.max_tokens))
+    prompt = [list(context.prompts[0])[:_TRIED]]
+    engines = [context.stack.plain(1), context.stack.engine(1)]
+    tokens, took = 0, 0.0
+    for _ in range(_TRIALS):
+        began = common.now()
+        tokens = sum(len(engine.generate(prompt, options)[0].token_ids) for engine in engines) // len(engines)
+        took = common.now() - began
+    return tokens / max(took, 1e-9)
+
+
+def _said(seconds: float) -> str:
+    return f"{seconds / _MINUTE:.1f} minutes" if seconds >= _MINUTE else f"{seconds:.0f} seconds"
