@@ -88,8 +88,8 @@ class Summary:
             groups, as `decode_speedup` is; None without curves.
         measured_over_predicted: how much of that came true: the geometric mean of the ratio over groups that have both.
         shares: of decoding time; None for a peer.
-        mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read, or where it was more
-            than all of it, as from the processor's caches.
+        mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read, or where it was
+            more than all of it, as from the processor's caches.
         cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
         identical_groups: groups whose tokens, in all runs, are those of plain decoding's first run.
         compared_groups: groups that plain decoding answered too; fewer than `groups` in a run that was interrupted.

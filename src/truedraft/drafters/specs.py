@@ -291,7 +291,11 @@ def _made(words: Words, target: LanguageModel) -> Drafter:
         own = None if words.members else own_drafter(words.kind, words.path, words.options, target)
         if own is None:
             valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", "MODULE:CLASS")
-            also = "" if words.path is None or not words.path.isidentifier() else ", and no module of that name can be imported"
+            also = (
+                ""
+                if words.path is None or not words.path.isidentifier()
+                else ", and no module of that name can be imported"
+            )
             raise UnknownOptionError.nearest("drafter", words.kind, valid, also)
         return own
     words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
