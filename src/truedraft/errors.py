@@ -84,19 +84,20 @@ class UnknownOptionError(OptionError):
     """An option or a word does not exist."""
 
     @classmethod
-    def nearest(cls, what: str, given: str, valid: Iterable[str]) -> UnknownOptionError:
+    def nearest(cls, what: str, given: str, valid: Iterable[str], also: str = "") -> UnknownOptionError:
         """Build the message: what was given, what replaces it or the nearest valid word, and all valid words.
 
         Args:
             what: was given; in a single word it is the option itself.
             given: the word.
             valid: words that there are.
+            also: what else it is not, behind the word.
         """
         words = sorted(valid)
         close = difflib.get_close_matches(given, words, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
         hint = f"it is gone, take {gone}; " if (gone := _GONE.get(f"{what} {given}")) else hint
-        error = cls(f"unknown {what} {given!r}; {hint}valid: {', '.join(words)}")
+        error = cls(f"unknown {what} {given!r}{also}; {hint}valid: {', '.join(words)}")
         error.field = what if what.isidentifier() else None
         return error
 

@@ -8,12 +8,12 @@ import json
 import pytest
 
 from support.tiny_models import packed
-from truedraft.bench.breakdown import Breakdown, Shares
+from truedraft.bench.breakdown import Breakdown
 from truedraft.bench.costs import Memory, reads_alike
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import decides, markdown
 from truedraft.bench.runs import Failure, Results, Row, SystemOutput, time_without_core
-from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, shown, summarise
+from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, empty_answers, shown, summarise
 from truedraft.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
@@ -121,6 +121,7 @@ def test_answers_without_tokens_have_no_ratio() -> None:
     empty = row("draft", "b", 1.5, tokens=())
     draft = summarise([*rows()[:3], empty], NAMES, ("plain", "draft"), {})[1]
     assert draft.speedup == Ratio.of([2.5 / 1.5]) and draft.tokens_per_s.low < draft.tokens_per_s.median
+    assert draft.empty_answers == ("b",)
 
 
 def test_identity_looks_at_all_runs() -> None:
@@ -160,7 +161,6 @@ def test_tables() -> None:
     time = time_table(found)
     assert time.rows[1][1:4] == ("1.25", "2.83", "2.26")
     assert time.rows[0][1] == "-" and time.rows[2][4:] == ("-",) * 5
-    assert not any("impossible" in cell for row in time.rows for cell in row)
     accepted = acceptance_table(found)
     assert accepted.headings == ("", "accepted\nat 1", "\nat 2") and accepted.rows == (("draft", "1.00", "0.00"),)
     assert all(len(each) == len(table.headings) for table in (speed, time, accepted) for each in table.rows)
@@ -246,14 +246,11 @@ def circumstances() -> Circumstances:
     )
 
 
-def test_an_impossible_share_is_never_shown_without_saying_so() -> None:
-    """As bench once did: a curve of a disturbed minute, and a bandwidth of another."""
-    plain = dataclasses.replace(summaries()[1], shares=Shares(1.5, 0.12, -0.62, 0.01, 0.8, 0.1), mbu=1.95)
-    row = time_table([plain]).rows[0]
-    assert row[4:] == ("1.50 (impossible)", "0.12", "-0.62 (impossible)", "0.010", "1.95 (impossible)")
-    record = bench_record([plain], circumstances(), [], Results())
-    assert record["systems"][0]["impossible"] == ["mbu", "target", "host"]
-    assert bench_record(summaries(), circumstances(), [], Results())["systems"][1]["impossible"] == []
+def test_answers_of_no_token_are_told() -> None:
+    plain = dataclasses.replace(summaries()[1], empty_answers=("a", "b", "c", "d"))
+    assert empty_answers([plain]) == ["draft: 4 answers ended before their first token (prompt a, b, c, ...)"]
+    assert bench_record([plain], circumstances(), [], Results())["systems"][0]["empty_answers"] == ["a", "b", "c", "d"]
+    assert empty_answers(summaries()) == []
 
 
 def test_record() -> None:

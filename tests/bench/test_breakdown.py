@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from support.records import step_record
-from truedraft.bench.breakdown import Breakdown, break_down, is_impossible, shares
+from truedraft.bench.breakdown import Breakdown, break_down, known_share, shares
 from truedraft.bench.costs import CurveCosts, MachineCosts, shown_points
 from truedraft.bench.suite import Suite
 from truedraft.core.stats import DraftShare, RequestStep, StepRecord
@@ -101,6 +101,13 @@ def test_no_bandwidth_means_no_memory_figures() -> None:
     assert MachineCosts(bandwidth=1e9).memory(suite) == {}  # a table of distributions reads no weights
 
 
-def test_a_share_that_no_run_can_have_is_known() -> None:
-    assert [is_impossible(share) for share in (None, -0.004, 0.0, 0.5, 1.0, 1.004)] == [False] * 6
-    assert [is_impossible(share) for share in (-0.62, -0.01, 1.01, 1.95)] == [True] * 4
+def test_shares_that_no_run_can_have_had_are_not_known() -> None:
+    """As bench once showed: a curve of a disturbed minute, and a bandwidth of another."""
+    assert [known_share(share) for share in (None, 0.0, 0.5, 1.0, 1.004)] == [None, 0.0, 0.5, 1.0, 1.004]
+    assert [known_share(share) for share in (1.01, 1.95)] == [None, None]
+    run = {"steps": 4, "decode_s": 1.0, "verify_s": 0.01, "target_s": 0.8, "draft_s": 0.1, "plain_curve_s": 1.0}
+    disturbed = shares(Breakdown(**run, forward_curve_s=1.5, drafting_curve_s=0.12))
+    assert disturbed is not None and (disturbed.target, disturbed.draft, disturbed.host) == (None, None, None)
+    assert disturbed.timed_target == 0.8 and disturbed.verification == 0.01, "what was timed is still told"
+    rounded = shares(Breakdown(**run, forward_curve_s=0.9, drafting_curve_s=0.103))
+    assert rounded is not None and rounded.host == 0.0

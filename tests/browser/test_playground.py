@@ -67,8 +67,15 @@ def make_browser() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def page(running: Running, make_browser: Callable[..., Any]) -> Any:
     browser = make_browser()
-    browser.get(running.url)
+    opened(browser, running, "mode-text")
     return browser
+
+
+def opened(browser: Any, running: Running, mode: str) -> None:
+    """The page, once it knows the model, in a mode."""
+    browser.get(running.url)
+    wait(browser, lambda page: by_id(page, "model").text.startswith("Model "))
+    by_id(browser, mode).click()
 
 
 def by_id(page: Any, name: str) -> Any:
@@ -131,6 +138,30 @@ def test_a_race_is_two_runs_with_the_same_text(page: Any) -> None:
     assert plain and drafted and not by_id(page, "error").text and errors(page) == []
 
 
+def test_it_begins_in_chat_and_races_what_is_written_there(running: Running, make_browser: Callable[..., Any]) -> None:
+    page = make_browser()
+    page.get(running.url)
+    wait(page, lambda page: by_id(page, "mode-chat").is_selected())
+    assert by_id(page, "prompt-label").text == "Message"
+    assert by_id(page, "prompt").get_attribute("value") == "Why is the sky blue? Explain it to a child."
+    write(page, "Write a stack.")
+    by_id(page, "race").click()
+    wait(page, lambda page: "identical" in by_id(page, "race-result").text.lower(), 60)
+    target = running.engine.target
+    assert target.tokenizer is not None
+    ids = target.tokenizer.chat([{"role": "user", "content": "Write a stack."}], template=TEMPLATE)
+    expected = Engine(target).generate(list(ids), SamplingParams(max_tokens=128)).text or ""
+    for lane in ("plain", "drafted"):
+        shown = page.execute_script(f"return document.querySelector('#race-{lane} .tokens').textContent")
+        assert shown == expected
+    assert by_id(page, "prompt").get_attribute("value") == "Write a stack.", "it stays to be asked"
+    by_id(page, "mode-text").click()
+    page.execute_script("arguments[0].dispatchEvent(new Event('change'))", by_id(page, "api-key"))
+    wait(page, lambda page: by_id(page, "model").text.startswith("Model "))
+    assert by_id(page, "mode-text").is_selected(), "what was chosen stays"
+    assert errors(page) == []
+
+
 def test_it_asks_nobody_else_and_errors_are_told(running: Running, page: Any) -> None:
     page.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
     box = by_id(page, "temperature")
@@ -155,7 +186,7 @@ def test_it_fits_narrow_and_dark_screens(
     )
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
-    page.get(running.url)
+    opened(page, running, "mode-text")
     write(page, PROMPT)
     by_id(page, "go").click()
     wait(page, answered)

@@ -39,6 +39,8 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["x", "--tempreture", "1"], "unknown option '--tempreture'; did you mean '--temperature'?"),
         (["x", "--max-tokens", "many"], "--max-tokens"),
         (["x", "--max-tokens", "0"], "--max-tokens must be a whole number of 1 or more, got 0"),
+        (["x", "--max-tokens", "100000"], "--max-tokens must be at most", "max_tokens"),
+        (["x", "--drafter", "nomod:X"], "unknown drafter 'nomod', and no module of that name can be imported"),
         (["x", "--temperature", "-1"], "--temperature must be"),
         (["x", "--temperature", "nan"], "--temperature must be"),
         (["x", "--top-p", "0"], "--top-p must be"),

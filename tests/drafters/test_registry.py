@@ -14,7 +14,9 @@ import pytest
 from truedraft import embedded
 from truedraft.drafters import DraftModel, from_spec, registry
 from truedraft.drafters.registry import TABLE, Registry, TrainedDrafter, find_drafters, list_drafters, write_record
-from truedraft.errors import ModelError, OptionError
+from truedraft.drafters.specs import draft_from_spec
+from truedraft.errors import CompositionError, ModelError, OptionError
+from truedraft.heads import MedusaHeads, RedrafterHead
 from truedraft.models import loading
 from truedraft.testing import MarkovModel
 
@@ -238,6 +240,39 @@ def test_auto_takes_two_of_a_kind_and_leaves_what_cannot_be_used(
     assert "'5 token ids" in told[1].replace("has 5", "'5") and len(told) == 2
     with pytest.warns(UserWarning, match="is left out"):
         from_spec("auto", target, [tmp_path / "all"])
+
+
+def test_kinds_without_a_path_are_looked_for_where_auto_looks(
+    tmp_path: Path, target: Weighty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = draft(tmp_path / "all" / "made")
+    headed = [heads(tmp_path / "all" / kind, kind) for kind in ("medusa", "redrafter")]
+    loaded: list[Path] = []
+
+    def load(name: str, **_: object) -> MarkovModel:
+        loaded.append(Path(name))
+        return MarkovModel.random(6, seed=2, name=name)
+
+    def load_heads(folder: Path | str) -> None:
+        loaded.append(Path(folder))
+        raise ModelError("no weights")
+
+    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(MedusaHeads, "load", load_heads)
+    monkeypatch.setattr(RedrafterHead, "load", load_heads)
+    for words in ("draft", "portfolio(draft;prompt-lookup)", "cascade(prompt-lookup;draft)", "draft,async=0"):
+        from_spec(words, target, [tmp_path / "all"])
+        assert loaded == [made], words
+        loaded.clear()
+    found = draft_from_spec("draft", target, [tmp_path / "all"])
+    assert found is not None and loaded == [made]
+    loaded.clear()
+    for kind in ("medusa", "redrafter"):
+        with pytest.raises(ModelError, match="no weights"):
+            from_spec(kind, target, [tmp_path / "all"])
+        with pytest.raises(CompositionError, match=f"no '{kind}' drafter was trained for .* truedraft train {kind} "):
+            from_spec(kind, target)
+    assert loaded == headed
 
 
 def test_looking_for_drafters_loads_nothing_heavy() -> None:

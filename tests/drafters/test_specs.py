@@ -224,7 +224,11 @@ def test_a_drafter_of_the_users_own(own: str, target: MarkovModel) -> None:
         ("{}:Half", OptionError, "cannot be made .*abstract"),
         ("{}:Nameless", OptionError, "needs a name"),
         ("own_drafters_broken:Mine", OptionError, r"cannot be imported \(ZeroDivisionError: division by zero\)"),
-        ("own_drafters_nowhere:Mine", UnknownOptionError, "unknown drafter 'own_drafters_nowhere'.*MODULE:CLASS"),
+        (
+            "own_drafters_nowhere:Mine",
+            UnknownOptionError,
+            "'own_drafters_nowhere', and no module of that name can.*MODULE:CLASS",
+        ),
     ],
 )
 def test_what_is_wrong_with_it_is_one_sentence(

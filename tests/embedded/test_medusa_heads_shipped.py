@@ -41,7 +41,11 @@ def test_they_fit_the_target_in_every_guise(options: dict[str, object]) -> None:
 def test_they_are_refused_for_the_draft() -> None:
     draft = embedded("draft", device="cpu")
     with pytest.raises(CompositionError, match=r"heads for embedded:target read 384 .* embedded:draft has 128"):
-        from_spec("medusa", draft)
+        from_spec("medusa:embedded:medusa", draft)
+    for kind in ("medusa", "redrafter"):
+        told = f"no '{kind}' drafter was trained for 'embedded:draft'; train one by truedraft train {kind} --model "
+        with pytest.raises(CompositionError, match=f"{told}embedded:draft, .* or name one as {kind}:DIR$"):
+            from_spec(kind, draft)
 
 
 @pytest.mark.parametrize(("temperature", "nodes", "least"), [(0.0, 32, 1.9), (1.0, 32, 1.4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,17 @@ def test_a_copy_with_fewer_bits_is_made_where_it_is_much_smaller(tmp_path: Path)
     narrow = load_model(write(tmp_path / "narrow.gguf", "llama", {"": "Q4_0"}), dtype="float32")
     with pytest.raises(UnsupportedModelError, match="its own are quantised, and such a copy has 100% of their bytes"):
         narrow.quantized(4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings are read from /proc")
+def test_a_file_is_in_memory_once_and_is_read_on_from_what_it_was(tmp_path: Path) -> None:
+    """Its codes are laid out anew for the forward; the file itself is mapped while it is read, and no longer."""
+    file = write(tmp_path / "wide.gguf", "llama", {"": "Q8_0"})
+    model = load_model(file, dtype="float32")
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    expected = logits(model)
+    file.unlink()
+    write(file, "llama", {"": "Q4_0"})
+    assert torch.equal(logits(model), expected)
+    apart = (logits(model.quantized(4)) - expected).std()
+    assert 0 < apart < 0.6 * expected.std(), "the copy is made of the file that was loaded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from truedraft.models.mapped import forget_pages
+from truedraft.models.mapped import forget_pages, return_freed_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mappings are read from /proc")
 
@@ -50,3 +51,28 @@ def test_memory_that_is_no_files_stays_as_it_is() -> None:
     forget_pages(weight.t())
     forget_pages(torch.empty(0))
     assert weight.equal(kept)
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Small pieces lie in the heap, which shrinks at its end alone unless it is told."""
+
+    def kibibytes() -> int:
+        return next(
+            int(line.split()[1])
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("RssAnon")
+        )
+
+    sizes = ctypes.CDLL(None)
+    sizes.malloc.restype, sizes.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    sizes.free.argtypes = [ctypes.c_void_p]
+    pieces = [sizes.malloc(8000) for _ in range(8000)]  # 64 MB
+    for piece in pieces:
+        ctypes.memset(piece, 1, 8000)
+    last = sizes.malloc(8000)  # keeps the heap's end
+    for piece in pieces:
+        sizes.free(piece)
+    held = kibibytes()
+    return_freed_memory()
+    assert kibibytes() < held - 40_000
+    sizes.free(last)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from pydantic import ValidationError
@@ -134,6 +135,39 @@ def test_logs_hold_no_text(running: Running, caplog: pytest.LogCaptureFixture) -
     line = next(record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage())
     assert "private" not in line and "POST /v1/completions 200" in line
     assert "tokens=3" in line and "finish=length" in line and "client=anyone" in line
+
+
+def test_a_stream_that_is_broken_off_logs_what_it_had_written(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("truedraft.server").propagate = True
+    with caplog.at_level(logging.INFO, "truedraft.server.requests"):
+        connection = open_stream(running.url, {"prompt": "def f(", "max_tokens": 2000, "ignore_eos": True})
+        read = b""
+        while read.count(b"data: ") < 3:
+            read += connection.recv(4096)
+        connection.close()
+        wait_for(lambda: any("finish=cancelled" in record.getMessage() for record in caplog.records))
+    line = next(record.getMessage() for record in caplog.records if "finish=cancelled" in record.getMessage())
+    counted = dict(part.split("=") for part in line.split() if "=" in part)
+    assert 2 <= int(counted["tokens"]) < 2000 and float(counted["first_token_s"]) > 0.0, line
+    assert float(counted["tokens_per_call"]) >= 1.0, line
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_bodies_that_are_not_sent_as_json_are_told_their_header(running: Running, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    at = urlsplit(running.url)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
+    for body in (BODY, {"messages": []}):
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        connection.request("POST", path, json.dumps(body).encode(), headers)
+        reply = connection.getresponse()
+        told = json.loads(reply.read())["error"]
+        assert reply.status == 400 and told["param"] == "Content-Type"
+        shown = "missing" if kind is None else repr(kind)
+        assert told["message"] == f"the header Content-Type is {shown}; send JSON as application/json"
+    connection.close()
 
 
 def test_pages_of_other_origins_are_not_let_in_unless_named(

@@ -319,6 +319,7 @@ def test_errors_have_openais_form(client: Any) -> None:
         ({"temperature": -1.0}, "temperature must be a number, 0 or more, got -1.0", "temperature"),
         ({"nonsense": 1}, "unrecognized request argument: nonsense", "nonsense"),
         ({"max_tokens": "many"}, "max_tokens", "max_tokens"),
+        ({"max_tokens": 2049}, "max_tokens must be at most 2048, the context of 'tiny' for prompt and", "max_tokens"),
         ({"n": 17}, "asks for 17 answers, and this server gives 16", "n"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias must be a mapping", "logit_bias"),
         ({"suffix": "end"}, "suffix needs tokens for a text in the middle", "suffix"),
@@ -336,6 +337,23 @@ def test_errors_have_openais_form(client: Any) -> None:
         error = refused.value.body
         assert message in error["message"] and error["param"] == param, error
         assert "Traceback" not in str(error)
+
+
+def test_more_tokens_than_the_context_holds_are_refused_by_the_name_that_the_client_gave(client: Any) -> None:
+    """As an over-long prompt is; what the context holds beside a prompt may be asked for, and ends where it is full."""
+    messages: Any = [{"role": "user", "content": "x"}]
+    chat, responses = client.chat.completions.create, client.responses.create
+    for ask, field in (
+        (lambda **more: chat(model="tiny", messages=messages, **more), "max_completion_tokens"),
+        (lambda **more: chat(model="tiny", messages=messages, **more), "max_tokens"),
+        (lambda **more: responses(model="tiny", input="x", **more), "max_output_tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"{field} must be at most 2048, .* got 100000") as refused:
+            ask(**{field: 100_000})
+        assert refused.value.param == field
+    ids = [20] * 2040
+    full = client.completions.create(model="tiny", prompt=ids, max_tokens=2048, extra_body={"ignore_eos": True})
+    assert full.usage.completion_tokens == 8 and full.choices[0].finish_reason == "length"
 
 
 def test_logprobs_of_responses_stay_with_their_text(client: Any) -> None:

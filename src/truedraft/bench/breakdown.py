@@ -64,8 +64,9 @@ class Breakdown:
 class Shares:
     """Fractions of the time of decoding.
 
-    `target` + `draft` + `host` is 1, as host is what the curves leave over: step time - V - draft cost. It can be
-    negative where the run was faster than the curves. Verification is part of it.
+    `target` + `draft` + `host` is 1, as host is what the curves leave over: step time - V - draft cost. Verification is
+    part of it. None of the three is known where the run was faster than the curves: these were then measured at another
+    speed of the machine.
 
     Attributes:
         target: V of the steps, by the curve.
@@ -84,13 +85,13 @@ class Shares:
     timed_draft: float
 
 
-def is_impossible(share: float | None) -> bool:
-    """Whether a share of decoding time, or of memory bandwidth, is outside 0 to 1: no run can have had it.
+def known_share(share: float | None) -> float | None:
+    """A share of time or of memory bandwidth; None of more than all, which no run can have had.
 
-    A cost curve or a bandwidth was then measured while the machine was busier, or faster, than in the run; or, for
-    memory, the weights were read from the processor's caches.
+    What it is held against was then measured at another speed of the machine, or, for memory, the weights were read
+    from the processor's caches.
     """
-    return share is not None and not -_ROUNDING <= share <= 1.0 + _ROUNDING
+    return None if share is None or share > 1.0 + _ROUNDING else share
 
 
 def break_down(steps: Sequence[StepRecord], total_s: float, costs: StepCosts | None) -> Breakdown:
@@ -129,12 +130,17 @@ def shares(breakdown: Breakdown) -> Shares | None:
     whole = breakdown.decode_s
     if whole <= 0 or not breakdown.steps:
         return None
-    target = None if breakdown.forward_curve_s is None else breakdown.forward_curve_s / whole
-    draft = None if breakdown.drafting_curve_s is None else breakdown.drafting_curve_s / whole
+    target = draft = host = None
+    if breakdown.forward_curve_s is not None and breakdown.drafting_curve_s is not None:
+        target, draft = breakdown.forward_curve_s / whole, breakdown.drafting_curve_s / whole
+        if known_share(target + draft) is None:
+            target = draft = None
+        else:
+            host = max(1.0 - target - draft, 0.0)
     return Shares(
         target=target,
         draft=draft,
-        host=None if target is None or draft is None else 1.0 - target - draft,
+        host=host,
         verification=breakdown.verify_s / whole,
         timed_target=breakdown.target_s / whole,
         timed_draft=breakdown.draft_s / whole,

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from truedraft.bench.breakdown import is_impossible
 from truedraft.bench.runs import Results
 from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Ratio, Spread, Summary
@@ -199,21 +198,15 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "measured_over_predicted": summary.measured_over_predicted,
         "shares": None if summary.shares is None else dataclasses.asdict(summary.shares),
         "mbu": summary.mbu,
-        "impossible": _impossible(summary),
         "cpu_s_per_1000_tokens": summary.cpu_s_per_1000_tokens,
         "identical": _all_identical(summary) if must_agree else None,
         "identical_groups": summary.identical_groups if told else None,
         "compared_groups": summary.compared_groups if told else None,
         "lossless": not summary.lossy if summary.ours else None,
+        "empty_answers": list(summary.empty_answers),
         "decisions": None if summary.decisions is None else summary.decisions.as_dict(),
         **{name: getattr(summary.counters or Counters(), name) for name in _DIVERGENCES},
     }
-
-
-def _impossible(summary: Summary) -> list[str]:
-    """Which of the shares no run can have had: curves or bandwidth were measured at another speed of the machine."""
-    found = {"mbu": summary.mbu} | ({} if summary.shares is None else dataclasses.asdict(summary.shares))
-    return [name for name, share in found.items() if is_impossible(share)]
 
 
 def _spread(name: str, spread: Spread | None) -> dict[str, Any]:

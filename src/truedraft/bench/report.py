@@ -49,8 +49,8 @@ _MEANINGS = """\
   is left over. *verify* is the timed part of host that distributions and verdicts take.
 - *MBU*: bytes that had to be read in decoding / its time / measured read bandwidth. Weights that fit into the
   processor's caches may be read faster than memory.
-- *(impossible)*: a share outside 0 to 1, as a negative host share where a run was faster than its curves: these, or the
-  bandwidth, were measured while the machine was busier; measure them again (`--refresh-costs`).
+  *-* stands where that would be more than all: the curves, or the bandwidth, were measured while the machine was
+  busier; measure them again (`--refresh-costs`).
 - *accepted at k*: how often the k-th drafted token was accepted, of the times that those before it were.
 """
 _LOSSY = """\

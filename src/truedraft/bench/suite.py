@@ -156,7 +156,7 @@ def load_suite(
         model: the target.
         machine: on what models run.
         drafters: words for drafters; "none" adds nothing to plain decoding, which is always measured.
-        drafters_dir: folders of drafters where "auto" looks, too.
+        drafters_dir: folders of drafters where "auto", and kinds without a path, look, too.
         peers: names of other libraries.
         rule: words for the rule.
         controller: words for the controller.

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from truedraft.bench.breakdown import Breakdown, Shares, shares
+from truedraft.bench.breakdown import Breakdown, Shares, known_share, shares
 from truedraft.bench.costs import Memory
 from truedraft.bench.runs import Row
 from truedraft.bench.suite import PLAIN
@@ -18,6 +18,7 @@ from truedraft.planning.decisions import Decisions
 from truedraft.theory import predicted_speedup
 
 _KILO = 1000
+_SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,12 @@ class Summary:
             groups, as `decode_speedup` is; None without curves.
         measured_over_predicted: how much of that came true: the geometric mean of the ratio over groups that have both.
         shares: of decoding time; None for a peer.
-        mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read.
+        mbu: fraction of memory bandwidth used in decoding; None where it is not known what is read, or where it was
+            more than all of it, as from the processor's caches.
         cpu_s_per_1000_tokens: measured CPU time of all threads, in core-seconds.
         identical_groups: groups whose tokens, in all runs, are those of plain decoding's first run.
         compared_groups: groups that plain decoding answered too; fewer than `groups` in a run that was interrupted.
+        empty_answers: prompts whose answers had no token in one run of each group.
         decisions: what was decided in all runs of all groups; None for a peer.
     """
 
@@ -113,6 +116,7 @@ class Summary:
     cpu_s_per_1000_tokens: float
     identical_groups: int
     compared_groups: int
+    empty_answers: tuple[str, ...] = ()
     decisions: Decisions | None = None
 
     @property
@@ -180,6 +184,16 @@ def _speed_of(summary: Summary) -> str:
     return f"{summary.tokens_per_s.median:.1f}"
 
 
+def empty_answers(summaries: Sequence[Summary]) -> list[str]:
+    """A sentence for each system that ended answers before their first token; these have no speed, and no ratio."""
+    told = []
+    for each in summaries:
+        if names := each.empty_answers:
+            first = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+            told.append(f"{each.name}: {len(names)} answers ended before their first token (prompt {first})")
+    return told
+
+
 def differing_answers(
     rows: Sequence[Row], names: Sequence[str]
 ) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
@@ -230,6 +244,12 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
         cpu_s_per_1000_tokens=_cpu_s_per_1000_tokens(rows),
         identical_groups=sum(_same_as_plain(runs, plain[key][0]) for key, runs in groups.items() if key in plain),
         compared_groups=sum(key in plain for key in groups),
+        empty_answers=tuple(
+            prompt
+            for row in firsts
+            for prompt, tokens in zip(row.prompts, row.output.token_ids, strict=True)
+            if not tokens
+        ),
         decisions=_all_decisions(rows),
     )
 
@@ -311,7 +331,7 @@ def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
         read += memory.target.read(row.output.forwards, row.output.context_tokens)
         if memory.draft is not None:
             read += memory.draft.read(row.output.draft_forwards, 0)
-    return read / seconds / memory.bandwidth
+    return known_share(read / seconds / memory.bandwidth)
 
 
 def _cpu_s_per_1000_tokens(rows: Sequence[Row]) -> float:

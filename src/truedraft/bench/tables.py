@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from truedraft.bench.breakdown import is_impossible
 from truedraft.bench.record import Circumstances
 from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Summary
@@ -92,11 +91,11 @@ def time_table(summaries: Sequence[Summary]) -> TextTable:
         ("predicted", lambda each: _number(_unless_plain(each, each.predicted_speedup), 2)),
         ("decode\nx plain", lambda each: _number(None if each.decode_speedup is None else each.decode_speedup.mean, 2)),
         ("measured/\npredicted", lambda each: _number(_unless_plain(each, each.measured_over_predicted), 2)),
-        ("target", lambda each: _share(None if each.shares is None else each.shares.target)),
-        ("draft", lambda each: _share(None if each.shares is None else each.shares.draft)),
-        ("host", lambda each: _share(None if each.shares is None else each.shares.host)),
+        ("target", lambda each: _number(None if each.shares is None else each.shares.target, 2)),
+        ("draft", lambda each: _number(None if each.shares is None else each.shares.draft, 2)),
+        ("host", lambda each: _number(None if each.shares is None else each.shares.host, 2)),
         ("verify", lambda each: _number(None if each.shares is None else each.shares.verification, 3)),
-        ("MBU", lambda each: _share(each.mbu)),
+        ("MBU", lambda each: _number(each.mbu, 2)),
     ]
     return _table(columns, summaries)
 
@@ -170,11 +169,6 @@ def _table(columns: Sequence[Column], summaries: Sequence[Summary]) -> TextTable
 
 def _marked(summary: Summary) -> str:
     return f"{summary.name} (lossy)" if summary.lossy else summary.name
-
-
-def _share(share: float | None) -> str:
-    """With a word beside it where no run can have had it."""
-    return f"{_number(share, 2)} (impossible)" if is_impossible(share) else _number(share, 2)
 
 
 def _identical(summary: Summary) -> str:

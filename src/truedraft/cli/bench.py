@@ -258,7 +258,15 @@ def _circumstances(
 
 def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
     """Print and write what was measured; the exit status."""
-    from truedraft.bench import answered_prompts, bench_record, drafted_trees, shown, summarise, vocabulary_costs
+    from truedraft.bench import (
+        answered_prompts,
+        bench_record,
+        drafted_trees,
+        empty_answers,
+        shown,
+        summarise,
+        vocabulary_costs,
+    )
 
     suite, measured, circumstances = run.suite, run.measured, run.circumstances
     names = [each.name for each in suite.systems]
@@ -276,6 +284,7 @@ def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, 
     notes = [
         *suite.notes,
         *notes,
+        *empty_answers(summaries),
         *(each.describe() for each in vocabularies),
         *parted,
         *_disturbance(results, circumstances.device),

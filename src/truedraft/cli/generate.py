@@ -77,6 +77,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
         with_pictures,
     )
     from truedraft.cli.terminal import Terminal
+    from truedraft.engine.prompts import check_max_tokens
 
     if options.stack.plan is not None:
         drafter = planned_drafter(options.stack.plan, [options.stack.drafter], prompts[0][1])
@@ -89,6 +90,8 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
     options = replace(options, stack=with_model(options.stack))
     together = 1 if report.compare else min(len(prompts), BATCH)
     engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
+    for _, each in prompts:
+        check_max_tokens(engine.target, each.max_tokens)
     prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)
     if options.prompts.chat:
         prompts = as_chat(engine.target, prompts, trust_control_tokens=options.prompts.trust_control_tokens)

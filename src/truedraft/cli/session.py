@@ -36,7 +36,7 @@ RULE_HELP = (
     "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3]."
 )
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
-DRAFTERS_DIR_HELP = "A folder of trained drafters where auto looks, too; may be repeated."
+DRAFTERS_DIR_HELP = "A folder of trained drafters where auto, and kinds without a path, look, too; may be repeated."
 CONTROLLER_HELP = "What decides which drafter drafts how much; one of these."
 PLAN_HELP = "Draft as this file of `truedraft plan --out` recommends, in place of --drafter."
 CACHE_HELP = (

@@ -45,7 +45,8 @@ class DrafterKind:
 
     Attributes:
         made: the name of its class in `truedraft.drafters`, or a function. Options are parameters of these and of
-            `parts`, and are read as they are annotated; parameters called `words`, `path` and `target` are given those.
+            `parts`, and are read as they are annotated; parameters called `words`, `path`, `target` and `drafters_dir`
+            are given those.
         path: what the path behind its word is, as "DIR"; None where it takes none.
         options: its options, each with a value as it is typed: the default, or an example of what else there is.
         meaning: what it does, in a phrase.
@@ -64,10 +65,10 @@ class DrafterKind:
     paths: Sequence[str] = ()
     members: str = ""
 
-    def make(self, words: Words, target: LanguageModel) -> Drafter:
-        """The drafter, from a word whose options are known."""
+    def make(self, words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path] = ()) -> Drafter:
+        """The drafter, from a word whose options are known; its members may lie in folders of drafters."""
         made = getattr(truedraft.drafters, self.made) if isinstance(self.made, str) else self.made
-        given = {"words": words, "path": words.path, "target": target}
+        given = {"words": words, "path": words.path, "target": target, "drafters_dir": drafters_dir}
         drafter: Drafter = called(made, words.options, given, self.parts)
         return drafter
 
@@ -96,7 +97,7 @@ def from_spec(
     Args:
         spec: the word.
         target: that it drafts for.
-        drafters_dir: folders of drafters where `auto` looks, too.
+        drafters_dir: folders of drafters where `auto`, and kinds without a path, look, too.
         tell: given a sentence about each drafter that belongs to the target and that `auto` cannot use.
 
     Raises:
@@ -110,7 +111,8 @@ def from_spec(
         if words.kind == _AUTO:
             words.check(())
             return _auto(target, drafters_dir, tell)
-        drafter = _portfolio(words, target) if words.kind == _PORTFOLIO else _made(words, target)
+        made = _portfolio if words.kind == _PORTFOLIO else _made
+        drafter = made(words, target, drafters_dir)
         drafter.check(target)
     return drafter
 
@@ -129,7 +131,7 @@ def draft_from_spec(
     Args:
         spec: the word.
         target: that it drafts for.
-        drafters_dir: folders of drafters where `auto` looks, too.
+        drafters_dir: folders of drafters where `auto`, and `draft` without a path, look, too.
         tell: given a sentence where the target's fingerprint cannot be known.
 
     Raises:
@@ -150,7 +152,7 @@ def draft_from_spec(
         elif words.kind != "draft":
             raise OptionError(f"must be draft:MODEL, none or auto for a beam search, got {spec!r}", field="drafter")
         _unbranched(words)
-        drafter = _draft_model(_with_trained(words, target), target)
+        drafter = _draft_model(_with_trained(words, target, drafters_dir), target)
         drafter.check(target)
     return drafter
 
@@ -258,7 +260,7 @@ def _trained_words(
     return words
 
 
-def _portfolio(words: Words, target: LanguageModel) -> Portfolio:
+def _portfolio(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Portfolio:
     """The drafters that are named.
 
     Raises:
@@ -268,7 +270,7 @@ def _portfolio(words: Words, target: LanguageModel) -> Portfolio:
 
     words.check((), takes_members=True)
     members = _members(words, "portfolio(draft;prompt-lookup): each step chooses among them, or to draft nothing")
-    return Portfolio([_made(member, target) for member in members])
+    return Portfolio([_made(member, target, drafters_dir) for member in members])
 
 
 def _members(words: Words, example: str) -> list[Words]:
@@ -286,7 +288,7 @@ def _members(words: Words, example: str) -> list[Words]:
     return members
 
 
-def _cascade(words: Words, target: LanguageModel) -> Drafter:
+def _cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
     """Of several members the first two make the innermost cascade, and each further one verifies what was before.
 
     Raises:
@@ -305,7 +307,7 @@ def _cascade(words: Words, target: LanguageModel) -> Drafter:
     lengths = [_written_by(member) for member in members[1:]]
     if words.options:
         lengths[-1] = {name: read_whole(name, value) for name, value in words.options.items()}
-    drafter, *middles = (_made(member, target) for member in members)
+    drafter, *middles = (_made(member, target, drafters_dir) for member in members)
     for middle, length in zip(middles, lengths, strict=True):
         drafter = Cascade(drafter, middle, **length)
     return drafter
@@ -326,7 +328,7 @@ def _written_by(middle: Words) -> dict[str, int]:
     return {name: read_whole(name, value) for name, value in middle.options.items()}
 
 
-def _made(words: Words, target: LanguageModel) -> Drafter:
+def _made(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
     kind = KINDS.get(words.kind)
     if kind is None:
         from truedraft.drafters.own import own_drafter
@@ -334,17 +336,19 @@ def _made(words: Words, target: LanguageModel) -> Drafter:
         own = None if words.members else own_drafter(words.kind, words.path, words.options, target)
         if own is None:
             valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", "MODULE:CLASS")
-            raise UnknownOptionError.nearest("drafter", words.kind, valid)
+            is_class = words.path is not None and words.path.isidentifier()
+            also = ", and no module of that name can be imported" if is_class else ""
+            raise UnknownOptionError.nearest("drafter", words.kind, valid, also)
         return own
     words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
-    return kind.make(_with_trained(words, target), target)
+    return kind.make(_with_trained(words, target, drafters_dir), target, drafters_dir)
 
 
-def _with_trained(words: Words, target: LanguageModel) -> Words:
+def _with_trained(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Words:
     """A word without a path names the newest of its kind that was trained for the target, if any was."""
     if words.kind not in ORDER or words.path is not None:
         return words
-    trained = next((each for each in find_drafters(target) if each.kind == words.kind), None)
+    trained = next((each for each in find_drafters(target, drafters_dir) if each.kind == words.kind), None)
     return words if trained is None else replace(words, path=str(trained.folder))
 
 
@@ -420,14 +424,18 @@ def _table(path: str | None) -> Any:
     return NgramTable.open(path)
 
 
-def _recurrent_head(path: str | None) -> Any:
+def _recurrent_head(path: str | None, target: LanguageModel) -> Any:
     from truedraft.heads import RedrafterHead
 
-    return RedrafterHead.load(_heads_folder("redrafter", path))
+    return RedrafterHead.load(_heads_folder(_trained_path("redrafter", path, target)))
 
 
 def _medusa(
-    path: str | None, nodes: int | None = None, branching: Sequence[int] | None = None, tree: str | None = None
+    path: str | None,
+    target: LanguageModel,
+    nodes: int | None = None,
+    branching: Sequence[int] | None = None,
+    tree: str | None = None,
 ) -> Any:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
@@ -437,7 +445,7 @@ def _medusa(
 
     if branching is not None and tree is not None:
         raise OptionError("drafter 'medusa' takes branching or tree, not both")
-    heads = MedusaHeads.load(_heads_folder("medusa", path))
+    heads = MedusaHeads.load(_heads_folder(_trained_path("medusa", path, target)))
     if branching is None and tree is None:
         return Medusa(heads, nodes=nodes)
     if tree == _COUNTED:
@@ -447,12 +455,24 @@ def _medusa(
     return Medusa(heads, trees, nodes=len(ranks) if nodes is None else nodes)
 
 
-def _heads_folder(kind: str, path: str | None) -> str | Path:
-    """Where heads lie; without a path the embedded ones of a kind, as `embedded:medusa`."""
-    prefix = "embedded:"
-    if path is None or path.startswith(prefix):
-        return embedded_heads((path or kind).removeprefix(prefix))
+def _trained_path(kind: str, path: str | None, target: LanguageModel) -> str:
+    """Where heads of a kind lie; `_with_trained` has looked for them.
+
+    Raises:
+        CompositionError: there are none for the target.
+    """
+    if path is None:
+        raise CompositionError(
+            f"no {kind!r} drafter was trained for {target.name!r}; train one by truedraft train {kind} --model "
+            f"{target.name}, look elsewhere by --drafters-dir DIR, or name one as {kind}:DIR"
+        )
     return path
+
+
+def _heads_folder(path: str) -> str | Path:
+    """Where heads lie; the embedded ones are `embedded:medusa` and `embedded:redrafter`."""
+    prefix = "embedded:"
+    return embedded_heads(path.removeprefix(prefix)) if path.startswith(prefix) else path
 
 
 def _listed(file: str) -> RankTree:
@@ -535,7 +555,8 @@ KINDS: Mapping[str, DrafterKind] = {
         "NgramDrafter",
         "FILE",
         {"num_speculative_tokens": "4", "nodes": "7", "order": "2"},
-        "a table of which token usually follows the last few, as truedraft train ngram counts it: a tree of the "
+        "a table of which token usually follows the last few, as truedraft train ngram counts it, without FILE the one "
+        "counted for the target: a tree of the "
         "likeliest; order reads n-grams of so many tokens at most",
         parts={"table": _table},
         widest={"nodes": "15"},
@@ -553,7 +574,7 @@ KINDS: Mapping[str, DrafterKind] = {
         _medusa,
         "DIR",
         {"nodes": "16", "branching": "4-3-2", "tree": "counted|FILE"},
-        "heads on the target's last vector, without DIR those trained for the target, or the embedded ones: at each "
+        "heads on the target's last vector, without DIR those trained for the target: at each "
         "step a tree of as many nodes as pay here, or as you say; or the same tree at all steps, of so many ranks at "
         "each depth, the one that was counted in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
         widest={"nodes": "48"},
@@ -562,7 +583,7 @@ KINDS: Mapping[str, DrafterKind] = {
         "Redrafter",
         "DIR",
         {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
-        "one recurrent head on that vector, without DIR the one trained for the target, or the embedded one: beams, "
+        "one recurrent head on that vector, without DIR the one trained for the target: beams, "
         "merged and cut to the likeliest nodes, in sizes that pay here, or as you say; from temperature 0.8 on they "
         "are drawn, at every one with sampled=true and at none with sampled=false",
         parts={"head": _recurrent_head},

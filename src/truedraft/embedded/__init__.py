@@ -49,7 +49,7 @@ def embedded_names() -> tuple[str, ...]:
 
 
 def embedded_heads_names() -> tuple[str, ...]:
-    """Kinds of heads that ship for the embedded target; `--drafter KIND` without a path takes them."""
+    """Kinds of heads that ship for the embedded target; `--drafter KIND` without a path takes them there."""
     return _HEADS
 
 

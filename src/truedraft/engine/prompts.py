@@ -82,6 +82,22 @@ def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:
     return _within_context(target, ids if target.sources is None else target.sources.heard(prompt.inputs, ids))
 
 
+def check_max_tokens(target: Reader, max_tokens: int) -> None:
+    """Refuse to be asked for more tokens than the target's context could hold behind any prompt.
+
+    An answer of less ends, with the finish reason "length", where its prompt leaves no more room.
+
+    Raises:
+        OptionError: says what the context holds.
+    """
+    if max_tokens > target.context_length:
+        raise OptionError(
+            f"must be at most {target.context_length}, the context of {target.name!r} for prompt and answer together, "
+            f"got {max_tokens}",
+            field="max_tokens",
+        )
+
+
 def _check_ids(target: Reader, ids: Sequence[int]) -> None:
     vocab = target.vocab_size
     wrong = next((token for token in ids if not 0 <= token < vocab), None)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -191,9 +191,13 @@ class StoredTensor:
         """Whether it has codes."""
         return self.kind in _READERS
 
-    def data(self, file: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """`[out, bytes of an output]`, of the mapped file."""
-        return file[self.offset : self.offset + self.size].reshape(self.shape[0], -1)
+    def data(self, file: BinaryIO) -> NDArray[np.uint8]:
+        """`[out, bytes of an output]`, or of a vector its bytes.
+
+        The file is mapped for this alone: a mapping that stays counts all of its pages that were ever read.
+        """
+        found = np.memmap(file, np.uint8, "r")[self.offset : self.offset + self.size]
+        return found.reshape(self.shape[0], -1) if len(self.shape) > 1 else found
 
 
 def folder_of(path: Path) -> Path:
@@ -409,7 +413,8 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
     """
     index = _index(folder)
     try:
-        file = np.memmap(index["file"], dtype=np.uint8, mode="r")
+        # Open as long as anything of it may be read: another file may take its name.
+        file = Path(index["file"]).open("rb")  # noqa: SIM115
     except OSError as error:
         raise ModelError(f"cannot read the weights of {name!r}: {first_line(error)}") from error
     model = without_weights(config, dtype)
@@ -433,34 +438,33 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
     return model
 
 
-def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, file: NDArray[np.uint8]) -> None:
+def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, file: BinaryIO) -> None:
     """Of rotary tables, as Llama 3.1 and later have it."""
-    factors = numbers_of(stored.kind, file[stored.offset : stored.offset + stored.size])
+    factors = numbers_of(stored.kind, stored.data(file))
     for buffer, values in model.named_buffers():
         if buffer.endswith("inv_freq") and values.shape == factors.shape:
             values.div_(factors)
 
 
-def _fill(weight: nn.Parameter, stored: StoredTensor, file: NDArray[np.uint8], processor: Any, name: str) -> None:
+def _fill(weight: nn.Parameter, stored: StoredTensor, file: BinaryIO, processor: Any, name: str) -> None:
     if tuple(weight.shape) != tuple(stored.shape):
         raise ModelError(
             f"{name!r} has {stored.name!r} of the shape {list(stored.shape)}, and its model asks for "
             f"{list(weight.shape)}; fetch it again"
         )
-    data = stored.data(file) if len(stored.shape) > 1 else file[stored.offset : stored.offset + stored.size]
 
     def whole(values: NDArray[Any]) -> NDArray[Any]:
         return processor.process(weights=values, name=stored.name).weights
 
     if not stored.is_quantized:
-        numbers = torch.from_numpy(whole(numbers_of(stored.kind, data).numpy()))
+        numbers = torch.from_numpy(whole(numbers_of(stored.kind, stored.data(file)).numpy()))
         weight.data = numbers.view(weight.shape).to(weight.dtype)
         return
-    order = np.ascontiguousarray(whole(np.arange(len(data))[:, None])[:, 0])
+    order = np.ascontiguousarray(whole(np.arange(stored.shape[0])[:, None])[:, 0])
     as_stored = bool((order == np.arange(len(order))).all())
 
     def rows(index: Tensor | slice) -> QuantizedWeight:
         which = index.numpy() if isinstance(index, Tensor) else index
-        return quantized_of(stored.kind, data[which if as_stored else order[which]])
+        return quantized_of(stored.kind, stored.data(file)[which if as_stored else order[which]])
 
     weight.quantized = StoredWeight(_READERS[stored.kind][2], rows)  # type: ignore[attr-defined]

@@ -57,6 +57,7 @@ from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
+from truedraft.models.mapped import return_freed_memory
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import (
@@ -123,6 +124,7 @@ def load_model(
     loaded = _load(name, dtype, device, revision, fast_paths, pad_to, adapter, adapters)
     if weights is not None:
         loaded.quantize(_BITS[weights])
+    return_freed_memory()
     return loaded
 
 

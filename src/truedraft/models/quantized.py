@@ -87,25 +87,35 @@ class QuantizedWeight:
         return numbers if self.order is None else numbers[:, self.order.argsort()]
 
     def _in_own_order(self) -> Tensor:
-        inputs, middle = self.inputs, 2 ** (self.bits - 1)
-        codes = self.codes.float()
+        numbers, middle = self.codes.float(), 2 ** (self.bits - 1)
 
-        def spread(each: Tensor, over: int) -> Tensor:
-            return each.float()[..., None].expand(*each.shape, over).flatten(1)[:, :inputs]
+        def by(change: Callable[[Tensor, Tensor], Tensor], each: Tensor, over: int = GROUP) -> None:
+            """Change them by what so many inputs share."""
+            if numbers.shape[1] == over * each.shape[1]:
+                change(numbers.view(len(numbers), -1, over), each.float()[..., None])
+            else:  # the last inputs are fewer
+                change(numbers, each.float().repeat_interleave(over, -1)[:, : self.inputs])
 
-        if self.scheme in (Scheme.ONE, Scheme.WIDE):
-            return spread(self.scales, GROUP) * (codes - middle)
+        if self.scheme in (Scheme.ONE, Scheme.WIDE, Scheme.HALVES):
+            numbers.sub_(middle)
+        elif self.scheme in (Scheme.ZEROED, Scheme.WIDE_ZEROED) and self.inner is not None:
+            by(Tensor.sub_, self.inner)
+        if self.scheme in (Scheme.NESTED, Scheme.HALVES):
+            assert self.inner is not None
+            by(Tensor.mul_, *_of_both(self.scales, self.inner, 2 if self.scheme is Scheme.HALVES else 1))
+        else:
+            by(Tensor.mul_, self.scales)
         if self.scheme is Scheme.SHIFTED and self.shifts is not None:
-            return spread(self.scales, GROUP) * codes + spread(self.shifts, GROUP)
-        if self.scheme in (Scheme.ZEROED, Scheme.WIDE_ZEROED) and self.inner is not None:
-            return spread(self.scales, GROUP) * (codes - spread(self.inner, GROUP))
-        assert self.inner is not None
-        if self.scheme is Scheme.HALVES:
-            scales = spread(self.scales, GROUP * HEAD) * spread(self.inner, GROUP // 2)
-            return scales * (codes - middle)
-        assert self.shifts is not None and self.lesser is not None
-        scales = spread(self.scales, GROUP * HEAD) * spread(self.inner, GROUP)
-        return scales * codes - spread(self.shifts, GROUP * HEAD) * spread(self.lesser, GROUP)
+            by(Tensor.add_, self.shifts)
+        elif self.shifts is not None and self.lesser is not None:
+            by(Tensor.sub_, *_of_both(self.shifts, self.lesser))
+        return numbers
+
+
+def _of_both(outer: Tensor, inner: Tensor, parts: int = 1) -> tuple[Tensor, int]:
+    """What groups, or so many parts of each, have by both levels, rounded to float32; and inputs that share one."""
+    spread = outer.float().repeat_interleave(HEAD * parts, -1)[:, : inner.shape[1]]
+    return spread * inner.float(), GROUP // parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,19 +153,27 @@ def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:
         forwards: V of its target.
     """
     told: list[float] = []
-    vocab = engine.target.vocab_size
-    opening = engine.target.opening
-    room = engine.target.most_tokens(opening) - len(opening)
-    count = max(1, min(_PROMPT_TOKENS, room // 2))
-    text = [place * 7919 % vocab for place in range(count)]
-    inputs = engine.target.opening_inputs
-    prompt: Prompt = [*opening, *text]
-    if inputs is not None:
-        prompt = MultimodalPrompt((*opening[engine.target.source_tokens(opening) :], *text), inputs)
     check = CurveCheck(forwards, told.append)
     engine.listeners.append(check)
     try:
-        engine.generate(prompt, SamplingParams(max_tokens=STEPS + 1, ignore_eos=True))
+        engine.generate(
+            made_up_prompt(engine.target, _PROMPT_TOKENS), SamplingParams(max_tokens=STEPS + 1, ignore_eos=True)
+        )
     finally:
         engine.listeners.remove(check)
     return told[0] if told else None
+
+
+def made_up_prompt(target: LanguageModel, tokens: int) -> Prompt:
+    """A prompt that says nothing, for answers that are timed or thrown away.
+
+    Args:
+        target: that it is for.
+        tokens: most of them; half of the context is left.
+    """
+    opening, inputs = target.opening, target.opening_inputs
+    room = target.most_tokens(opening) - len(opening)
+    text = [place * 7919 % target.vocab_size for place in range(max(1, min(tokens, room // 2)))]
+    if inputs is not None:
+        return MultimodalPrompt((*opening[target.source_tokens(opening) :], *text), inputs)
+    return [*opening, *text]

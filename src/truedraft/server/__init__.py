@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from truedraft.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from truedraft.server.serving import application, serve
+    from truedraft.server.serving import application, serve, warm_up
 
-__all__ = ["ServerOptions", "application", "serve"]
+__all__ = ["ServerOptions", "application", "serve", "warm_up"]
 
 
 def __getattr__(name: str) -> Any:

@@ -169,7 +169,16 @@ def _called(field: str | None, fields: Mapping[str, str] | None) -> str | None:
 async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     """For FastAPI: a body that is no JSON, or whose fields are not what they must be; the first of them is told."""
     assert isinstance(error, RequestValidationError)
+    kind = request.headers.get("content-type", "")
+    if error.body is not None and not isinstance(error.body, dict | list) and not _is_json(kind):
+        message = f"the header Content-Type is {_shown(kind) if kind else 'missing'}; send JSON as application/json"
+        return ApiError(400, message, param="Content-Type").response(request.scope["path"])
     return _unreadable(list(error.errors()), error.body).response(request.scope["path"])
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
@@ -184,6 +193,7 @@ def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     if kind == "extra_forbidden":
         return ApiError(400, f"unrecognized request argument: {named}", param=named)
     if not place:
+        message = "it is missing; send a JSON object" if kind == "missing" else message
         return ApiError(400, f"the body cannot be used: {message}")
     shown = f", got {_shown(first.get('input'))}"
     if kind == "value_error":  # ours

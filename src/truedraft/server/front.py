@@ -20,7 +20,7 @@ from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Request
-from truedraft.engine.prompts import Prompt
+from truedraft.engine.prompts import Prompt, check_max_tokens
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
@@ -214,6 +214,7 @@ class Front:
         names = fields.called
         answering = Answering(self.service, deadline, names)
         try:
+            check_max_tokens(self.service.engine.target, params.max_tokens)
             # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
             form = (
                 None
@@ -330,14 +331,15 @@ class Front:
 
 
 def _log_parts(streams: Sequence[Stream]) -> list[str]:
-    answers = [stream.answer for stream in streams if stream.answer is not None]
+    # Of an answer that was broken off there is what was written until then.
+    answers = [stream.answer or stream.request.answer(stream.request.emitted) for stream in streams]
     first = [a.timing.first_token_s for a in answers if a.timing.first_token_s is not None]
     tokens = sum(len(answer.token_ids) for answer in answers)
     counters = sum((answer.stats for answer in answers), start=Counters())
     parts = [f"prompt_tokens={streams[0].request.prompt_tokens}", f"tokens={tokens}"]
     if first:
         parts.append(f"first_token_s={min(first):.3f}")
-    reasons = ",".join(sorted({answer.finish_reason for answer in answers})) or "cancelled"
+    reasons = ",".join(sorted({answer.finish_reason for answer in answers}))
     return [*parts, f"finish={reasons}", f"tokens_per_call={counters.mean_acceptance_length:.2f}"]
 
 

@@ -14,9 +14,11 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from truedraft.core.params import SamplingParams
 from truedraft.engine import Engine
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
+from truedraft.planning.sizes import made_up_prompt
 from truedraft.server.app import build_app
 from truedraft.server.front import Front
 from truedraft.server.hosts import Hosts
@@ -27,6 +29,8 @@ from truedraft.server.service import Service
 from truedraft.verification.specs import rule_from_spec
 
 _LAST_PORT = 65_535
+_WARM_PROMPT, _WARM_TOKENS = 48, 16
+"""Tokens of the prompt, and of each answer, before anybody asks."""
 _ENDING_S = 5
 """Seconds that answers have to end after what was open was broken off."""
 _LOOK_S = 0.05
@@ -127,7 +131,7 @@ def _read(field: str, path: Path) -> str:
 
 
 def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callable[[str], None]) -> None:
-    """Listen until told to stop, by Ctrl-C or SIGTERM; a second one does not wait for what is open.
+    """Warm up, then listen until told to stop, by Ctrl-C or SIGTERM; a second one does not wait for what is open.
 
     Args:
         app: what answers.
@@ -137,10 +141,11 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
 
     Raises:
         OptionError: the address or the certificate cannot be used.
+        TruedraftError: the first answer failed.
     """
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
-    listening = _listen(options.host, options.port)
+    listening = _listen(options.host, options.port)  # nobody is let in before the warmed server accepts
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -154,11 +159,29 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
             config.load()
         except (OSError, ssl.SSLError) as error:
             raise OptionError(f"cannot be used ({error})", field="tls_certificate") from error
+    warm_up(service.engine)
     host, port = listening.getsockname()[:2]
     scheme = "http" if options.tls_certificate is None else "https"
     shown = f"[{host}]" if ":" in host else host
     server = _Server(config, service, options.drain_s, lambda: ready(f"{scheme}://{shown}:{port}"))
     server.run(sockets=[listening])
+
+
+def warm_up(engine: Engine) -> None:
+    """Answer before anybody asks, greedily and drawn, so that no client waits for what is made at first use.
+
+    That are compiled kernels, copies of weights, and what steps cost on this machine.
+
+    Args:
+        engine: that answers; nobody else steps it.
+
+    Raises:
+        TruedraftError: target or drafter failed, so that nobody could be answered.
+    """
+    engine.measure()
+    prompt = made_up_prompt(engine.target, _WARM_PROMPT)
+    for temperature in (0.0, 1.0):
+        engine.generate(prompt, SamplingParams(_WARM_TOKENS, temperature=temperature, ignore_eos=True))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -319,10 +319,10 @@ class Tokenizer:
         """A token before which no text changes."""
         return self.plain_ids("a")[-1]
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         """The largest id plus one, added tokens included; a model may pad its logits beyond it."""
-        return max(self.backend.get_vocab().values(), default=-1) + 1
+        return self._about_ids[0]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -348,17 +348,18 @@ class Tokenizer:
     @property
     def skipped_ids(self) -> frozenset[int]:
         """The ids below `vocab_size` that have no text: special ones, and numbers that no token has."""
-        return self._special_and_bytes[0]
+        return self._about_ids[1]
 
     @property
     def byte_values(self) -> Mapping[int, int]:
         """The byte of each id that stands for one (`<0x0A>`), where the tokenizer falls back to bytes."""
-        return self._special_and_bytes[1]
+        return self._about_ids[2]
 
     @cached_property
-    def _special_and_bytes(self) -> tuple[frozenset[int], dict[int, int]]:
+    def _about_ids(self) -> tuple[int, frozenset[int], dict[int, int]]:
+        """Read once: a vocabulary of 262,144 takes half a second, and is not kept."""
         vocabulary = Vocabulary.without_rules(self.backend)
-        return vocabulary.special | vocabulary.holes, vocabulary.byte_values
+        return len(vocabulary), vocabulary.special | vocabulary.holes, vocabulary.byte_values
 
 
 def _looks_like_a_path(name: str) -> bool:

@@ -58,10 +58,14 @@ class Vocabulary:
         fallback = decoder is not None and holds_type(json.loads(decoder.__getstate__()), "ByteFallback")
         return cls(tokens, "", (), frozenset(added), frozenset(special), fallback)
 
+    def __len__(self) -> int:
+        """The largest id plus one."""
+        return max(self.tokens, default=-1) + 1
+
     @property
     def holes(self) -> frozenset[int]:
         """The numbers below the largest id that no token has."""
-        return frozenset(range(max(self.tokens, default=-1) + 1)) - self.tokens.keys()
+        return frozenset() if len(self.tokens) == len(self) else frozenset(range(len(self))) - self.tokens.keys()
 
     @property
     def byte_values(self) -> dict[int, int]:
