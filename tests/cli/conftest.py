@@ -56,6 +56,13 @@ def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture(autouse=True)
+def hardly_trained_drafters_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By auto, whatever they bring: those of tests are trained for some steps."""
+    for name in ("_LEAST_TOKENS", "_LEAST_TOKENS_OF_TABLE"):
+        monkeypatch.setattr(f"truedraft.drafters.registry.{name}", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def nothing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine loads slowly, which adds no line to what tests read."""
     monkeypatch.setattr("truedraft.cli.session._PATIENCE_S", 3600.0)

@@ -26,7 +26,6 @@ SMALL = ("--steps", "4", "--length", "16", "--decay-length", "32", "--tokens-per
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured at the end takes most of the time of these tests."""
     monkeypatch.setattr(evaluate, "_TOKENS", 4)
-    monkeypatch.setattr(registry, "_LEAST_TOKENS", 0.0)  # so few steps bring nothing
 
 
 @pytest.fixture
