@@ -40,7 +40,11 @@ def test_a_counted_table_drafts(run: Run, target: str, text: str, tmp_path: Path
     assert record["command"] == "train ngram" and record["order"] == 3 and record["machine"]
     assert record["bytes"] == (out / "table.ngram").stat().st_size
     assert record["ngrams"] == list(NgramTable.open(out).ngrams)
-    for phrase in (f"counted {record['counted_tokens']:,} tokens of text.txt", "with trees of 7 nodes", "it brings nothing: "):
+    for phrase in (
+        f"counted {record['counted_tokens']:,} tokens of text.txt",
+        "with trees of 7 nodes",
+        "it brings nothing: ",
+    ):
         assert phrase in result.out
     assert f"{record['served'][0]['mean_acceptance_length']:.2f}" in result.out
     assert record["registered"] is True and f"noted in {registry_of_its_own}: --drafter auto" in result.out

@@ -39,6 +39,16 @@ def test_steps_wait_for_what_comes_before_them():
     assert budget.steps(1000, 1.0, begin=0.5) == int(0.9 * (600 * TRAINED - 400)) == 45
 
 
+def test_shares_are_of_what_is_left_when_all_is_loaded():
+    clock = Clock()
+    budget = TimeBudget(10, clock)
+    clock.now += 400.0
+    assert budget.over(0.4)
+    budget.loaded()
+    assert budget.left_s() == 200.0 and budget.left_s(0.4) == pytest.approx(80.0) and not budget.over(0.4)
+    assert budget.steps(1000, 1.0, begin=0.4) == int(0.9 * 0.35 * 200)
+
+
 def test_a_part_of_a_budget_ends_with_it():
     clock = Clock()
     budget = TimeBudget(1, clock)
@@ -57,8 +67,8 @@ def test_few_steps_are_refused_and_not_many_are_noted_with_the_minutes_that_they
     with pytest.raises(TrainingError) as error:
         budget.buys(3, 500, "3 steps of training", notes.append)
     assert str(error.value) == (
-        "in 4 minutes there is time for 3 steps of training, from which a drafter learns nothing: give it --minutes 14 "
-        "for the least, some 134 for one that helps, a faster machine, or a smaller drafter"
+        "in 4 minutes there is time for 3 steps of training, from which a drafter learns next to nothing: give it "
+        "--minutes 7 for the least, some 134 for one that helps, a faster machine, or a smaller drafter"
     )
     budget.buys(40, 500, "40 steps of training", notes.append)
     assert notes == [

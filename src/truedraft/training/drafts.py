@@ -238,7 +238,9 @@ def _written(target: str | Path, source: Source, writing: Writing, device: str) 
     """The target's answers to the prompts of the data."""
     if not source.has_prompts:
         return []
-    return writing.answers(load_model(target, device=device), source.prompts, source.asks)
+    model = load_model(target, device=device)
+    writing.budget.loaded()
+    return writing.answers(model, source.prompts, source.asks)
 
 
 def _planned(

@@ -148,6 +148,7 @@ def train_heads(
             job = forecast(job, out / WORK)
         model = load_model(job.target, device=config.device)
         _refuse_early(job, model)
+        job.budget.loaded()
         if not isinstance(data, PromptSets) and SELF in data:
             job = _with_questions(job, model, data, held_out, out / WORK)
         text = write_texts(job, model, out / WORK)
@@ -198,7 +199,8 @@ def _with_questions(
     begun = job.budget.limited and (folder / f"{TRAIN_TEXT}.json").is_file()
     pen = Writing(job.config.tokens, job.config.writing, folder, job.told, job.budget, begun)
     prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.ask(model, count))
-    _check_amount(prompts, job.config, job.told.on_note)
+    if not job.budget.limited:  # else it asked what there was time for
+        _check_amount(prompts, job.config, job.told.on_note)
     return replace(job, prompts=_in_time(prompts, job.config, job.budget))
 
 

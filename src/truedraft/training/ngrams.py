@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.ngram.table import NgramTable
     from truedraft.models.base import LanguageModel
     from truedraft.training.texts.data import Encoder
+    from truedraft.training.texts.self_distillation import WrittenAnswer
 
 _EMBEDDED_TARGET = "embedded:target"
 _HELD_OUT = 0.05  # of the text, where no other is given
@@ -138,18 +139,16 @@ def train_ngrams(
     _refuse_no_text(target, data)
     tokenizer = load_tokenizer(target)
     source, words = _source(data, held_out, tokenizer)
-    if source.has_prompts and config.answers is None:
-        raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
+    _refuse_prompts(source, config)
     tests = cut_prompts(source.held_out, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
     with alone_in(out / WORK):
         model, began = load_model(target, device=config.device), time.perf_counter()
+        budget.loaded()
         if config.answers is None:
             documents = _encoded(source.texts, tokenizer, model.vocab_size, config.max_text_tokens, told)
         else:
-            prompts = _prompts(source, tokenizer, config, config.answers)
-            records = Writing(config.tokens, config.answers, out / WORK, told, budget).answers(
-                model, prompts, source.asks
-            )
+            pen = Writing(config.tokens, config.answers, out / WORK, told, budget)
+            records = _answered(model, source, tokenizer, pen, config)
             if not tests:  # there is no text, so that some of the prompts are kept back
                 kept = min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
                 records, tests = records[kept:], [record.prompt for record in records[:kept]]
@@ -174,6 +173,11 @@ def _write_record(result: NgramResult, target: object, model: LanguageModel, tol
         write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict())
     except (ModelError, UnsupportedModelError) as error:
         told.on_note(f"the table does not say which target it is for: {error}")
+
+
+def _refuse_prompts(source: Source, config: NgramConfig) -> None:
+    if source.has_prompts and config.answers is None:
+        raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
 
 
 def _refuse_no_text(target: str | Path, data: Sequence[Path]) -> None:
@@ -244,17 +248,19 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def _prompts(source: Source, tokenizer: Encoder, config: NgramConfig, how: WritingConfig) -> list[Sequence[int]]:
-    """Prompts that are cut from texts, and those that the data holds, half of each where there are both.
+def _answered(
+    model: LanguageModel, source: Source, tokenizer: Encoder, pen: Writing, config: NgramConfig
+) -> list[WrittenAnswer]:
+    """Answers to prompts that are cut from texts, and to those that the data holds, half of each where there are both.
 
     Raises:
         DataError: there are none, and none will be asked for.
     """
-    wanted = -(-config.tokens // how.answer_tokens)
+    wanted = -(-config.tokens // pen.how.answer_tokens)
     cut = cut_prompts(source.texts, tokenizer, wanted // 2 if source.has_prompts else wanted, config.prompt_tokens)
     if not cut and not source.has_prompts:
         raise DataError("there is no text to cut prompts from: give more text")
-    return [*cut, *source.prompts]
+    return pen.answers(model, [*cut, *source.prompts], source.asks)
 
 
 def _counted(

@@ -78,3 +78,10 @@ def test_it_asks_by_its_template_and_goes_on_after_a_kill(
     assert len((tmp_path / "half" / f"{ASKED}.jsonl").read_text().splitlines()) == 5
     assert ask_itself(chatty, 12, tmp_path / "half", seed=4) == whole
     assert len(ask_itself(chatty, 2, tmp_path / "few", seed=4)) <= 2
+
+
+def test_a_few_are_asked_however_little_time_there_is_and_none_is_cut(chatty: Any, tmp_path: Any) -> None:
+    ask_itself(chatty, 100, tmp_path, seed=4, batch=8, time_is_up=lambda: True)
+    records = [json.loads(line) for line in (tmp_path / f"{ASKED}.jsonl").read_text().splitlines()]
+    assert 16 <= len(records) < 100
+    assert all(record["stopped"] or len(record["answer"]) >= 120 for record in records)

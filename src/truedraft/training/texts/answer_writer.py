@@ -74,6 +74,8 @@ def write_answers(
     config: WritingConfig,
     *,
     width: int | None = None,
+    least: int | None = None,
+    least_tokens: int = _LEAST_CUT,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_forecast: Callable[[float], None] = lambda left_s: None,
     time_is_up: Callable[[], bool] = lambda: False,
@@ -87,10 +89,12 @@ def write_answers(
         name: of the files, see `AnswerFiles`.
         config: how it writes.
         width: entries of each vector that are kept; None are all that heads read, 0 keeps none.
+        least: answers that are written however little time there is; None is one at each temperature.
+        least_tokens: of an answer that is kept while it runs.
         on_progress: called with the number of answers that are on disk, and of all.
         on_forecast: called once, after the first steps, with the seconds that the rest will take at the most.
         time_is_up: asked after each step; where it says so, what is written then is all, and running answers end where
-            they are: one at each temperature at the least.
+            they are.
 
     Raises:
         OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
@@ -99,6 +103,7 @@ def write_answers(
     about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
     about.pop("batch")
     width = target.head_width if width is None else width
+    least = len(config.temperatures) if least is None else least
     files = AnswerFiles(folder, name, width, about)
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
@@ -107,7 +112,7 @@ def write_answers(
     on_progress(len(files.records), len(prompts))
     try:
         while (written := len(files.records)) < len(prompts):
-            if time_is_up() and written + len(whole := answering.long_enough()) >= len(config.temperatures):
+            if time_is_up() and written + len(whole := answering.long_enough(least_tokens)) >= least:
                 answering.keep(whole)
                 break
             pace.stepped(trial.run(answering.step))
@@ -210,9 +215,9 @@ class _Answering:
         self.keep(list(itertools.takewhile(lambda request: request.closed, self._running)))
         return -(-len(self._running) // self._config.batch) * self._config.answer_tokens
 
-    def long_enough(self) -> list[Request]:
-        """The next answers that are over, or say something as far as they are."""
-        return list(itertools.takewhile(lambda each: each.closed or each.emitted >= _LEAST_CUT, self._running))
+    def long_enough(self, tokens: int) -> list[Request]:
+        """The next answers that are over, or have so many tokens."""
+        return list(itertools.takewhile(lambda each: each.closed or each.emitted >= tokens, self._running))
 
     def keep(self, requests: Sequence[Request]) -> None:
         """Write the next answers, as far as they are."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from truedraft.errors import DataError, PromptError
+from truedraft.errors import DataError, PromptError, TrainingError
 from truedraft.training.texts.answer_writer import WritingConfig, write_answers
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ LONGEST = 160
 _MARK = "\N{REPLACEMENT CHARACTER}"
 _SPARE = 1.4  # of questions: some have no end, or come again
 _LEAST = 8  # characters
+_FEWEST = 16  # questions that are written however little time there is
 _RUN, _ALIKE = 3, 0.7  # words in a row; the share of its runs that a near duplicate has from another
 
 
@@ -58,6 +59,7 @@ def ask_itself(
     folder: Path,
     *,
     seed: int = 0,
+    batch: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_forecast: Callable[[float], None] = lambda left_s: None,
     time_is_up: Callable[[], bool] = lambda: False,
@@ -65,10 +67,11 @@ def ask_itself(
     """Let an instruct model write questions, or go on where an interruption stopped; as prompts by its chat template.
 
     Args:
-        target: writes, dozens at once.
+        target: writes.
         count: questions that are wanted; there may be fewer.
         folder: where the files `ASKED` lie.
         seed: of the noise.
+        batch: questions written at once.
         on_progress: as of `write_answers`.
         on_forecast: likewise.
         time_is_up: likewise.
@@ -76,7 +79,7 @@ def ask_itself(
     Raises:
         DataError: the target has no chat template.
         OptionError: the folder holds questions that were asked otherwise.
-        TrainingError: the target failed, or the files cannot be written.
+        TrainingError: the target failed, asked nothing that has an end, or the files cannot be written.
     """
     tokenizer = target.tokenizer
     if tokenizer is None:
@@ -86,14 +89,22 @@ def ask_itself(
         [opening_of(tokenizer)] * math.ceil(_SPARE * count),
         folder,
         ASKED,
-        WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), seed=seed),
+        WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed),
         width=0,
+        least=_FEWEST,
+        least_tokens=LONGEST,  # without its end it is no question
         on_progress=on_progress,
         on_forecast=on_forecast,
         time_is_up=time_is_up,
     )
     ended = (tokenizer.decode(record.answer[:-1]) for record in written.records if record.stopped)
-    return [tokenizer.chat([{"role": "user", "content": text}]) for text in distinct(ended)][:count]
+    found = distinct(ended)[:count]
+    if not found:
+        raise TrainingError(
+            f"{target.name} asked itself nothing: no question of {len(written.records):,} had an end within {LONGEST} "
+            "tokens; name prompts of your own with --data FILE"
+        )
+    return [tokenizer.chat([{"role": "user", "content": text}]) for text in found]
 
 
 def distinct(questions: Iterable[str]) -> list[str]:
