@@ -1,6 +1,6 @@
 """Questions for an instruct model that nobody measures on: arithmetic, code, and passages to sum up and to ask about.
 
-The model asks itself a good part of its questions (`writer.py`, 2406.08464); these here bring the kinds that it seldom
+The model asks itself a good part of its questions (2406.08464); these here bring the kinds that it seldom
 asks. What shares ten words in a row with a prompt that drafters are measured on is left out.
 """
 

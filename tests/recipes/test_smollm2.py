@@ -1,4 +1,4 @@
-"""The recipe of SmolLM2's drafters: the questions it takes, its writer, a plain decoder, and the file it packs."""
+"""The recipe of SmolLM2's drafters: the questions it takes, what the model writes, and the file it packs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from recipes.smollm2 import build
 from recipes.smollm2.pack import write_gguf
 from recipes.smollm2.prompts import written_prompts
-from recipes.smollm2.writer import Writer
-from scipy import stats
 
+from cli.tiny import save_tiny_llama
 from support import gguf_files
 from truedraft import load_model
 from truedraft.core.tree import chain_shape
@@ -56,42 +56,30 @@ def llama() -> torch.nn.Module:
     return model
 
 
-def test_the_writer_decodes_as_transformers_does_with_its_vectors(llama: torch.nn.Module) -> None:
-    prompts = [[5, 9, 200, 31], [7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9], [40]]
-    expected = [
-        llama.generate(  # type: ignore[operator]
-            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=[]
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-    stop = expected[1][12]  # ends some rows early, which are then taken out of the batch
-    ended = 0
-    for answer in Writer(llama, [stop]).write(prompts, [0.0] * 4, 30, torch.Generator()):  # type: ignore[arg-type]
-        tokens = expected[answer.number]
-        tokens = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
-        assert answer.tokens.tolist() == tokens
-        assert answer.stopped is (stop in tokens)
-        ended += answer.stopped
-        text = torch.tensor([[*prompts[answer.number], *tokens[:-1]]])
-        vectors = llama.model(text).last_hidden_state[0, len(prompts[answer.number]) - 1 :]  # type: ignore[operator]
-        assert torch.allclose(answer.hidden.float(), vectors, rtol=0.01, atol=0.02)
-    assert 0 < ended < 4
-
-
-def test_the_writer_samples_the_model(llama: torch.nn.Module) -> None:
-    """A chi-square of 8,192 draws at temperature 2, by groups of ids of at least 20 expected draws."""
-    prompt, rows = [5, 9, 200], 8192
-    generator = torch.Generator().manual_seed(5)
-    writer = Writer(llama, [])  # type: ignore[arg-type]
-    drawn = [int(answer.tokens[0]) for answer in writer.write([prompt] * rows, [2.0] * rows, 1, generator)]
-    with torch.no_grad():
-        probs = (llama(torch.tensor([prompt])).logits[0, -1].double() / 2).softmax(-1).numpy()
-    likely = probs * rows >= 20
-    seen = np.bincount(drawn, minlength=len(probs))
-    counts = np.append(seen[likely], seen[~likely].sum())
-    wanted = np.append(probs[likely], probs[~likely].sum()) * rows
-    assert likely.sum() > 5
-    assert stats.chisquare(counts, wanted).pvalue > 1e-6
+def test_the_model_asks_itself_and_answers_all_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_tiny_llama(tmp_path / "target", seed=3, layers=1, chat=True)
+    run = tmp_path / "run"
+    run.mkdir()
+    own = "".join(json.dumps({"prompt": f"What is {number} times seven?"}) + "\n" for number in range(6))
+    (run / build.PROMPTS).write_text(own)
+    monkeypatch.setattr(build, "TREE_PROMPTS", 2)
+    monkeypatch.setattr(build, "TEST_PROMPTS", 1)
+    sizes = ("--questions", "8", "--answers", "20", "--tokens", "6", "--rows", "8", "--device", "cpu")
+    words = ["write", "--target", target, "--run", str(run), *sizes]
+    assert build.main(words) == 0
+    records = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
+    assert len(records) == 20 and len((run / "tree.jsonl").read_text().splitlines()) == 4
+    seen: dict[tuple[int, ...], list[float]] = {}
+    for record in records:
+        seen.setdefault(tuple(record["prompt"]), []).append(record["temperature"])
+    assert all(len(heats) == len({heat == 0.0 for heat in heats}) for heats in seen.values() if len(heats) == 2)
+    texts = [json.loads(line)["text"] for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert len(texts) == 20 and all(text.startswith("<user>") and "<assistant>" in text for text in texts)
+    written = (run / "train.jsonl").read_text()
+    (run / "train.jsonl").write_text("".join(written.splitlines(keepends=True)[:5]))
+    assert build.main(words) == 0 and (run / "train.jsonl").read_text() == written
 
 
 def test_a_packed_draft_is_read_as_it_was_trained(llama: torch.nn.Module, tmp_path: Path) -> None:

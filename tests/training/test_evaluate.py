@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 
+from truedraft import load_model
+from truedraft.drafters.base import NoDrafter
 from truedraft.errors import DataError
 from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.training.evaluate import evaluate_pair, mean_loss
+from truedraft.training.evaluate import EngineRound, count_answers, evaluate_pair, mean_loss, measure_in_engine
+from truedraft.training.workspace import TimeBudget
 
 SHAPE = LlamaShape(vocab_size=20, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
 
@@ -73,3 +77,19 @@ def test_the_models_keep_their_mode(pair, short_stream):
     pair[0].train()
     mean_loss(pair[0], short_stream)
     assert pair[0].training
+
+
+def test_answers_are_counted_as_far_as_they_are_when_the_time_is_up(target_folder):
+    """By a virtual clock, a second a look: a round ends in the middle of its answers, and the next has the rest."""
+    model = load_model(target_folder)
+    clock = itertools.count()
+    budget = TimeBudget(1.0, lambda: float(next(clock)))
+    prompts = [[5 + number, 40, 7, 33] for number in range(6)]
+    rounds = [EngineRound(0.0, NoDrafter, {"round": number}) for number in range(3)]
+    found = measure_in_engine(model, rounds, prompts, budget=budget)
+    assert next(clock) < 60 + 3 * 20, "each round takes its part, and the least that is measured"
+    whole = count_answers(model, NoDrafter(), prompts, 0.0)
+    assert all(16 <= each.stats.target_calls < whole.target_calls for each in found)
+    assert all(each.stats.mean_acceptance_length == 1.0 for each in found)
+    unlimited = measure_in_engine(model, rounds[:1], prompts)
+    assert unlimited[0].stats == whole

@@ -31,6 +31,8 @@ from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
+from truedraft.training.texts.questions import SELF
+from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 from truedraft.training.workspace import TimeBudget
 
 HEADS = 2
@@ -316,6 +318,80 @@ def test_within_minutes_it_writes_trains_and_measures_less_and_goes_on_with_what
     assert (tmp_path / "work" / "train.jsonl").read_bytes() == text and again.effort.steps == 1
     with pytest.raises(OptionError, match="minutes are a limit for stage 1"):
         train_heads(target_folder, prompts, tmp_path / "two", replace(CONFIG, stage=2), budget=TimeBudget(1))
+
+
+def test_minutes_that_buy_next_to_no_steps_are_refused_before_anything_is_written(
+    target_folder, prompts, tmp_path, monkeypatch
+):
+    """A step of a minute, which is tried with as few positions as there are."""
+    tried = []
+
+    def slow(job, lm_head):
+        tried.append(job.config.positions_per_step)
+        return 60.0 * job.config.positions_per_step / 256, 1000
+
+    monkeypatch.setattr(heads_module, "_trial", slow)
+    config = replace(CONFIG, steps=300, positions_per_step=2048)
+    told = Callbacks(on_note=[].append, on_plan=[].append)
+    with pytest.raises(
+        TrainingError, match="in 4 minutes there is time for 1 steps of training, 60 s each, from which a"
+    ):
+        train_heads(target_folder, prompts, tmp_path / "out", config, budget=TimeBudget(4), callbacks=told)
+    assert tried == [256] and not (tmp_path / "out").exists()
+    job = HeadJob(str(target_folder), prompts, config, told, TimeBudget(4))
+    for step_s, positions in ((0.1, 512), (0.01, 2048)):
+
+        def scaled(job, _, step_s=step_s):
+            return step_s * job.config.positions_per_step / 256, 0
+
+        monkeypatch.setattr(heads_module, "_trial", scaled)
+        found, _ = heads_module._tried(job, None)
+        assert found.config.positions_per_step == positions and found.step_s == step_s * positions / 256
+    monkeypatch.setattr(heads_module, "_trial", lambda job, _: (0.1, 0))
+    unlimited, _ = heads_module._tried(replace(job, budget=TimeBudget()), None)
+    assert unlimited.config.positions_per_step == 2048
+
+
+def test_what_a_budget_buys_is_said_once_the_target_has_begun_to_write(target_folder, prompts):
+    plans, notes = [], []
+    config = replace(CONFIG, steps=None, epochs=2.0, positions_per_step=16)
+    told = Callbacks(on_note=notes.append, on_plan=plans.append)
+    job = HeadJob(str(target_folder), prompts, config, told, TimeBudget(4, lambda: 0.0), step_s=0.5)
+    heads_module._say_what_fits(job, 30.0)  # seconds for 24 answers of 16 tokens: there are 86
+    assert plans == ["writing takes about 30.0 seconds"]
+    assert notes == []
+    heads_module._say_what_fits(job, 240.0)
+    assert plans[1] == "writing takes about 86.4 seconds"
+    with pytest.raises(TrainingError, match=r"time for about 3 tokens of text and 1 steps of training, 0\.5 s each"):
+        heads_module._say_what_fits(job, 10_000.0)
+
+
+def test_it_may_learn_from_questions_that_the_target_asks_itself(learned_folder, tmp_path):
+    """The same after a kill; with prompts and texts of one's own beside them; held-out ones are of all kinds."""
+    target = tmp_path / "chatty"
+    shutil.copytree(learned_folder, target, ignore=shutil.ignore_patterns("work"))
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}def {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}    {% endif %}"
+    )
+    save_tokenizer(tokenizer, target)
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps({"prompt": f"add_{number}(left, right):"}) + "\n" for number in range(12)))
+    config = replace(CONFIG, tree_prompts=4, test_prompts=3, steps=2)
+    said, notes = [], []
+    told = Callbacks(lambda *words: said.append(words), on_note=notes.append)
+    result = train_heads(target, [SELF, own], tmp_path / "out", config, callbacks=told)
+    assert {words[0] for words in said} >= {"asking", "writing text", "training"}
+    assert result.report.promised_on.endswith("a part of questions of its own, own.jsonl")
+    lines = (tmp_path / "out" / "work" / "train.jsonl").read_text().splitlines()
+    asked = [tokenizer.decode(json.loads(line)["prompt"]) for line in lines]
+    assert any(text.startswith("def add_1") for text in asked) and all(text.endswith("\n    ") for text in asked)
+    questions = (tmp_path / "out" / "work" / "questions.jsonl").read_text()
+    (tmp_path / "out" / "work" / "train.jsonl").write_text("".join(f"{line}\n" for line in lines[:2]))
+    (tmp_path / "out" / "work" / "checkpoint.pt").unlink()
+    train_heads(target, [SELF, own], tmp_path / "out", config, callbacks=told)
+    assert (tmp_path / "out" / "work" / "train.jsonl").read_text().splitlines() == lines
+    assert (tmp_path / "out" / "work" / "questions.jsonl").read_text() == questions
 
 
 def test_a_card_says_what_hubs_and_readers_ask_for(trained, target_folder):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from truedraft.errors import OptionError
+from truedraft.errors import OptionError, TrainingError
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.workspace import TRAINED, TimeBudget, duration
 
@@ -29,6 +29,56 @@ def test_shares_of_a_budget():
     assert budget.steps(100, 1.0) == 100
     clock.now += 600.0
     assert budget.steps(1000, 1.0) == 1
+
+
+def test_steps_wait_for_what_comes_before_them():
+    clock = Clock()
+    budget = TimeBudget(10, clock)
+    assert budget.steps(1000, 1.0, begin=0.5) == int(0.9 * 600 * (TRAINED - 0.5)) == 135
+    clock.now += 400.0
+    assert budget.steps(1000, 1.0, begin=0.5) == int(0.9 * (600 * TRAINED - 400)) == 45
+
+
+def test_shares_are_of_what_is_left_when_all_is_loaded():
+    clock = Clock()
+    budget = TimeBudget(10, clock)
+    clock.now += 400.0
+    assert budget.over(0.4)
+    budget.loaded()
+    assert budget.left_s() == 200.0 and budget.left_s(0.4) == pytest.approx(80.0) and not budget.over(0.4)
+    assert budget.steps(1000, 1.0, begin=0.4) == int(0.9 * 0.35 * 200)
+
+
+def test_a_part_of_a_budget_ends_with_it():
+    clock = Clock()
+    budget = TimeBudget(1, clock)
+    short, long = budget.within(10.0), budget.within(1000.0)
+    clock.now += 11.0
+    assert short() and not long()
+    clock.now += 50.0
+    assert long()
+    unlimited = TimeBudget(None, clock).within(1.0)
+    clock.now += 50.0
+    assert not unlimited()
+
+
+def test_few_steps_are_refused_and_not_many_are_noted_with_the_minutes_that_they_need():
+    budget, notes = TimeBudget(4), []
+    with pytest.raises(TrainingError) as error:
+        budget.buys(3, 500, "3 steps of training", notes.append)
+    assert str(error.value) == (
+        "in 4 minutes there is time for 3 steps of training, from which a drafter learns next to nothing: give it "
+        "--minutes 7 for the least, some 134 for one that helps, a faster machine, or a smaller drafter"
+    )
+    budget.buys(40, 500, "40 steps of training", notes.append)
+    assert notes == [
+        "in 4 minutes there is time for 40 steps of training, and a drafter learns little in fewer than 100: some 10 "
+        "minutes help"
+    ]
+    budget.buys(100, 500, "100 steps", notes.append)
+    budget.buys(3, 3, "all that is asked for", notes.append)
+    TimeBudget().buys(1, 500, "no limit", notes.append)
+    assert len(notes) == 1
 
 
 def test_without_minutes_nothing_is_limited():

@@ -19,6 +19,7 @@ from truedraft.errors import (
     ModelError,
     ModelNotFoundError,
     OptionError,
+    TrainingError,
     UnknownOptionError,
     UnsupportedModelError,
     VocabularyMismatchError,
@@ -26,8 +27,9 @@ from truedraft.errors import (
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
 from truedraft.training import drafts, evaluate
 from truedraft.training.drafts import DraftConfig, train_draft
-from truedraft.training.loop import Callbacks, checkpoint_of
+from truedraft.training.loop import Callbacks, TrainingLoop, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
+from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.data import Curriculum
 from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 from truedraft.training.workspace import TimeBudget
@@ -154,6 +156,39 @@ def test_within_minutes_it_trains_less_and_goes_on_with_what_it_began(target_fol
     )
     begun = checkpoint_of(tmp_path / "out" / "work")[1]
     assert more.steps == begun["schedule.stable_steps"] + begun["schedule.decay_steps"] <= 40 and notes == []
+
+
+def test_few_steps_are_refused_before_the_target_writes(target_folder, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "trial", lambda loop: (20.0, 1000))
+    plans = Callbacks(on_plan=[].append)
+    with pytest.raises(
+        TrainingError, match="in 1 minutes there is time for 2 steps of training, 20 s each, from which"
+    ):
+        train_draft(target_folder, [data], tmp_path / "out", config(), budget=TimeBudget(1), callbacks=plans)
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_are_answered_by_the_target_and_their_answers_learned(target_folder, tokenizer, tmp_path):
+    asked = [f"def add_{number}(left, right):\n" for number in range(9)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    writing = WritingConfig(answer_tokens=40, batch=4)
+    plans, notes = [], []
+    told = Callbacks(on_plan=plans.append, on_note=notes.append)
+    some = replace(config(steps=2), tokens=400, writing=writing)
+    result = train_draft(target_folder, [tmp_path / "p.jsonl"], tmp_path / "out", some, callbacks=told)
+    assert plans[0].startswith("the target writes up to 400 tokens, 4.8 kB; 12 steps of training take about")
+    assert notes[0] == "there are 9 prompts, and 10 are asked for with --tokens" and result.evaluations
+    lines = (tmp_path / "out" / "work" / "answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [tokenizer.decode(each["prompt"]) for each in answers] == asked
+    stream = np.fromfile(tmp_path / "out" / "work" / "train.bin", dtype=np.uint32).tolist()
+    assert stream[: len(answers[0]["prompt"]) + 1 + len(answers[0]["answer"])] == [
+        tokenizer.eos_token_id,
+        *answers[0]["prompt"],
+        *answers[0]["answer"],
+    ]
+    begun = checkpoint_of(tmp_path / "out" / "work")[1]
+    assert not [name for name in begun if name.startswith(("tokens", "writing"))], "the text's hash says it all"
 
 
 def test_an_end_of_text_that_only_the_configuration_names_is_used(target_folder, data, tmp_path):

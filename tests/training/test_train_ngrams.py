@@ -162,6 +162,16 @@ def test_answers_of_the_target_are_counted_and_going_on_gives_the_same_table(
         train("half", replace(ANSWERS, prompt_tokens=7))
 
 
+def test_prompts_are_answered_and_counted_and_some_are_measured_on(target_folder, tmp_path):
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "def add_{number}(x):"}}\n' for number in range(40)))
+    with pytest.raises(DataError, match="holds prompts, which the target answers first: add --answers"):
+        train_ngrams(target_folder, [tmp_path / "p.jsonl"], tmp_path / "out")
+    config = replace(ANSWERS, tokens=40 * ANSWERS.answers.answer_tokens)
+    result = train_ngrams(target_folder, [tmp_path / "p.jsonl"], tmp_path / "out", config)
+    assert result.evaluations and result.source == "what the target answers to prompts from p.jsonl"
+    assert len((tmp_path / "out" / "work" / "answers.jsonl").read_text().splitlines()) == 40
+
+
 def test_minutes_end_the_writing(target_folder, data, held_out, tmp_path):
     notes: list[str] = []
     callbacks, over = Callbacks(on_note=notes.append), TimeBudget(1e-6)

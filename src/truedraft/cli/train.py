@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from truedraft.training.loop import Callbacks, Saved
     from truedraft.training.workspace import TimeBudget
 
+_ANSWERED = "Text by the target, where --data has prompts"
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
 _WORK = "work"  # what is in the folder that is written once a training has started
 _CHECKPOINTS = (Path(_WORK) / "joint", Path("stage-1") / _WORK, Path(_WORK))  # the latest stage first
@@ -60,6 +61,7 @@ HEAD_NAMES = _NAMES | {
     "schedule.stable_steps": "the steps (--steps, --epochs) before the decay",
     "schedule.decay_steps": "the steps (--steps, --epochs) of the decay",
     "temperature": "--temperature",
+    "positions_per_step": "the positions of a step (--minutes)",
     "joint.steps": "--joint-steps",
     "joint.lora_rank": "--lora-rank",
     "joint.backbone.matrix_rate": "--backbone-rate",
@@ -78,9 +80,9 @@ class JobOptions:
     model: str = option(UNNAMED, f"The target: {MODEL_HELP}", "M", shown_default=UNNAMED_HELP)
     data: tuple[Path, ...] = option(
         (),
-        "Text, or .json or .jsonl of texts or chats, that prompts are cut from; may be repeated. Without it, for "
-        "embedded:target, the standard library of this Python.",
-        "FILE",
+        "Text, or .json or .jsonl of texts or chats, that prompts are cut from, or of prompts; self lets an instruct "
+        "model ask itself. May be repeated. Without it, for embedded:target, the standard library of this Python.",
+        "FILE|self",
     )
     held_out: tuple[Path, ...] = option(
         (), "Text to choose trees and measure on; without it, the end of the data.", "FILE"
@@ -95,7 +97,10 @@ class DraftJobOptions(JobOptions):
     """The same for a draft model."""
 
     data: tuple[Path, ...] = option(
-        (), "Text, or .json or .jsonl of texts or chats, to train on; may be repeated. Needed.", "FILE"
+        (),
+        "Text, or .json or .jsonl of texts or chats, to train on, or of prompts, which the target answers; self lets "
+        "an instruct model ask itself. May be repeated. Needed.",
+        "FILE|self",
     )
     held_out: tuple[Path, ...] = option((), "Text to measure on; without it, the last 5 % of the data.", "FILE")
 
@@ -106,9 +111,10 @@ class NgramJobOptions(JobOptions):
 
     data: tuple[Path, ...] = option(
         (),
-        "Text, or .json or .jsonl of texts or chats, to count; may be repeated. Without it, for embedded:target, the "
-        "standard library of this Python.",
-        "FILE",
+        "Text, or .json or .jsonl of texts or chats, to count; with --answers also of prompts, or self, which lets an "
+        "instruct model ask itself. May be repeated. Without it, for embedded:target, the standard library of this "
+        "Python.",
+        "FILE|self",
     )
     held_out: tuple[Path, ...] = option((), "Text to measure on; without it, the last 5 % of the data.", "FILE")
     answers: bool = flag("Count what the target answers to prompts cut from the text, in place of the text.")
@@ -120,7 +126,8 @@ class RunOptions:
 
     minutes: float | None = option(
         None,
-        "Wall time for all of it, measuring included; less is done where it does not suffice.",
+        "Wall time for all of it, from loading to measuring; less is done where it does not suffice, and nothing where "
+        "that teaches nothing.",
         "M",
         shown_default="as long as it takes",
     )
@@ -161,6 +168,8 @@ class DraftOptions:
     job: DraftJobOptions = group(_WHAT)
     run: DraftRunOptions = group(_RUN)
     size: DraftSizeOptions = group("Size of the draft")
+    text: TextOptions = group(_ANSWERED, without=("prompt_tokens",))
+    writing: WritingOptions = group(_ANSWERED)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
@@ -222,11 +231,12 @@ def draft(options: DraftOptions) -> int:
         _lengths(run)
         check_positive("learning_rate", run.learning_rate)
         if not job.data:
-            raise DataError("there is nothing to train on; name at least one text file with --data FILE")
+            raise DataError("there is nothing to train on; name at least one file with --data FILE, or --data self")
 
     def train(model: str, told: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.drafts import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+        from truedraft.training.texts.answer_writer import WritingConfig
         from truedraft.training.texts.data import Curriculum
 
         config = DraftConfig(
@@ -234,6 +244,8 @@ def draft(options: DraftOptions) -> int:
             schedule=WarmupStableDecay.of(run.steps, _DECAY_SHARE),
             optimizer=OptimizerConfig(run.learning_rate, run.learning_rate),
             curriculum=Curriculum(*_lengths(run), run.tokens_per_step, run.tokens_per_step),
+            tokens=options.text.tokens,
+            writing=WritingConfig(**dataclasses.asdict(options.writing), seed=run.seed),
             seed=run.seed,
             device=device,
         )
@@ -369,17 +381,18 @@ def _run(
     Raises:
         TruedraftError: it cannot be trained.
     """
+    from truedraft.training.workspace import TimeBudget
+
+    budget = TimeBudget(options.run.minutes)  # before what takes seconds to import
     from truedraft.cli import train_report
     from truedraft.cli.session import named_model, quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
     from truedraft.training.loop import Callbacks
-    from truedraft.training.workspace import TimeBudget
 
     job = options.job
     if job.clean:
         return _clean(job, options.report)
-    budget = TimeBudget(options.run.minutes)
     check()
     _check_folder(kind, job)
     set_threads(options.machine.threads)
@@ -392,7 +405,7 @@ def _run(
             result = train(model, told, budget, device)
     except KeyboardInterrupt as stop:
         terminal.end_line()
-        say(how_to_go_on(job, keeps_answers=kind != "draft"))
+        say(how_to_go_on(job, keeps_answers=kind != "draft" or (job.out / _WORK / "answers.jsonl").is_file()))
         if options.report.json:
             terminal.json(error_record(f"train {kind}", stop))
         return INTERRUPTED
@@ -440,7 +453,8 @@ def _check_folder(kind: str, job: JobOptions) -> None:
     if out.exists() and not out.is_dir():
         raise OptionError(f"{str(out)!r} is a file; name a folder", field="out")
     refuse_busy(out / _WORK)
-    started = (out / _WORK / ("checkpoint.pt" if kind == "draft" else "")).exists()
+    names = ("checkpoint.pt", "answers.json", "questions.json") if kind == "draft" else ("",)
+    started = any((out / _WORK / name).exists() for name in names)
     if started and not resume:
         problem = "holds a training; add --resume to go on with it, or name a new folder"
     if resume and not started:

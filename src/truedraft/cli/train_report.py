@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from truedraft.training.workspace import duration
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.training.drafts import DraftResult
+    from truedraft.training.evaluate import EngineEvaluation
     from truedraft.training.ngrams import NgramResult
     from truedraft.training.report import Effort, HeadReport, HeadResult
 
+_LEAST_GAIN = 1.1  # tokens per call of the target; with fewer no draft pays for itself
 _LOG = Path("work") / "log.jsonl"
 _KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
 _TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
@@ -44,7 +46,7 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
     )
     for line in lines:
         _say(terminal, line)
-    _try_it(terminal, model, f"draft:{result.folder}")
+    _try_it(terminal, model, f"draft:{result.folder}", result.evaluations)
 
 
 def _medusa(terminal: Terminal, model: str, result: HeadResult) -> None:
@@ -62,7 +64,7 @@ def _medusa(terminal: Terminal, model: str, result: HeadResult) -> None:
         )
         _say(terminal, "before, with the target as it was:")
         _heads(terminal, joint.before)
-    _try_it(terminal, model, f"medusa:{result.folder}")
+    _try_it(terminal, model, f"medusa:{result.folder}", result.report.evaluations)
 
 
 def _heads(terminal: Terminal, heads: HeadReport) -> None:
@@ -112,7 +114,7 @@ def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
         found = f"{each.stats.mean_acceptance_length:.2f}", promised
         table.add_row(f"{each.temperature:g}", str(about["nodes"]), f"{about['beams']} of {about['length']}", *found)
     terminal.out.print(table)
-    _try_it(terminal, model, f"redrafter:{result.folder}")
+    _try_it(terminal, model, f"redrafter:{result.folder}", head.evaluations)
 
 
 def _ngram(terminal: Terminal, model: str, result: NgramResult) -> None:
@@ -129,7 +131,7 @@ def _ngram(terminal: Terminal, model: str, result: NgramResult) -> None:
             f"tokens per target call, measured in the engine at temperature {each.temperature:g} with trees of "
             f"{each.about['nodes']} nodes: {each.stats.mean_acceptance_length:.2f}",
         )
-    _try_it(terminal, model, f"ngram:{result.folder}")
+    _try_it(terminal, model, f"ngram:{result.folder}", result.evaluations)
 
 
 def _effort(terminal: Terminal, effort: Effort, log: Path) -> None:
@@ -140,7 +142,15 @@ def _effort(terminal: Terminal, effort: Effort, log: Path) -> None:
     )
 
 
-def _try_it(terminal: Terminal, model: str, drafter: str) -> None:
+def _try_it(terminal: Terminal, model: str, drafter: str, evaluations: Sequence[EngineEvaluation]) -> None:
+    best = max((each.stats.mean_acceptance_length for each in evaluations), default=None)
+    if best is not None and best < _LEAST_GAIN:
+        _say(
+            terminal,
+            f"it brings nothing: {best:.2f} tokens for each call of the target at best, where plain decoding has 1 and "
+            "a draft is not free; train for longer, or on more text like what it is used for",
+        )
+        return
     _say(terminal, f'try it: truedraft generate "PROMPT" --model {model} --drafter {drafter} --compare')
 
 

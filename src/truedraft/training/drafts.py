@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from truedraft.drafters.draft_model import DraftModel
@@ -37,10 +38,12 @@ from truedraft.training.evaluate import (
     measure_in_engine,
 )
 from truedraft.training.loop import (
+    CHECKPOINT,
     CHECKPOINT_EVERY_S,
     LENGTHS,
     WARMUP,
     Callbacks,
+    Identity,
     Progress,
     RunFolder,
     StepRecord,
@@ -59,22 +62,26 @@ from truedraft.training.losses import (
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.report import Card, base_name, evaluation_facts, made_by, pair_facts, training_facts
-from truedraft.training.texts.data import Curriculum, read_stream, read_texts, stream_hash, write_stream
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.answered import Source, Writing
+from truedraft.training.texts.data import Curriculum, read_stream, stream_hash, write_stream
+from truedraft.training.texts.questions import names_of
 from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
-from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, free_bytes
+from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, free_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from truedraft.models.base import LanguageModel
+    from truedraft.training.texts.self_distillation import WrittenAnswer
 
 _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
 _TRAINED = 0.85  # of a budget: by then training is over; the rest is for measuring
+_BYTES = 12  # of a written token on disk: as a number in JSON, and in the stream
 _GOOD_PASSES, _MOST_PASSES = 4, 40  # over a text
 _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, on which the engine is measured
 
@@ -115,6 +122,8 @@ class StreamObjective:
 class DraftConfig(DraftSizeOptions):
     """What decides the draft, but for the target and the data.
 
+    `tokens` and `writing` say how much the target writes where there are prompts to answer, and how.
+
     The default loss is half forward KL, which learns from everything the target knows, and half total variation,
     which is what speculative sampling pays for.
     """
@@ -123,6 +132,8 @@ class DraftConfig(DraftSizeOptions):
     schedule: WarmupStableDecay = field(default_factory=lambda: WarmupStableDecay(20, 800, 200))
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(2e-3, 2e-3))
     curriculum: Curriculum = field(default_factory=Curriculum)
+    tokens: int = 400_000
+    writing: WritingConfig = field(default_factory=WritingConfig)
     seed: int = 0
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
@@ -179,7 +190,8 @@ def train_draft(
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats, as `read_texts` reads them.
+        data: files of texts or chats, and of prompts, which the target answers first, as `read_data` reads them; `SELF`
+            among them lets the target ask itself.
         out: the folder to write.
         config: sizes, loss, schedule.
         held_out: files to measure alpha on; without them the last twentieth of the data is kept back for it.
@@ -194,12 +206,16 @@ def train_draft(
     """
     config, budget, told = config or DraftConfig(), budget or TimeBudget(), callbacks or Callbacks()
     tokenizer = load_tokenizer(resolve_source(str(target)))
+    if not data:
+        raise DataError("no training data was given: name at least one text file")
+    source = Source.read(data, held_out, tokenizer)
     with alone_in(out / WORK):
-        train, test = _streams(data, held_out, tokenizer, out / WORK)
         target_model = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
         draft = starting_draft(config, target_model, tokenizer)
         config = _fitting(config, target_model, draft, told.on_note)
-        config = _planned(config, target_model, draft, train, out / WORK, budget, told.on_plan)
+        config = _planned(config, target_model, draft, source, out / WORK, budget, told)
+        writing = Writing(config.tokens, config.writing, out / WORK, told, budget, (out / WORK / CHECKPOINT).is_file())
+        train, test = _streams(source, _written(target, source, writing, config.device), tokenizer, out / WORK)
         _check_amount(config, train, told.on_note)
         loop = stream_loop(config, target_model, draft, train, out / WORK)
         progress = train_told(loop, told, _values, lambda: budget.over(_TRAINED))
@@ -218,27 +234,47 @@ def _values(record: StepRecord) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in record.values.items())
 
 
+def _written(target: str | Path, source: Source, writing: Writing, device: str) -> list[WrittenAnswer]:
+    """The target's answers to the prompts of the data."""
+    if not source.has_prompts:
+        return []
+    model = load_model(target, device=device)
+    writing.budget.loaded()
+    return writing.answers(model, source.prompts, source.asks)
+
+
 def _planned(
     config: DraftConfig,
     target_model: PreTrainedModel,
     draft: PreTrainedModel,
-    stream: NDArray[np.uint32],
+    source: Source,
     work: Path,
     budget: TimeBudget,
-    on_plan: Callable[[str], None],
+    told: Callbacks,
 ) -> DraftConfig:
-    """The configuration with as many steps as there is time for, which is said; one that goes on keeps its number."""
+    """The configuration with as many steps as there is time for, which is said; one that goes on keeps its number.
+
+    Raises:
+        TrainingError: there is time for next to none.
+    """
     before = checkpoint_of(work)
     if before is not None:
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
         return replace(config, schedule=WarmupStableDecay(*numbers)) if budget.limited and any(numbers) else config
+    made_up = np.random.default_rng(config.seed).integers(
+        draft.config.vocab_size, size=4 * max(config.curriculum.tokens_per_step, 512), dtype=np.uint32
+    )
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
-        step_s, size = stream_loop(config, target_model, copy.deepcopy(draft), stream, Path(place)).trial()
-    steps = budget.steps(config.schedule.total_steps, step_s)
+        step_s, size = stream_loop(config, target_model, copy.deepcopy(draft), made_up, Path(place)).trial()
+    asked, writes = config.schedule.total_steps, source.has_prompts
+    steps = budget.steps(asked, step_s, begin=WRITTEN if writes else 0.0, until=_TRAINED)
+    budget.buys(steps, asked, f"{steps:,} steps of training, {step_s:.2g} s each", told.on_note)
     within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
-    on_plan(
-        f"{steps:,} steps of training take about {duration(steps * step_s)} ({step_s:.2g} s each), and checkpoints up "
-        f"to {in_bytes(2 * size)} of the disk of {str(work)!r}, of which {in_bytes(free_bytes(work))} are free{within}"
+    first = f"the target writes up to {config.tokens:,} tokens, {in_bytes(_BYTES * config.tokens)}; " if writes else ""
+    told.on_plan(
+        f"{first}{steps:,} steps of training take about {duration(steps * step_s)} ({step_s:.2g} s each), and "
+        f"checkpoints up to {in_bytes(2 * size)} of the disk of {str(work)!r}, of which "
+        f"{in_bytes(free_bytes(work))} are free{within}"
     )
     return replace(config, schedule=config.schedule.shortened(steps))
 
@@ -249,6 +285,7 @@ def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Call
     Repeated up to four times text is nearly as good as new, from forty times on worth nothing (Muennighoff et al.
     2305.16264).
     """
+    config.curriculum.phases(stream, config.schedule, seed=config.seed)  # refuses less than a sequence
     asked = config.schedule.total_steps * config.curriculum.tokens_per_step
     times = asked / len(stream)
     got = f"the text has {len(stream):,} tokens, and the training reads {asked:,}, each of them {times:.0f} times"
@@ -276,16 +313,14 @@ def _measured(
     report = evaluate_pair(target_model, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
     evaluations: Sequence[EngineEvaluation] = ()
     try:
-        evaluations = _measure_in_engine(
-            target, out, held_out, config.device, budget.left_s() if budget.limited else None
-        )
+        evaluations = _measure_in_engine(target, out, held_out, config.device, budget)
     except UnsupportedModelError as error:
         on_note(f"the draft was not measured in the engine: {error}")
     return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, evaluations)
 
 
 def _measure_in_engine(
-    target: str | Path, draft: Path, held_out: NDArray[np.uint32], device: str, within_s: float | None
+    target: str | Path, draft: Path, held_out: NDArray[np.uint32], device: str, budget: TimeBudget
 ) -> list[EngineEvaluation]:
     """Continue pieces of held-out text, greedily and at temperature 1, with the chain that is the default.
 
@@ -296,17 +331,17 @@ def _measure_in_engine(
     count = min(_PROMPTS, max(1, len(held_out) // _PROMPT_TOKENS))
     starts = [number * len(held_out) // count for number in range(count)]
     prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
-    return chain_evaluations(load_model(target, device=device), load_model(draft, device=device), prompts, within_s)
+    return chain_evaluations(load_model(target, device=device), load_model(draft, device=device), prompts, budget)
 
 
 def chain_evaluations(
-    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Sequence[int]], within_s: float | None = None
+    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Sequence[int]], budget: TimeBudget | None = None
 ) -> list[EngineEvaluation]:
     """What the chain that is the default brings, measured in the engine; arguments as in `measure_in_engine`."""
     drafter = DraftModel(draft)
     about = {"num_speculative_tokens": drafter.limits.depth}
     rounds = [EngineRound(temperature, lambda: drafter, about) for temperature in TREE_TEMPERATURES.values()]
-    return measure_in_engine(target, rounds, prompts, within_s=within_s)
+    return measure_in_engine(target, rounds, prompts, budget=budget)
 
 
 def record_draft(
@@ -369,8 +404,17 @@ def stream_loop(
         StreamObjective(draft, config.loss, target),
         phases,
         config.schedule,
-        RunFolder(folder, identity_of(config, **more), config.device, config.checkpoint_every_s),
+        RunFolder(folder, _identity(config, **more), config.device, config.checkpoint_every_s),
     )
+
+
+def _identity(config: DraftConfig, **more: str) -> Identity:
+    """What decides a draft; of how its text was written nothing, for the hash of the text is there."""
+    return {
+        name: value
+        for name, value in identity_of(config, **more).items()
+        if name.partition(".")[0] not in ("tokens", "writing")
+    }
 
 
 def _fitting(
@@ -390,7 +434,7 @@ def _fitting(
 def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, result: DraftResult, device: str) -> Card:
     facts = training_facts(
         parameters=draft.num_parameters(),
-        data=", ".join(path.name for path in data),
+        data=names_of(data),
         steps=result.steps,
         tokens=result.tokens,
         elapsed_s=result.elapsed_s,
@@ -440,18 +484,14 @@ def starting_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreT
 
 
 def _streams(
-    data: Sequence[Path],
-    held_out: Sequence[Path],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    source: Source, written: Sequence[WrittenAnswer], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     """The token streams to train on and to measure on."""
-    if not data:
-        raise DataError("no training data was given: name at least one text file")
-    write_stream(read_texts(data, tokenizer), tokenizer, folder / "train.bin")
+    answers = [[*record.prompt, *record.answer] for record in written]
+    write_stream(source.texts, tokenizer, folder / "train.bin", answers)
     train = read_stream(folder / "train.bin")
-    if held_out:
-        write_stream(read_texts(held_out, tokenizer), tokenizer, folder / "held_out.bin")
+    if source.held_out:
+        write_stream(source.held_out, tokenizer, folder / "held_out.bin")
         return train, read_stream(folder / "held_out.bin")
     cut = len(train) - max(2, int(len(train) * _HELD_OUT_FRACTION))
     return train[:cut], train[cut:]

@@ -6,7 +6,6 @@ tokens of its block before it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import DataError, TrainingError
 from truedraft.models.base import LanguageModel
+from truedraft.training.workspace import TimeBudget
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _AT_ONCE = 4  # prompts that are answered together where there is little time
+_LEAST_CALLS = 16  # of the target, however little time there is
 _TOKENS = 128  # of an answer, half the context at the most
 
 
@@ -147,7 +148,7 @@ def measure_in_engine(
     prompts: Sequence[Sequence[int]],
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    within_s: float | None = None,
+    budget: TimeBudget | None = None,
 ) -> list[EngineEvaluation]:
     """Answer the prompts in every round.
 
@@ -156,16 +157,18 @@ def measure_in_engine(
         rounds: what is measured.
         prompts: that nothing was trained or fitted on.
         on_progress: called with the number of finished rounds, and of all.
-        within_s: seconds for all rounds, of which each takes an equal part; None is as long as they take.
+        budget: what is left of it is for all rounds, of which each takes an equal part; None is as long as they take.
 
     Raises:
         TrainingError: the engine failed.
         CompositionError: a drafter does not fit the target.
     """
-    found, each_s = [], None if within_s is None else within_s / len(rounds)
+    found, budget = [], budget or TimeBudget()
     for number, each in enumerate(rounds):
         on_progress(number, len(rounds))
-        stats = count_answers(target, each.new_drafter(), prompts, each.temperature, each_s)
+        is_over = budget.within(budget.left_s() / (len(rounds) - number))
+        at_once = _AT_ONCE if budget.limited else len(prompts)
+        stats = count_answers(target, each.new_drafter(), prompts, each.temperature, is_over, at_once=at_once)
         found.append(EngineEvaluation(each.temperature, each.about, stats))
     on_progress(len(rounds), len(rounds))
     return found
@@ -176,7 +179,9 @@ def count_answers(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     temperature: float,
-    within_s: float | None = None,
+    time_is_up: Callable[[], bool] = lambda: False,
+    *,
+    at_once: int | None = None,
 ) -> Counters:
     """Answer prompts with a drafter, losslessly, and count.
 
@@ -185,7 +190,9 @@ def count_answers(
         drafter: that was trained.
         prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
         temperature: of the requests.
-        within_s: seconds after which no further prompts are answered; None answers all of them.
+        time_is_up: asked after each step, from the first few on: where it says so, answers are counted as far as they
+            are.
+        at_once: prompts that are answered together; None are all.
 
     Raises:
         TrainingError: the engine failed.
@@ -195,13 +202,18 @@ def count_answers(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     most = target.context_length - max_tokens
     fitting = [list(prompt)[-most:] for prompt in prompts]
-    at_once = max(1, len(fitting)) if within_s is None else _AT_ONCE
-    engine, stats, began = Engine(target, drafter, controller="fixed", entropy=0), Counters(), time.monotonic()
-    for first in range(0, len(fitting), at_once):
-        if within_s is not None and first and time.monotonic() - began >= within_s:
+    engine, stats = Engine(target, drafter, controller="fixed", entropy=0), Counters()
+    for first in range(0, len(fitting), at_once or max(1, len(fitting))):
+        requests = [engine.submit(prompt, params) for prompt in fitting[first : first + (at_once or len(fitting))]]
+        is_over = False
+        while engine.step() and not is_over:
+            calls = stats.target_calls + sum(each.counters.target_calls for each in requests)
+            is_over = calls >= _LEAST_CALLS and time_is_up()
+        for each in requests:
+            engine.cancel(each)
+            if each.error is not None or each.warnings:
+                raise TrainingError(f"an answer with what was trained failed: {each.error or each.warnings[0]}")
+            stats = stats + each.counters
+        if is_over:
             break
-        for answer in engine.generate(fitting[first : first + at_once], params):
-            if answer.error is not None or answer.warnings:
-                raise TrainingError(f"an answer with what was trained failed: {answer.error or answer.warnings[0]}")
-            stats = stats + answer.stats
     return stats

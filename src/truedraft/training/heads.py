@@ -19,14 +19,17 @@ from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.planning import TREE_TEMPERATURES
+from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.evaluate import measure_in_engine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.head_objective import head_loop
 from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import write_answers
-from truedraft.training.texts.data import read_texts
+from truedraft.training.texts.answered import Writing
+from truedraft.training.texts.data import read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
+from truedraft.training.texts.questions import SELF, names_of, opening_of
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
 from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import (
@@ -52,6 +55,9 @@ _ENOUGH = 0.95  # of them is as good as all
 _REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
 _REPLAY_COST = 20.0  # replaying a position is taken to last as long as training on so many
 _LEAST_REPLAYED = 1024  # positions, however little time there is
+_LEAST_POSITIONS = 256  # of a step, where little time is better spent on more of them
+_MANY_STEPS = 200  # from where on steps need not be smaller
+_POSITIONS = "positions_per_step"
 _MADE_UP_SIZE = 0.1  # of the entries of made-up vectors
 
 
@@ -76,11 +82,6 @@ class HeadJob:
     budget: TimeBudget = field(default_factory=TimeBudget)
     data: str = "prompts of the caller's"
     step_s: float | None = None
-
-    @property
-    def within_s(self) -> float | None:
-        """Seconds that are left for measuring; None where nothing limits them."""
-        return self.budget.left_s() if self.budget.limited else None
 
     def follow(self, what: str, done: int, total: int) -> None:
         """`on_progress` without a remark."""
@@ -119,8 +120,9 @@ def train_heads(
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats that prompts are cut from, as `read_texts` reads them, or prompts. No files at
-            all means, for the embedded target, the standard library of the running interpreter.
+        data: files of texts or chats that prompts are cut from, and of prompts, as `read_data` reads them; `SELF` among
+            them lets the target ask itself; or prompts. No files at all means, for the embedded target, the standard
+            library of the running interpreter.
         out: the folder to write.
         config: what decides the heads, and of which kind they are.
         held_out: files whose prompts are kept for choosing trees and for measuring; without them the end of the data.
@@ -146,6 +148,9 @@ def train_heads(
             job = forecast(job, out / WORK)
         model = load_model(job.target, device=config.device)
         _refuse_early(job, model)
+        job.budget.loaded()
+        if not isinstance(data, PromptSets) and SELF in data:
+            job = _with_questions(job, model, data, held_out, out / WORK)
         text = write_texts(job, model, out / WORK)
         del model  # training needs the LM head alone
         if config.stage == 2:
@@ -176,16 +181,35 @@ def _job_for(
     if isinstance(data, PromptSets):
         prompts = data
     else:
-        prompts = _prompts_of(target, data, held_out, config)
+        # What the target will ask itself is not known yet; openings of questions stand for it.
+        prompts = _prompts_of(target, data, held_out, config, lambda tokenizer, count: [opening_of(tokenizer)] * count)
         _check_amount(prompts, config, told.on_note)
-        words = ", ".join(path.name for path in data) or "the standard library of Python"
-    if budget.limited:
-        prompts = replace(prompts, train=shuffled(prompts.train, config.seed))
-    return HeadJob(str(target), prompts, config, told, budget, words)
+        words = names_of(data) or "the standard library of Python"
+    return HeadJob(str(target), _in_time(prompts, config, budget), config, told, budget, words)
+
+
+def _in_time(prompts: PromptSets, config: HeadTrainingConfig, budget: TimeBudget) -> PromptSets:
+    return replace(prompts, train=shuffled(prompts.train, config.seed)) if budget.limited else prompts
+
+
+def _with_questions(
+    job: HeadJob, model: LanguageModel, data: Sequence[Path], held_out: Sequence[Path], folder: Path
+) -> HeadJob:
+    """The job with what the target asks itself."""
+    begun = job.budget.limited and (folder / f"{TRAIN_TEXT}.json").is_file()
+    pen = Writing(job.config.tokens, job.config.writing, folder, job.told, job.budget, begun)
+    prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.ask(model, count))
+    if not job.budget.limited:  # else it asked what there was time for
+        _check_amount(prompts, job.config, job.told.on_note)
+    return replace(job, prompts=_in_time(prompts, job.config, job.budget))
 
 
 def _prompts_of(
-    target: str | Path, data: Sequence[Path], held_out: Sequence[Path], config: HeadTrainingConfig
+    target: str | Path,
+    data: Sequence[Path],
+    held_out: Sequence[Path],
+    config: HeadTrainingConfig,
+    asked: Callable[[Tokenizer, int], Sequence[Sequence[int]]],
 ) -> PromptSets:
     if not data and str(target) != _EMBEDDED_TARGET:
         raise DataError(
@@ -195,10 +219,22 @@ def _prompts_of(
     tokenizer = load_tokenizer(target)
     if not data:
         return standard_library_prompts(tokenizer, config.prompts, config.prompt_tokens)
-    others = read_texts(held_out, tokenizer) if held_out else ()
-    found = split_prompts(read_texts(data, tokenizer), others, tokenizer, config.prompts, config.prompt_tokens)
-    names = ", ".join(path.name for path in held_out or data)
-    return replace(found, source=names if held_out else f"the end of {names}")
+    texts, prompts = read_data([path for path in data if path != SELF], tokenizer, empty=SELF in data)
+    others, held_out_prompts = read_data(held_out, tokenizer, empty=not held_out)
+    if SELF in data:
+        count = config.prompts.train + config.prompts.held_out
+        prompts += map(list, asked(Tokenizer(tokenizer, str(target)), max(count // 2, count - len(prompts))))
+    found = split_prompts(
+        texts,
+        others,
+        tokenizer,
+        config.prompts,
+        config.prompt_tokens,
+        prompts=shuffled(prompts, config.seed),
+        held_out_prompts=held_out_prompts,
+    )
+    part = "" if held_out else "a part of " if prompts else "the end of "
+    return replace(found, source=part + names_of(held_out or data))
 
 
 def _check_amount(prompts: PromptSets, config: HeadTrainingConfig, on_note: Callable[[str], None]) -> None:
@@ -252,12 +288,29 @@ def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
         TRAIN_TEXT,
         job.config.writing,
         on_progress=lambda done, total: told.on_progress("writing text", done, total, f"answers by {model.name}"),
-        on_forecast=lambda left_s: told.on_plan(f"writing takes about {duration(left_s)}"),
+        on_forecast=lambda left_s: _say_what_fits(job, left_s),
         time_is_up=_time_is_up(job, folder, _TRAIN_WRITTEN),
     )
     if len(train.records) < len(job.prompts.train):
         told.on_note(f"in the time given the target wrote {len(train.tokens):,} of about {job.config.tokens:,} tokens")
     return TargetText(train, write_tree_text(job, model, folder, TREE_TEXT), model.fingerprint)
+
+
+def _say_what_fits(job: HeadJob, left_s: float) -> None:
+    """Say how long the writing will take, and what heads will learn from it in the time that there is.
+
+    Raises:
+        TrainingError: that is nothing.
+    """
+    budget, config, all_tokens = job.budget, job.config, job.config.writing.answer_tokens * len(job.prompts.train)
+    within_s = min(left_s, budget.left_s(_TRAIN_WRITTEN))
+    job.told.on_plan(f"writing takes about {duration(within_s)}")
+    if budget.limited and job.step_s is not None:
+        tokens = int(all_tokens * within_s / max(left_s, 1e-9))
+        asked, most = (config.schedule(max(1, count // config.window)).total_steps for count in (all_tokens, tokens))
+        steps = budget.steps(most, job.step_s, begin=WRITTEN)
+        words = f"about {tokens:,} tokens of text and {steps:,} steps of training, {job.step_s:.2g} s each"
+        budget.buys(steps, asked, words, job.told.on_note)
 
 
 def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str) -> SelfDistillationData:
@@ -315,7 +368,8 @@ def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> He
         return config
     checkpoint = checkpoint_of(work)
     if checkpoint is not None:
-        return replace(config, steps=sum(int(checkpoint[1][name] or 0) for name in LENGTHS))
+        steps = sum(int(checkpoint[1][name] or 0) for name in LENGTHS)
+        return replace(config, steps=steps, positions_per_step=int(checkpoint[1][_POSITIONS] or 0))
     windows = WindowSampler(text.train, reach, config.window, config.seed).windows
     return replace(config, steps=job.budget.steps(config.schedule(len(windows)).total_steps, job.step_s or 0.0))
 
@@ -393,7 +447,7 @@ def judge(
         found.rounds,
         job.prompts.test,
         on_progress=lambda done, total: job.follow("measuring", done, total),
-        within_s=job.within_s,
+        budget=job.budget,
     )
     report = HeadReport(found.facts, measured, job.prompts.promised_on)
     head.save(out, replace(record, trees=found.trees, facts={**record.facts, **report.as_dict()}))
@@ -427,9 +481,9 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
     Raises:
         UnsupportedModelError: heads cannot share the target's LM head.
     """
-    config = job.config
-    lm_head = lm_head_of(job.target, config.device)
-    step_s, checkpoint = _trial(job, config.new_head(lm_head), lm_head)
+    lm_head = lm_head_of(job.target, job.config.device)
+    job, checkpoint = _tried(job, lm_head)
+    config, step_s = job.config, job.step_s or 0.0
     answers = len(job.prompts.train) + len(TREE_TEMPERATURES) * len(job.prompts.tree)
     tokens, all_tokens = (count * config.writing.answer_tokens for count in (len(job.prompts.train), answers))
     disk = all_tokens * 2 * lm_head.weight.shape[1] + tokens * config.bytes_per_token
@@ -437,19 +491,37 @@ def forecast(job: HeadJob, work: Path) -> HeadJob:
     free = free_bytes(work)
     room = f"of which {in_bytes(free)} are free" if free >= disk else f"where only {in_bytes(free)} are free"
     most = config.schedule(max(1, tokens // config.window)).total_steps
-    steps = job.budget.steps(most, step_s)
+    steps = job.budget.steps(most, step_s, begin=WRITTEN)
     took = f"about {duration(steps * step_s)} ({step_s:.2g} s each)"
+    job.budget.buys(steps, most, f"{steps:,} steps of training, {step_s:.2g} s each", lambda note: None)
     within = f", all within {job.budget.minutes:g} minutes" if job.budget.limited else ""
     job.told.on_plan(
         f"the target writes up to {tokens:,} tokens to train on; with their vectors and a checkpoint they take up to "
         f"{in_bytes(disk)} of the disk of {str(work)!r}, {room}; then come {steps:,} steps of training, {took}{within}"
     )
-    return replace(job, step_s=step_s)
+    return job
 
 
-def _trial(job: HeadJob, head: Head, lm_head: LmHead) -> tuple[float, int]:
+def _tried(job: HeadJob, lm_head: LmHead) -> tuple[HeadJob, int]:
+    """The job with the seconds of a step, and bytes of a checkpoint.
+
+    Steps read fewer positions where otherwise few would fit: heads learn more in many small steps than in a few.
+    """
+    config, whole = job.config, job.config.positions_per_step
+    size = min(whole, _LEAST_POSITIONS) if job.budget.limited else whole
+    step_s, checkpoint = _trial(replace(job, config=replace(config, positions_per_step=size)), lm_head)
+    least = size
+    while size < whole and job.budget.steps(_MANY_STEPS, 2 * step_s, begin=WRITTEN) == _MANY_STEPS:
+        size, step_s = min(2 * size, whole), 2 * step_s
+    job = replace(job, config=replace(config, positions_per_step=size))
+    if size > least:
+        step_s, checkpoint = _trial(job, lm_head)  # which takes less than that, as a rule
+    return replace(job, step_s=step_s), checkpoint
+
+
+def _trial(job: HeadJob, lm_head: LmHead) -> tuple[float, int]:
     """Seconds of a step on a made-up text, and bytes of a checkpoint; nothing of it is kept."""
-    config = job.config
+    config, head = job.config, job.config.new_head(lm_head)
     vocab, width = lm_head.weight.shape
     length = max(config.writing.answer_tokens, head.reach + 2)
     count = 2 + config.positions_per_step // (length - head.reach)

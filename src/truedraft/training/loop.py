@@ -39,6 +39,7 @@ CHECKPOINT_EVERY_S = 120.0
 Identity: TypeAlias = Mapping[str, str | int | float | bool | None]
 RUN_RECORD = "run.json"
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+_TRIED_S = 5.0  # of a trial: a step that takes longer is tried once
 _FREE = frozenset({"device", "checkpoint_every_s", "start_from"})  # the weights to start from count, not where they lie
 WARMUP = "schedule.warmup_steps"
 LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")
@@ -449,7 +450,9 @@ class TrainingLoop:
     def trial(self, steps: int = 3) -> tuple[float, int]:
         """Seconds of a step, and bytes of a checkpoint: trains a little and saves nothing, so it is of no use later."""
         self.model.train()
-        took = [self._step().elapsed_s for _ in range(min(steps, self.total_steps))]
+        took: list[float] = []
+        while len(took) < min(steps, self.total_steps) and self.progress.elapsed_s < _TRIED_S:
+            took.append(self._step().elapsed_s)
         size = tensor_bytes([trained_weights(self.model), self.optimizer.state_dict()])
         return min(after - before for before, after in itertools.pairwise([0.0, *took])), size
 

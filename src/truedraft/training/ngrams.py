@@ -24,23 +24,24 @@ from truedraft.training.loop import Callbacks
 from truedraft.training.ngram_counts import count_ngrams
 from truedraft.training.options import NgramSizeOptions, TextOptions
 from truedraft.training.report import Card, base_name, evaluation_facts, made_by
-from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.answered import Source, Writing
 from truedraft.training.texts.data import read_texts
-from truedraft.training.texts.prompts import cut_prompts, keep_back, shuffled, standard_library_texts
+from truedraft.training.texts.prompts import cut_prompts, keep_back, standard_library_texts
+from truedraft.training.texts.questions import names_of
 from truedraft.training.texts.tokenizer import load_tokenizer
-from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, alone_in, duration, writing
+from truedraft.training.workspace import WORK, TimeBudget, alone_in, duration, writing
 
 if TYPE_CHECKING:
     from truedraft.drafters.ngram.table import NgramTable
     from truedraft.models.base import LanguageModel
     from truedraft.training.texts.data import Encoder
+    from truedraft.training.texts.self_distillation import WrittenAnswer
 
 _EMBEDDED_TARGET = "embedded:target"
-_ANSWERS = "answers"  # name of the files that the target's answers are in
 _HELD_OUT = 0.05  # of the text, where no other is given
 _TEST_PROMPTS, _TEST_TOKENS = 32, 64
 _PIECE = 1 << 18  # characters that are encoded at once
-_PROMPTS_SHORT = 0.95  # of the answers that are asked for is as good as all
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def train_ngrams(
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
-        data: files of texts or chats, as `read_texts` reads them. None at all means, for the embedded target, the
-            standard library of the running interpreter.
+        data: files of texts or chats and, with `answers`, of prompts, as `Source.read` reads them. None at all means,
+            for the embedded target, the standard library of the running interpreter.
         out: the folder to write.
         config: sizes, and whether the target's answers are counted.
         held_out: files to measure on; without them the last twentieth of the data is kept back for it.
@@ -137,23 +138,30 @@ def train_ngrams(
     config, told, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
     _refuse_no_text(target, data)
     tokenizer = load_tokenizer(target)
-    texts, others, source = _sides(data, held_out, tokenizer)
+    source, words = _source(data, held_out, tokenizer)
+    _refuse_prompts(source, config)
+    tests = cut_prompts(source.held_out, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
     with alone_in(out / WORK):
         model, began = load_model(target, device=config.device), time.perf_counter()
+        budget.loaded()
         if config.answers is None:
-            documents = _encoded(texts, tokenizer, model.vocab_size, config.max_text_tokens, told)
+            documents = _encoded(source.texts, tokenizer, model.vocab_size, config.max_text_tokens, told)
         else:
-            documents = _answers(model, texts, tokenizer, out / WORK, config, config.answers, told, budget)
-            source = f"what the target answers to prompts cut from {source}"
+            pen = Writing(config.tokens, config.answers, out / WORK, told, budget)
+            records = _answered(model, source, tokenizer, pen, config)
+            if not tests:  # there is no text, so that some of the prompts are kept back
+                kept = min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
+                records, tests = records[kept:], [record.prompt for record in records[:kept]]
+            documents = [np.array(record.answer, np.int32) for record in records]
+            words = f"what the target answers to prompts from {words}"
         table = _counted(documents, model, config, told)
         with writing(out / TABLE):
             out.mkdir(parents=True, exist_ok=True)
             table.write(out / TABLE)
         took = time.perf_counter() - began
-        prompts = cut_prompts(others, tokenizer, _TEST_PROMPTS, _TEST_TOKENS)
-        result = NgramResult(out, table, (out / TABLE).stat().st_size, source, took, [])
+        result = NgramResult(out, table, (out / TABLE).stat().st_size, words, took, [])
         _write_record(result, target, model, told)  # before it is measured, which may be interrupted
-        result = replace(result, evaluations=_measured(table, model, prompts, told, budget))
+        result = replace(result, evaluations=_measured(table, model, tests, told, budget))
         _write_record(result, target, model, told)
         _card(target, result, config.device).write(out)
     return result
@@ -167,6 +175,11 @@ def _write_record(result: NgramResult, target: object, model: LanguageModel, tol
         told.on_note(f"the table does not say which target it is for: {error}")
 
 
+def _refuse_prompts(source: Source, config: NgramConfig) -> None:
+    if source.has_prompts and config.answers is None:
+        raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
+
+
 def _refuse_no_text(target: str | Path, data: Sequence[Path]) -> None:
     if not data and str(target) != _EMBEDDED_TARGET:
         raise DataError(
@@ -175,16 +188,17 @@ def _refuse_no_text(target: str | Path, data: Sequence[Path]) -> None:
         )
 
 
-def _sides(
-    data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder
-) -> tuple[Sequence[str], Sequence[str], str]:
-    """Texts to count, texts to measure on, and what the first are, in words."""
-    others = read_texts(held_out, tokenizer) if held_out else []
-    if data:
-        names, texts = ", ".join(path.name for path in data), read_texts(data, tokenizer)
-        return (texts, others, names) if held_out else (*keep_back(texts, _HELD_OUT), names)
-    texts, pieces = standard_library_texts()
-    return texts, others or pieces, "the standard library of Python"
+def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) -> tuple[Source, str]:
+    """What is counted and measured on, and what the first is, in words."""
+    if not data:
+        texts, pieces = standard_library_texts()
+        others = read_texts(held_out, tokenizer) if held_out else pieces
+        return Source(texts, (), others, asks=False), "the standard library of Python"
+    found = Source.read(data, held_out, tokenizer)
+    if not held_out:
+        texts, others = keep_back(found.texts, _HELD_OUT)
+        found = replace(found, texts=texts, held_out=others)
+    return found, names_of(data)
 
 
 def _encoded(
@@ -234,39 +248,19 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def _answers(
-    model: LanguageModel,
-    texts: Sequence[str],
-    tokenizer: Encoder,
-    work: Path,
-    config: NgramConfig,
-    how: WritingConfig,
-    told: Callbacks,
-    budget: TimeBudget,
-) -> list[NDArray[np.int32]]:
-    """What the target answers to prompts that are cut from texts."""
-    wanted = -(-config.tokens // how.answer_tokens)
-    prompts: Sequence[Sequence[int]] = cut_prompts(texts, tokenizer, wanted, config.prompt_tokens)
-    if not prompts:
+def _answered(
+    model: LanguageModel, source: Source, tokenizer: Encoder, pen: Writing, config: NgramConfig
+) -> list[WrittenAnswer]:
+    """Answers to prompts that are cut from texts, and to those that the data holds, half of each where there are both.
+
+    Raises:
+        DataError: there are none, and none will be asked for.
+    """
+    wanted = -(-config.tokens // pen.how.answer_tokens)
+    cut = cut_prompts(source.texts, tokenizer, wanted // 2 if source.has_prompts else wanted, config.prompt_tokens)
+    if not cut and not source.has_prompts:
         raise DataError("there is no text to cut prompts from: give more text")
-    if len(prompts) < _PROMPTS_SHORT * wanted:
-        told.on_note(f"the text gives {len(prompts):,} prompts, and {wanted:,} are asked for with --tokens")
-    if budget.limited:
-        prompts = shuffled(prompts, config.seed)
-    written = write_answers(
-        model,
-        prompts,
-        work,
-        _ANSWERS,
-        how,
-        width=0,
-        on_progress=lambda done, total: told.on_progress("writing text", done, total, f"answers by {model.name}"),
-        on_forecast=lambda left_s: told.on_plan(f"writing takes about {duration(left_s)}"),
-        time_is_up=lambda: budget.over(WRITTEN),
-    )
-    if len(written.records) < len(prompts):
-        told.on_note(f"in the time given the target wrote {len(written.tokens):,} of about {config.tokens:,} tokens")
-    return [np.array(record.answer, np.int32) for record in written.records]
+    return pen.answers(model, [*cut, *source.prompts], source.asks)
 
 
 def _counted(
@@ -317,7 +311,7 @@ def _measured(
         rounds,
         prompts,
         on_progress=lambda done, total: told.on_progress("measuring", done, total, "rounds over held-out prompts"),
-        within_s=budget.left_s() if budget.limited else None,
+        budget=budget,
     )
 
 

@@ -24,6 +24,7 @@ WORK = "work"
 WRITTEN, TRAINED = 0.4, 0.75
 """Shares of the time: by then the target has written, and training is over; the rest is for measuring."""
 _MARGIN = 0.9  # of the time for steps: now and then something is measured between them
+_LEAST_STEPS, _FEW_STEPS = 5, 100  # of a training: with fewer it is noise, with fewer than the second it brings little
 _LOCK, _OWNER = "lock", "pid"  # of who trains in a folder
 _PLACES = ("work/joint", "stage-1/work", "work")  # of working files inside the folder that a training writes
 _WORKING = (
@@ -35,6 +36,7 @@ _WORKING = (
     "tree-*.*",
     "held_out.*",
     "answers.*",
+    "questions.*",
     _OWNER,
 )
 
@@ -167,27 +169,67 @@ class TimeBudget:
             check_positive("minutes", minutes)
         self.minutes = minutes
         self._clock = clock
-        self._began = clock()
+        self._began = self._loaded = clock()
 
     @property
     def limited(self) -> bool:
         """Whether there is a limit."""
         return self.minutes is not None
 
+    def loaded(self) -> None:
+        """What came before the work, loading and trials, is over: from now on shares are of what is left."""
+        self._loaded = self._clock()
+
     def left_s(self, share: float = 1.0) -> float:
         """Seconds until a share of the budget is spent, 0 at the least; without a limit infinitely many."""
-        if self.minutes is None:
-            return math.inf
-        return max(0.0, self._began + share * self.minutes * 60.0 - self._clock())
+        return max(0.0, self._loaded + share * self._work_s - self._clock()) if self.limited else math.inf
+
+    @property
+    def _work_s(self) -> float:
+        return max(0.0, self._began + (self.minutes or 0.0) * 60.0 - self._loaded)
 
     def over(self, share: float = 1.0) -> bool:
         """Whether a share of the budget is spent."""
         return self.left_s(share) <= 0.0
 
-    def steps(self, most: int, step_s: float) -> int:
-        """Training steps of so many seconds that fit, 1 at the least and `most` at the most."""
-        left_s = self.left_s(TRAINED)
-        return most if left_s == math.inf else max(1, min(most, int(_MARGIN * left_s / max(step_s, 1e-9))))
+    def within(self, seconds: float) -> Callable[[], bool]:
+        """Asked from now on: whether so many seconds have passed, or all of the budget; without a limit neither."""
+        end = self._clock() + seconds
+        return lambda: self.limited and (self._clock() >= end or self.over())
+
+    def steps(self, most: int, step_s: float, *, begin: float = 0.0, until: float = TRAINED) -> int:
+        """Training steps of so many seconds that fit between two shares, 1 at the least and `most` at the most."""
+        if self.minutes is None:
+            return most
+        left_s = min(self.left_s(until), (until - begin) * self._work_s)
+        return max(1, min(most, int(_MARGIN * left_s / max(step_s, 1e-9))))
+
+    def buys(self, steps: int, asked: int, words: str, on_note: Callable[[str], None]) -> None:
+        """Say what few steps are worth, before the time is spent on them.
+
+        Args:
+            steps: of training that fit.
+            asked: steps that there would be with all the time in the world.
+            words: what the time suffices for.
+            on_note: told where it is little.
+
+        Raises:
+            TrainingError: with so few a drafter is noise.
+        """
+        if self.minutes is None or steps >= min(asked, _FEW_STEPS):
+            return
+        needed = {
+            least: f"{math.ceil(self.minutes * min(least, asked) / steps):,}" for least in (_LEAST_STEPS, _FEW_STEPS)
+        }
+        got = f"in {self.minutes:g} minutes there is time for {words}"
+        if steps < min(asked, _LEAST_STEPS):
+            raise TrainingError(
+                f"{got}, from which a drafter learns next to nothing: give it --minutes {needed[_LEAST_STEPS]} for the "
+                f"least, some {needed[_FEW_STEPS]} for one that helps, a faster machine, or a smaller drafter"
+            )
+        on_note(
+            f"{got}, and a drafter learns little in fewer than {_FEW_STEPS}: some {needed[_FEW_STEPS]} minutes help"
+        )
 
 
 def duration(seconds: float) -> str:

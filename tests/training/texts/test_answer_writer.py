@@ -100,6 +100,22 @@ def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkey
     assert done[0] == (kept, len(PROMPTS)) and done[-1] == (len(PROMPTS), len(PROMPTS))
 
 
+def test_answers_that_run_when_the_time_is_up_are_kept_as_far_as_they_are(model, tmp_path):
+    """With vectors, in the order of their prompts; what goes on later begins behind them."""
+    long = replace(CONFIG, answer_tokens=60)
+    asked = iter(range(10**6))
+    text = write_answers(model, PROMPTS, tmp_path, "train", long, time_is_up=lambda: next(asked) >= 20)
+    assert 2 <= len(text.records) < len(PROMPTS)
+    cut = [record for record in text.records if not record.stopped and len(record.answer) < 60]
+    assert cut and all(len(record.answer) >= 16 for record in cut)
+    for number, (record, first, end) in enumerate(zip(text.records, text.starts, text.starts[1:], strict=False)):
+        alone = Engine(model).generate(PROMPTS[number], long.params(number)).token_ids
+        assert (record.prompt == PROMPTS[number] and record.answer == alone[: len(record.answer)]) or record.stopped
+        assert torch.equal(text.hidden(slice(first, end)), hidden_of(model, record).to(torch.bfloat16))
+    whole = write_answers(model, PROMPTS, tmp_path, "train", long)
+    assert whole.records[: len(text.records)] == text.records and len(whole.records) == len(PROMPTS)
+
+
 def test_a_torn_last_line_is_written_again(model, whole, tmp_path):
     lines = copied(whole, tmp_path) / "train.jsonl"
     lines.write_bytes(lines.read_bytes()[:-9])

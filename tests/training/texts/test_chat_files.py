@@ -12,7 +12,8 @@ import pytest
 
 from truedraft.errors import DataError
 from truedraft.training import drafts, heads, ngrams
-from truedraft.training.texts.data import read_texts
+from truedraft.training.texts.answered import Source
+from truedraft.training.texts.data import read_data, read_texts
 from truedraft.training.texts.prompts import PromptCounts
 from truedraft.training.texts.tokenizer import save_tokenizer
 
@@ -71,6 +72,29 @@ def test_one_chat_and_plain_texts_may_be_an_array(chatty: Any, tmp_path: Path) -
     assert read_texts([written(tmp_path, ["one", {"text": "two"}])], chatty) == ["one", "two"]
 
 
+@pytest.mark.parametrize("name", ["chats.json", "chats.jsonl"])
+def test_prompts_are_told_from_texts_and_written_by_the_template(
+    tokenizer: Any, chatty: Any, tmp_path: Path, name: str
+) -> None:
+    asked = {"messages": [*OPENAI["messages"], {"role": "user", "content": "and two"}]}
+    entries = [{"prompt": "add one"}, OPENAI, asked, {"prompt": [5, 6]}, {"text": "plain", "prompt": "left alone"}]
+    texts, prompts = read_data([written(tmp_path, entries, name)], chatty)
+    assert texts == [WRITTEN, "plain"] and prompts[2] == [5, 6]
+    assert [chatty.decode(each) for each in prompts[:2]] == [
+        "[user]add one\n[assistant]",
+        f"{WRITTEN}[user]and two\n[assistant]",
+    ]
+    _, bare = read_data([written(tmp_path, entries[:1], name)], tokenizer)
+    assert tokenizer.decode(bare[0]) == "add one", "without a template a prompt is the text as it stands"
+    with pytest.raises(DataError, match="a chat, and there is no chat template"):
+        read_data([written(tmp_path, [asked], name)], tokenizer)
+    for bad in ("  ", [], [1, "x"], 3, None):
+        with pytest.raises(DataError, match='1: "prompt" must be a text that is not empty, or a list of token ids'):
+            read_data([written(tmp_path, [{"prompt": bad}], name)], chatty)
+    with pytest.raises(DataError, match='the object has no "text" field'):
+        read_texts([written(tmp_path, entries[:1], name)], chatty)
+
+
 def said(role: object, content: object = "x") -> dict[str, object]:
     return {"messages": [{"role": "user", "content": "x"}, {"role": role, "content": content}]}
 
@@ -118,13 +142,13 @@ def test_every_training_reads_chats_or_refuses_them(
         folder = tmp_path / ("chatty" if own.chat_template else "plain")
         save_tokenizer(own, folder)
         if kind == "draft":
-            train, test = drafts._streams([data], [data], own, tmp_path)
+            train, test = drafts._streams(Source.read([data], [data], own), [], own, tmp_path)
             assert len(train) == len(test)
             return str(own.decode(train.tolist()))
         if kind == "ngram":
-            return "".join(ngrams._sides([data], [data], own)[0])
-        config: Any = SimpleNamespace(prompts=PromptCounts(4, 1, 1), prompt_tokens=64)
-        return str(own.decode(heads._prompts_of(folder, [data], [data], config).train[0]))
+            return "".join(ngrams._source([data], [data], own)[0].texts)
+        config: Any = SimpleNamespace(prompts=PromptCounts(4, 1, 1), prompt_tokens=64, seed=0)
+        return str(own.decode(heads._prompts_of(folder, [data], [data], config, lambda *_: []).train[0]))
 
     assert WRITTEN in texts(chatty)
     with pytest.raises(DataError, match=f"{name}.* 1: a chat, and there is no chat template"):

@@ -6,9 +6,10 @@ kept as the answers are written, and no second pass over the text is needed.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistilla
 
 _TRIED_STEPS = 25  # that are timed together
 _TRIED_TURNS = 3
+_LEAST_CUT = 16  # tokens of an answer that is cut short
 _PACED = 32  # steps after which it is said how long the rest will take
 
 
@@ -72,6 +74,8 @@ def write_answers(
     config: WritingConfig,
     *,
     width: int | None = None,
+    least: int | None = None,
+    least_tokens: int = _LEAST_CUT,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_forecast: Callable[[float], None] = lambda left_s: None,
     time_is_up: Callable[[], bool] = lambda: False,
@@ -85,10 +89,12 @@ def write_answers(
         name: of the files, see `AnswerFiles`.
         config: how it writes.
         width: entries of each vector that are kept; None are all that heads read, 0 keeps none.
+        least: answers that are written however little time there is; None is one at each temperature.
+        least_tokens: of an answer that is kept while it runs.
         on_progress: called with the number of answers that are on disk, and of all.
         on_forecast: called once, after the first steps, with the seconds that the rest will take at the most.
-        time_is_up: asked after each step; where it says so, what is written then is all, an answer at each temperature
-            at the least.
+        time_is_up: asked after each step; where it says so, what is written then is all, and running answers end where
+            they are.
 
     Raises:
         OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
@@ -97,22 +103,24 @@ def write_answers(
     about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
     about.pop("batch")
     width = target.head_width if width is None else width
+    least = len(config.temperatures) if least is None else least
     files = AnswerFiles(folder, name, width, about)
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
-    steps = _answering(target, _fitting(prompts, target, config), config, files, width)
+    answering = _Answering(target, _fitting(prompts, target, config), config, files, width)
     trial, pace = ThreadTrial(target.device), _Pace(on_forecast)
     on_progress(len(files.records), len(prompts))
     try:
         while (written := len(files.records)) < len(prompts):
-            if time_is_up() and written >= len(config.temperatures):
+            if time_is_up() and written + len(whole := answering.long_enough(least_tokens)) >= least:
+                answering.keep(whole)
                 break
-            pace.stepped(trial.run(lambda: next(steps)))
+            pace.stepped(trial.run(answering.step))
             if len(files.records) > written:
                 on_progress(len(files.records), len(prompts))
     finally:
         trial.stop()
-        steps.close()
+        answering.close()
     return files.read()
 
 
@@ -180,35 +188,55 @@ class _Pace:
                 self._on_forecast((half[-1] - half[0]) / (len(half) - 1) * steps_left)
 
 
-def _answering(
-    target: LanguageModel, prompts: Sequence[Sequence[int]], config: WritingConfig, files: AnswerFiles, width: int
-) -> Generator[int]:
-    """Let the target answer, and write answers in the order of their prompts, a step of the engine at a time.
+class _Answering:
+    """Lets the target answer, and writes answers in the order of their prompts."""
 
-    Yields:
-        Steps until all prompts are answered, if all answers are as long as they may be and each batch is full.
-    """
-    watcher = StepWatcher([Features()])
-    engine = Engine(target, watcher, max_batch=config.batch, controller="fixed")
-    first = len(files.records)
-    running = deque(engine.submit(prompts[number], config.params(number)) for number in range(first, len(prompts)))
-    try:
-        while running:
-            engine.step()
-            while running and running[0].closed:
-                request = running.popleft()
-                shown = [each for each in watcher.seen.pop(request.id, ()) if not each.partial]
-                files.append(*_written(request, shown, width, target.eos_token_ids))
-            yield -(-len(running) // config.batch) * config.answer_tokens
-    finally:
-        for request in running:
-            engine.cancel(request)
+    def __init__(
+        self,
+        target: LanguageModel,
+        prompts: Sequence[Sequence[int]],
+        config: WritingConfig,
+        files: AnswerFiles,
+        width: int,
+    ) -> None:
+        self._watcher, self._config, self._files, self._width = StepWatcher([Features()]), config, files, width
+        self._stop_ids = target.eos_token_ids
+        self._engine = Engine(target, self._watcher, max_batch=config.batch, controller="fixed")
+        numbers = range(len(files.records), len(prompts))
+        self._running = deque(self._engine.submit(prompts[number], config.params(number)) for number in numbers)
+
+    def step(self) -> int:
+        """A step of the engine.
+
+        Returns:
+            Steps until all prompts are answered, if all answers are as long as they may be and each batch is full.
+        """
+        self._engine.step()
+        self.keep(list(itertools.takewhile(lambda request: request.closed, self._running)))
+        return -(-len(self._running) // self._config.batch) * self._config.answer_tokens
+
+    def long_enough(self, tokens: int) -> list[Request]:
+        """The next answers that are over, or have so many tokens."""
+        return list(itertools.takewhile(lambda each: each.closed or each.emitted >= tokens, self._running))
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        """Write the next answers, as far as they are."""
+        for request in requests:
+            shown = [each for each in self._watcher.seen.pop(request.id, ()) if not each.partial]
+            self._files.append(*_written(request, shown, self._width, self._stop_ids))
+            self._running.popleft()
+            self._engine.cancel(request)
+
+    def close(self) -> None:
+        """End what is not over."""
+        for request in self._running:
+            self._engine.cancel(request)
 
 
 def _written(
     request: Request, shown: Sequence[StepOutcome], width: int, stop_ids: Sequence[int]
 ) -> tuple[WrittenAnswer, Tensor]:
-    """A finished answer, and the vectors `[tokens, width]` of the steps that gave its tokens."""
+    """An answer, and the vectors `[tokens, width]` of the steps that gave its tokens."""
     if request.error is not None:
         raise TrainingError(f"the target failed while it wrote text to train on: {request.error}") from request.error
     if request.warnings:

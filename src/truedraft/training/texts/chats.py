@@ -1,11 +1,11 @@
-"""Chats of training data as texts: what the model's chat template makes of them, answers included."""
+"""Chats of training data by the model's chat template: as texts, answers included, or as prompts for it to answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from truedraft.errors import DataError, PromptError
 from truedraft.text.histories import HistoryForm
@@ -23,6 +23,7 @@ ROLES = {
 }
 """By the words of OpenAI's messages and of ShareGPT's."""
 FIELDS = ("messages", "conversations")
+_Written = TypeVar("_Written")
 
 
 class ChatTexts:
@@ -52,13 +53,53 @@ class ChatTexts:
         Raises:
             DataError: it is no chat, or there is no template, or that refuses it.
         """
+        return self._written(record, place, lambda tokenizer, turns, tools: tokenizer.conversation_text(turns, tools))
+
+    def prompt(self, record: object, place: str) -> list[int] | None:
+        """The token ids of what is to be answered: of an object with "prompt", or of a chat that ends with a question.
+
+        "prompt" is a user's message where there is a chat template, else the text as it stands; or token ids.
+
+        Args:
+            record: as of `text`.
+            place: where it stands, for errors.
+
+        Returns:
+            None where it is neither, but a document.
+
+        Raises:
+            DataError: as of `text`, or the prompt is empty, or neither a text nor token ids.
+        """
+        if isinstance(record, Mapping) and "prompt" in record and "text" not in record:
+            told = record["prompt"]
+            if told and isinstance(told, list) and all(type(token) is int for token in told):
+                return told
+            if not isinstance(told, str) or not told.strip():
+                raise DataError(f'{place}: "prompt" must be a text that is not empty, or a list of token ids')
+            if self._tokenizer is not None and not self._tokenizer.chat_template:
+                return self._tokenizer.encode(told)
+            record = [{"role": "user", "content": told}]
+        turns = _turns(record)
+        last = turns[-1] if isinstance(turns, list) and turns else None
+        role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
+        if not isinstance(role, str) or ROLES.get(role, "assistant") == "assistant":
+            return None
+        return self._written(record, place, lambda tokenizer, turns, tools: tokenizer.chat(turns, tools=tools))
+
+    def _written(
+        self,
+        record: Any,
+        place: str,
+        write: Callable[[Tokenizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], _Written],
+    ) -> _Written:
+        """What is made of a chat's messages, in the form that the template takes, and its tools."""
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise DataError(
                 f"{place}: a chat, and there is no chat template to write it by; give texts, or train for a model that "
                 "has one"
             )
         more: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
-        turns = next((more[name] for name in FIELDS if name in more), record)
+        turns = _turns(record)
         if not isinstance(turns, list) or not turns:
             raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(turns)}")
         try:
@@ -67,13 +108,18 @@ class ChatTexts:
                 messages.insert(0, {"role": "system", "content": more["system"]})
             tools = self._form.tools(_read(more.get("tools")) or ())
             fitted = self._form.fitted(messages, notation_of(self._tokenizer.chat_template))
-            return self._tokenizer.conversation_text(fitted, tools or None)
+            return write(self._tokenizer, fitted, tools or None)
         except DataError:
             raise
         except PromptError as error:
             raise DataError(f"{place}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f'{place}: its tools or "tool_calls" are not in OpenAI\'s form ({error!r})') from error
+
+
+def _turns(record: Any) -> Any:
+    """The messages of a chat, if it is one."""
+    return next((record[name] for name in FIELDS if name in record), record) if isinstance(record, Mapping) else record
 
 
 def _message(turn: object, place: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,24 +37,50 @@ def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]
         DataError: a file cannot be read, or an entry is neither; says which.
     """
     chats = ChatTexts(tokenizer)
-    texts = [text for path in paths for text in _documents(path, chats)]
+    return _some([_text_of(*each, chats) for path in paths for each in _entries_of(path)])
+
+
+def read_data(paths: Iterable[Path], tokenizer: Any, *, empty: bool = False) -> tuple[list[str], list[list[int]]]:
+    """Texts, and prompts for the target to answer, of all files, in order.
+
+    Args:
+        paths: as of `read_texts`. An object with "prompt", or a chat whose last message is not the assistant's, is a
+            prompt.
+        empty: whether they may be empty, or none.
+        tokenizer: from transformers; its chat template writes chats, and prompts as a user's message where it has one.
+
+    Raises:
+        DataError: as `read_texts`, or a prompt is neither a text nor token ids.
+    """
+    chats, texts, prompts = ChatTexts(tokenizer), [], []
+    for entry, place in (each for path in paths for each in _entries_of(path)):
+        prompt = chats.prompt(entry, place)
+        if prompt is None:
+            texts.append(_text_of(entry, place, chats))
+        else:
+            prompts.append(prompt)
+    return texts if prompts or empty else _some(texts), prompts
+
+
+def _some(texts: list[str]) -> list[str]:
     if not any(text.strip("\0").strip() for text in texts):
         raise DataError("the training data holds no text: give at least one file that is not empty")
     return texts
 
 
-def _documents(path: Path, chats: ChatTexts) -> Iterator[str]:
+def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
+    """Each document or prompt of a file, a string where it is a text as it stands, with its place for errors."""
     content = _content(path)
     if path.suffix == ".jsonl":
         for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield _text_of(_read_json(line, place, "a .jsonl file has an object a line"), place, chats)
+                yield _read_json(line, place, "a .jsonl file has an object a line"), place
     elif path.suffix == ".json":
         for number, entry in enumerate(_entries(content, path), start=1):
-            yield entry if isinstance(entry, str) else _text_of(entry, f"{path}, entry {number}", chats)
+            yield entry, f"{path}, entry {number}"
     else:
-        yield content
+        yield content, str(path)
 
 
 def _content(path: Path) -> str:
@@ -96,7 +122,9 @@ def _read_json(text: str, place: str, hint: str) -> Any:
 
 
 def _text_of(entry: object, place: str, chats: ChatTexts) -> str:
-    """The text of a document in JSON."""
+    """The text of a document."""
+    if isinstance(entry, str):
+        return entry
     if isinstance(entry, dict) and isinstance(entry.get("text"), str):
         return str(entry["text"])
     if isinstance(entry, list) or (isinstance(entry, dict) and any(name in entry for name in FIELDS)):
@@ -116,19 +144,19 @@ class Encoder(Protocol):
         """The token ids of the text."""
 
 
-def as_stream(texts: Iterable[str], tokenizer: Encoder) -> NDArray[np.uint32]:
-    """All tokens of texts: `<eos> text <eos> text ...`."""
+def as_stream(texts: Iterable[str], tokenizer: Encoder, answers: Iterable[Sequence[int]] = ()) -> NDArray[np.uint32]:
+    """All tokens of texts, and of answers that are ids already: `<eos> text <eos> text ...`."""
     pieces = [np.zeros(0, dtype=np.uint32)]
     with quiet_transformers():  # which warns of texts longer than the context; they are cut into blocks
-        for text in texts:
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            pieces.append(np.array([tokenizer.eos_token_id, *ids], dtype=np.uint32))
+        encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        for ids in (*encoded, *answers):
+            pieces += [np.array([tokenizer.eos_token_id, *ids], dtype=np.uint32)]
     return np.concatenate(pieces)
 
 
-def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path) -> int:
+def write_stream(texts: Iterable[str], tokenizer: Encoder, path: Path, answers: Iterable[Sequence[int]] = ()) -> int:
     """Write `<eos> text <eos> text ... <eos>` as uint32 ids; returns the number of tokens."""
-    stream = np.append(as_stream(texts, tokenizer), np.uint32(tokenizer.eos_token_id))
+    stream = np.append(as_stream(texts, tokenizer, answers), np.uint32(tokenizer.eos_token_id))
     if len(stream) == 1:
         raise DataError("the training data holds no text: give at least one file that is not empty")
     path.parent.mkdir(parents=True, exist_ok=True)

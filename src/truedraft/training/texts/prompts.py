@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,9 +83,16 @@ class PromptCounts:
 
 
 def split_prompts(
-    texts: Sequence[str], held_out: Sequence[str], tokenizer: Encoder, counts: PromptCounts, length: int
+    texts: Sequence[str],
+    held_out: Sequence[str],
+    tokenizer: Encoder,
+    counts: PromptCounts,
+    length: int,
+    *,
+    prompts: Sequence[Sequence[int]] = (),
+    held_out_prompts: Sequence[Sequence[int]] = (),
 ) -> PromptSets:
-    """Cut all three sides from texts.
+    """Cut all three sides from texts, or take them from prompts; half of each where there are both.
 
     Args:
         texts: to train on.
@@ -92,22 +100,34 @@ def split_prompts(
         tokenizer: of the target.
         counts: how many prompts of each side.
         length: tokens of a prompt, where its text is long enough.
+        prompts: token ids, to train on as they are.
+        held_out_prompts: likewise for the tree and the test; without any held-out data, the first of `prompts`.
 
     Raises:
         DataError: there is too little text.
     """
-    if not held_out:
+    if not held_out and not held_out_prompts:
         share = min(0.2, counts.held_out / (counts.train + counts.held_out))
         texts, held_out = keep_back(texts, share)
-    middle = _characters(held_out) * counts.tree // counts.held_out
-    tree_texts, test_texts = _divide(held_out, middle)
-    train = cut_prompts(texts, tokenizer, counts.train, length)
+        kept = math.ceil(share * len(prompts))
+        prompts, held_out_prompts = prompts[kept:], prompts[:kept]
+    tree_texts, test_texts = _divide(held_out, _characters(held_out) * counts.tree // counts.held_out)
+    middle = len(held_out_prompts) * counts.tree // counts.held_out
+    train, tree, test = (
+        cut_prompts(side, tokenizer, count // 2 if own else count, length)
+        for side, own, count in (
+            (texts, prompts, counts.train),
+            (tree_texts, held_out_prompts, counts.tree),
+            (test_texts, held_out_prompts, counts.test),
+        )
+    )
+    whole = [*train, *prompts[: counts.train - len(train)]]
     return PromptSets(
-        train,
-        cut_prompts(tree_texts, tokenizer, counts.tree, length),
-        cut_prompts(test_texts, tokenizer, counts.test, length),
-        as_stream(held_out, tokenizer),
-        _apart(train, texts, tokenizer),
+        whole,
+        [*tree, *held_out_prompts[:middle][: counts.tree - len(tree)]],
+        [*test, *held_out_prompts[middle:][: counts.test - len(test)]],
+        np.concatenate([as_stream(held_out, tokenizer), *(np.array(ids, np.uint32) for ids in held_out_prompts)]),
+        _apart(train, texts, tokenizer) + len(whole) - len(train),
     )
 
 

@@ -1,0 +1,126 @@
+"""Questions that an instruct model asks itself: what it writes in the user's place of its chat template.
+
+With nothing before it but the opening of a user's turn, such a model writes what users asked in its training (Magpie,
+Xu et al. 2406.08464).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from truedraft.errors import DataError, PromptError, TrainingError
+from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+    from truedraft.text.tokenizer import Tokenizer
+
+SELF = Path("self")
+"""In place of a data file: the target asks itself."""
+ASKED = "questions"
+"""Name of the files of what it wrote."""
+LONGEST = 160
+"""Tokens of a question at the most; what is longer has seldom an end."""
+_MARK = "\N{REPLACEMENT CHARACTER}"
+_SPARE = 1.4  # of questions: some have no end, or come again
+_LEAST = 8  # characters
+_FEWEST = 16  # questions that are written however little time there is
+_RUN, _ALIKE = 3, 0.7  # words in a row; the share of its runs that a near duplicate has from another
+
+
+def names_of(data: Iterable[Path]) -> str:
+    """Data files, and `SELF`, in words."""
+    return ", ".join("questions of its own" if path == SELF else path.name for path in data)
+
+
+def opening_of(tokenizer: Tokenizer) -> list[int]:
+    """The ids of an empty user's turn: what the chat template writes before the message.
+
+    Raises:
+        DataError: there is no chat template, or it writes no message as it stands.
+    """
+    try:
+        before, mark, _ = tokenizer.conversation_text([{"role": "user", "content": _MARK}]).partition(_MARK)
+    except PromptError as error:
+        raise DataError(f"the model cannot ask itself: {error}; name prompts of your own with --data FILE") from error
+    if not mark:
+        raise DataError("the chat template does not write a user's message as it stands; name prompts of your own")
+    return list(map(int, tokenizer.backend.encode(before, add_special_tokens=False)))
+
+
+def ask_itself(
+    target: LanguageModel,
+    count: int,
+    folder: Path,
+    *,
+    seed: int = 0,
+    batch: int = 64,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_forecast: Callable[[float], None] = lambda left_s: None,
+    time_is_up: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
+    """Let an instruct model write questions, or go on where an interruption stopped; as prompts by its chat template.
+
+    Args:
+        target: writes.
+        count: questions that are wanted; there may be fewer.
+        folder: where the files `ASKED` lie.
+        seed: of the noise.
+        batch: questions written at once.
+        on_progress: as of `write_answers`.
+        on_forecast: likewise.
+        time_is_up: likewise.
+
+    Raises:
+        DataError: the target has no chat template.
+        OptionError: the folder holds questions that were asked otherwise.
+        TrainingError: the target failed, asked nothing that has an end, or the files cannot be written.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise DataError("the model has no tokenizer, and asks nothing without one")
+    written = write_answers(
+        target,
+        [opening_of(tokenizer)] * math.ceil(_SPARE * count),
+        folder,
+        ASKED,
+        WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed),
+        width=0,
+        least=_FEWEST,
+        least_tokens=LONGEST,  # without its end it is no question
+        on_progress=on_progress,
+        on_forecast=on_forecast,
+        time_is_up=time_is_up,
+    )
+    ended = (tokenizer.decode(record.answer[:-1]) for record in written.records if record.stopped)
+    found = distinct(ended)[:count]
+    if not found:
+        raise TrainingError(
+            f"{target.name} asked itself nothing: no question of {len(written.records):,} had an end within {LONGEST} "
+            "tokens; name prompts of your own with --data FILE"
+        )
+    return [tokenizer.chat([{"role": "user", "content": text}]) for text in found]
+
+
+def distinct(questions: Iterable[str]) -> list[str]:
+    """Questions without near duplicates: those that have most of their runs of three words from an earlier one.
+
+    Spaces around them go, and so do those of a few characters.
+    """
+    kept: list[str] = []
+    first: dict[tuple[str, ...], int] = {}  # the question that has a run first
+    for text in map(str.strip, questions):
+        words = re.findall(r"\w+", text.lower())
+        runs = {tuple(words[place : place + _RUN]) for place in range(max(1, len(words) - _RUN + 1))}
+        shared = Counter(first[run] for run in runs if run in first)
+        if len(text) <= _LEAST or max(shared.values(), default=0) >= _ALIKE * len(runs):
+            continue
+        for run in runs:
+            first.setdefault(run, len(kept))
+        kept.append(text)
+    return kept
