@@ -58,7 +58,6 @@ static int64_t unit_cells(const Linear *l) {
 }
 
 static inline lanes whole(lanes v) { const lanes magic = all(12582912.0f); return (v + magic) - magic; }
-static inline lanes larger(lanes a, lanes b) { return choose(a > b, a, b); }
 static inline lanes absolute(lanes v) { return (lanes)((words)v & 0x7fffffffu); }
 
 /* A row as quantised inputs: codes of whole groups, then scales, then sums of each half of a group's codes. It takes less
