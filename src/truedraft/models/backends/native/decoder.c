@@ -96,9 +96,15 @@ static inline lanes choose(ints mask, lanes yes, lanes no) { return (lanes)(((in
 #if LANES == 16
 static inline lanes larger(lanes a, lanes b) { return (lanes)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline lanes smaller(lanes a, lanes b) { return (lanes)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline float largest_of(lanes v) { return _mm512_reduce_max_ps((__m512)v); }
 #else
 static inline lanes larger(lanes a, lanes b) { return choose(a > b, a, b); }
 static inline lanes smaller(lanes a, lanes b) { return choose(a < b, a, b); }
+static inline float largest_of(lanes v) {
+    float most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
 #endif
 static inline ints load_cells(const cell *p) { ints v; memcpy(&v, p, sizeof v); return v; }
 
@@ -484,8 +490,7 @@ static void soften(float *s, int64_t count) {
     for (int64_t i = count; i < whole; i++) s[i] = -__builtin_inff();
     lanes most = all(-__builtin_inff()), sum = {0};
     for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); most = larger(v, most); }
-    float top = most[0];
-    for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    const float top = largest_of(most);
     for (int64_t i = 0; i < whole; i += LANES) {
         lanes v;
         memcpy(&v, s + i, sizeof v);
