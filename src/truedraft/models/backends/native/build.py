@@ -120,9 +120,19 @@ def _checksum(path: Path) -> str:
 def _key(compiler: Sequence[str], dtype: torch.dtype) -> str:
     """Everything that the result depends on."""
     asked = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
-    told = (*compiler[1:], str(dtype), str(_PLAIN), str(_TRIES), platform.machine(), _processor())
+    told = (*compiler[1:], *_defines(dtype), str(_PLAIN), str(_TRIES), platform.machine(), _processor())
     read = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return hashlib.sha256(b"\0".join((*read, asked.stdout, *map(str.encode, told)))).hexdigest()[:24]
+
+
+def _defines(dtype: torch.dtype) -> tuple[str, ...]:
+    """What decoder.c is compiled for.
+
+    The instruction that multiplies pairs of bfloat16 and adds them takes AMD's processors as long as one multiplication
+    and addition of float32, and Intel's four times as long (benchmarks/LOG.md).
+    """
+    narrow = dtype is torch.bfloat16
+    return f"-DBF16={int(narrow)}", f"-DPAIRED={int(narrow and 'AuthenticAMD' in _processor())}"
 
 
 def _processor() -> str:
@@ -131,7 +141,7 @@ def _processor() -> str:
     if not cpuinfo.is_file():
         return f"{platform.processor()} of {platform.node()}"
     lines = cpuinfo.read_text(errors="replace").splitlines()
-    told = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    told = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in told)
 
 
@@ -159,10 +169,9 @@ def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, 
 
 def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
     """Compile to a file; returns why it failed, or ""."""
-    define = f"-DBF16={int(dtype is torch.bfloat16)}"
     failure = ""
     for option in _TRIES:
-        command = [*compiler, *_PLAIN, option, define, str(SOURCE), "-o", str(path)]
+        command = [*compiler, *_PLAIN, option, *_defines(dtype), str(SOURCE), "-o", str(path)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -12,8 +12,12 @@
  */
 #include <stdint.h>
 #include <string.h>
-#if BF16
+#if BF16 || defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+
+#ifndef PAIRED
+#define PAIRED 0 /* whether inputs of bfloat16 are multiplied in pairs, by one instruction */
 #endif
 
 /* A vector is one register: of wider ones a compiler keeps sums in memory and takes comparisons apart. */
@@ -60,6 +64,21 @@ static inline float wide(element x) { const uint32_t bits = (uint32_t)x << 16; f
 static inline lanes part(ints weights, int second) {
     return (lanes)(second ? (words)weights & 0xffff0000u : (words)weights << 16);
 }
+#if PAIRED
+/* Adds the products of two neighbouring inputs, in one place, with their weights. */
+static inline lanes plus_products(lanes sum, ints weights, const float *inputs) {
+    int32_t both;
+    memcpy(&both, inputs, sizeof both);
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(both));
+}
+/* Pairs of numbers with those as far in the next row: of the first 16 of a row's 32 numbers, or of the others. */
+static inline ints pairs(const element *row, const element *next, int others) {
+    typedef uint16_t some __attribute__((vector_size(64)));
+    some places;
+    for (int i = 0; i < 32; i++) places[i] = (uint16_t)(16 * others + i / 2 + 32 * (i % 2));
+    return (ints)_mm512_permutex2var_epi16(_mm512_loadu_si512(row), (__m512i)places, _mm512_loadu_si512(next));
+}
+#endif
 #else
 typedef float element;
 typedef float cell;
@@ -73,12 +92,26 @@ static inline lanes part(ints weights, int second) { return (lanes)weights; }
 
 static inline lanes all(float x) { return x - (lanes){0}; }
 static inline lanes choose(ints mask, lanes yes, lanes no) { return (lanes)(((ints)yes & mask) | ((ints)no & ~mask)); }
+/* The second of two numbers where one is none. */
+#if LANES == 16
+static inline lanes larger(lanes a, lanes b) { return (lanes)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline lanes smaller(lanes a, lanes b) { return (lanes)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline float largest_of(lanes v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
+static inline lanes larger(lanes a, lanes b) { return choose(a > b, a, b); }
+static inline lanes smaller(lanes a, lanes b) { return choose(a < b, a, b); }
+static inline float largest_of(lanes v) {
+    float most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+#endif
 static inline ints load_cells(const cell *p) { ints v; memcpy(&v, p, sizeof v); return v; }
 
 /* e^x to about 2 ulp (Cephes); 0 below -87, NaN stays. */
 static inline lanes exponential(lanes x) {
     const lanes magic = all(12582912.0f); /* adding and subtracting it rounds to a whole number */
-    lanes low = choose(x < -87.0f, all(-87.0f), choose(x > 88.0f, all(88.0f), x)); /* silu goes that far */
+    lanes low = larger(all(-87.0f), smaller(all(88.0f), x)); /* silu goes that far */
     lanes n = (low * 1.44269504f + magic) - magic;
     lanes r = low - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
@@ -173,7 +206,6 @@ typedef struct {
     element *fetched; /* [threads][rows][stride] */
     float *inputs;    /* [threads][room] */
     float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
-    const int32_t *slots; /* 0, 1, 2, ... keys */
     element *between, *given; /* [rows * chosen][spread]: of experts */
     int64_t *choices;         /* [rows][chosen] */
     float *shares;            /* likewise */
@@ -198,7 +230,8 @@ __attribute__((noinline, no_sanitize("thread"))) static void fetch(
             *(some *)(to + r * stride + i) = *(const volatile some *)(x + r * x_stride + i);
 }
 
-/* Rows of x `[rows][stride]` as `[tiles][inputs][rows of the tile]`: a product then reads them one behind another. */
+/* Rows of x `[rows][stride]` as `[tiles][inputs][rows of the tile]`: a product then reads them one behind another. Where
+ * inputs are multiplied in pairs, a pair lies in the place of one. */
 static void gather(const element *x, int64_t stride, int64_t rows, int64_t inputs, float *out) {
     const int64_t size = tile_rows(rows);
     for (int64_t r = 0; r < rows; r += size) {
@@ -206,7 +239,11 @@ static void gather(const element *x, int64_t stride, int64_t rows, int64_t input
         for (int64_t i = 0; i < n; i++) {
             const element *from = x + (r + i) * stride;
             float *to = out + r * inputs + i;
+#if PAIRED
+            for (int64_t k = 0; k < inputs / 2; k++) memcpy(to + k * n, from + 2 * k, sizeof *to);
+#else
             for (int64_t k = 0; k < inputs; k++) to[k * n] = wide(from[k]);
+#endif
         }
     }
 }
@@ -228,6 +265,12 @@ static inline __attribute__((always_inline)) void tile(
         for (int b = 0; b < vectors; b++) wk[b] = load_cells(w + b * LANES / BLOCK * block + k * BLOCK + b * LANES % BLOCK);
 #pragma GCC unroll 4
         for (int b = 0; b < fetch; b++) __builtin_prefetch(ahead + b * block + k * apart, 0, 2);
+#if PAIRED
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int b = 0; b < vectors; b++) acc[b][r] = plus_products(acc[b][r], wk[b], x + k * rows + r);
+#else
 #pragma GCC unroll 2
         for (int p = 0; p < PER_CELL; p++) {
             const float *xk = x + (k * PER_CELL + p) * rows;
@@ -239,6 +282,7 @@ static inline __attribute__((always_inline)) void tile(
 #pragma GCC unroll 8
                 for (int b = 0; b < vectors; b++) acc[b][r] = acc[b][r] + wp[b] * xk[r];
         }
+#endif
     }
 #pragma GCC unroll 8
     for (int b = 0; b < vectors; b++)
@@ -390,16 +434,27 @@ static void rotate(element *x, const element *table, int64_t head, int64_t inter
     }
 }
 
-/* Scores of some queries with all slots of one key head, some vectors of slots at a time; queries are already scaled. */
+/* Scores of some queries with all slots of one key head, some vectors of slots at a time. Queries are already scaled, but
+ * for those that are multiplied in pairs. */
 static inline __attribute__((always_inline)) void score_some(
-    const float *query, const int rows, const int vectors, const element *keys, int64_t capacity, int64_t head, int64_t from,
-    int64_t to, float *scores, int64_t stride) {
+    const float *query, float scaling, const int rows, const int vectors, const element *keys, int64_t capacity, int64_t head,
+    int64_t from, int64_t to, float *scores, int64_t stride) {
     for (int64_t s = from; s < to; s += vectors * LANES) {
         lanes acc[TILE][4];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) acc[r][j] = (lanes){0};
+#if PAIRED
+        for (int64_t d = 0; d < head / 2; d++) {
+            const element *first = keys + 2 * d * capacity + s;
+            const ints key[2] = {pairs(first, first + capacity, 0), pairs(first, first + capacity, 1)};
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int j = 0; j < vectors; j++) acc[r][j] = plus_products(acc[r][j], key[j], query + r * head + d);
+        }
+#else
         for (int64_t d = 0; d < head; d++) {
             lanes key[4];
 #pragma GCC unroll 4
@@ -411,18 +466,22 @@ static inline __attribute__((always_inline)) void score_some(
                 for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + key[j] * q;
             }
         }
+#endif
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) memcpy(scores + r * stride + s + j * LANES, &acc[r][j], sizeof(lanes));
+            for (int j = 0; j < vectors; j++) {
+                if (PAIRED) acc[r][j] = acc[r][j] * scaling;
+                memcpy(scores + r * stride + s + j * LANES, &acc[r][j], sizeof(lanes));
+            }
     }
 }
 
 /* The same for up to 8 queries; those that are not there are computed for nothing. */
-static void score(const float *query, int rows, const element *keys, int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
-    if (rows <= 2) score_some(query, 2, LANES == 16 ? 2 : 4, keys, capacity, head, from, to, scores, stride);
-    else if (rows <= 4) score_some(query, 4, 2, keys, capacity, head, from, to, scores, stride);
-    else score_some(query, TILE, LANES == 16 ? 2 : 1, keys, capacity, head, from, to, scores, stride);
+static void score(const float *query, float scaling, int rows, const element *keys, int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
+    if (rows <= 2) score_some(query, scaling, 2, LANES == 16 ? 2 : 4, keys, capacity, head, from, to, scores, stride);
+    else if (rows <= 4) score_some(query, scaling, 4, 2, keys, capacity, head, from, to, scores, stride);
+    else score_some(query, scaling, TILE, LANES == 16 ? 2 : 1, keys, capacity, head, from, to, scores, stride);
 }
 
 /* Softmax in place over `count` scores, in float32; returns nothing, the weights sum to 1. */
@@ -430,9 +489,8 @@ static void soften(float *s, int64_t count) {
     const int64_t whole = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < whole; i++) s[i] = -__builtin_inff();
     lanes most = all(-__builtin_inff()), sum = {0};
-    for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); most = choose(v > most, v, most); }
-    float top = most[0];
-    for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); most = larger(v, most); }
+    const float top = largest_of(most);
     for (int64_t i = 0; i < whole; i += LANES) {
         lanes v;
         memcpy(&v, s + i, sizeof v);
@@ -444,35 +502,51 @@ static void soften(float *s, int64_t count) {
     for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); v = v * scale; memcpy(s + i, &v, sizeof v); }
 }
 
-/* What one query sees: context slots from .. from + count - 1, then the uncommitted slots of its own path. */
+/* What one query sees: slots from .. from + count - 1, then, in a tree, the uncommitted slots of its own path. */
 typedef struct {
     int64_t from, count, own_count;
-    const int32_t *own; /* NULL: 0, 1, 2, ... */
-    const float *weights;
+    const int32_t *own;
+    float *weights;
     element *out;
 } View;
 
-/* Weighted values of up to 4 views of one context, for some of a head's entries. */
-static inline __attribute__((always_inline)) void mix_some(
-    const View *view, const int rows, const element *values, int64_t head, int64_t length, int64_t d, const int vectors) {
-    lanes acc[4][4];
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < vectors; j++) acc[r][j] = (lanes){0};
-    const element *v = values + view->from * head + d;
-    for (int64_t i = 0; i < view->count; i++, v += head) {
+/* Adds weighted values of slots from .. to - 1 to the sums of some views that see them all. */
+static inline __attribute__((always_inline)) void mix_slots(
+    const View *view, const int rows, const element *values, int64_t head, int64_t from, int64_t to, const int vectors, lanes (*acc)[4]) {
+    for (int64_t i = from; i < to; i++) {
         lanes value[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) value[j] = load(v + j * LANES);
+        for (int j = 0; j < vectors; j++) value[j] = load(values + i * head + j * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            const float w = view[r].weights[i];
+            const float w = view[r].weights[i - view[r].from];
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + value[j] * w;
         }
     }
+}
+
+/* Weighted values of up to 4 views, for some of a head's entries: what all of them see is read once. */
+static inline __attribute__((always_inline)) void mix_some(
+    const View *view, const int rows, const element *values, int64_t head, int64_t length, int64_t d, const int vectors) {
+    lanes acc[4][4];
+    int64_t first = 0, last = INT64_MAX;
     for (int r = 0; r < rows; r++) {
+        for (int j = 0; j < vectors; j++) acc[r][j] = (lanes){0};
+        if (view[r].from > first) first = view[r].from;
+        if (view[r].from + view[r].count < last) last = view[r].from + view[r].count;
+    }
+    if (last < first) last = first;
+    values += d;
+    for (int r = 0; r < rows && rows > 1; r++) {
+        const int64_t end = view[r].from + view[r].count;
+        mix_slots(view + r, 1, values, head, view[r].from, end < first ? end : first, vectors, acc + r);
+    }
+    mix_slots(view, rows, values, head, first, last, vectors, acc);
+    for (int r = 0; r < rows; r++) {
+        if (rows > 1) mix_slots(view + r, 1, values, head, last, view[r].from + view[r].count, vectors, acc + r);
         for (int64_t i = 0; i < view[r].own_count; i++) {
-            const element *own = values + (length + (view[r].own ? view[r].own[i] : i)) * head + d;
+            const element *own = values + (length + view[r].own[i]) * head;
             const float w = view[r].weights[view[r].count + i];
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + load(own + j * LANES) * w;
@@ -481,22 +555,32 @@ static inline __attribute__((always_inline)) void mix_some(
     }
 }
 
-/* Mix all views, 4 together where they see the same context. */
+/* Mix all views, up to 4 together. */
 static void mix(const View *view, int views, const element *values, int64_t head, int64_t length) {
-    for (int r = 0; r < views;) {
-        int alike = 1;
-        while (alike < 4 && r + alike < views && view[r + alike].from == view[r].from && view[r + alike].count == view[r].count) alike++;
-        if (alike != 4) alike = 1;
+    for (int r = 0; r < views; r += 4) {
+        const int some = views - r < 4 ? views - r : 4;
         for (int64_t d = 0; d < head; d += MIXED * LANES) {
             const int rest = (int)((head - d) / LANES);
-            if (alike == 4 && rest >= MIXED) mix_some(view + r, 4, values, head, length, d, MIXED);
-            else for (int i = 0; i < alike; i++) {
-                if (rest >= MIXED) mix_some(view + r + i, 1, values, head, length, d, MIXED);
-                else mix_some(view + r + i, 1, values, head, length, d, rest);
-            }
+            if (rest < MIXED) for (int i = 0; i < some; i++) mix_some(view + r + i, 1, values, head, length, d, rest);
+            else if (some == 4) mix_some(view + r, 4, values, head, length, d, MIXED);
+            else if (some == 3) mix_some(view + r, 3, values, head, length, d, MIXED);
+            else if (some == 2) mix_some(view + r, 2, values, head, length, d, MIXED);
+            else mix_some(view + r, 1, values, head, length, d, MIXED);
         }
-        r += alike;
     }
+}
+
+/* What a row of a tree sees: the context, and the slots of its own path, whose scores are put behind the context's.
+ * Positions below the first visible one are left out; along a path they rise by one. */
+static void see_path(const Segment *s, int64_t row, const float *of_slots, float *ordered, View *see) {
+    const int64_t skipped = see->from > s->length ? see->from - s->length : 0;
+    see->from -= skipped;
+    see->count = s->length - see->from;
+    see->own = s->own + s->own_start[row] + skipped;
+    see->own_count = s->own_start[row + 1] - s->own_start[row] - skipped;
+    memcpy(ordered, of_slots + see->from, see->count * sizeof *ordered);
+    for (int64_t i = 0; i < see->own_count; i++) ordered[see->count + i] = of_slots[s->length + see->own[i]];
+    see->weights = ordered;
 }
 
 /* The rows of one request against one key head: rotate, write the cache, attend. */
@@ -517,43 +601,31 @@ static void attend(const Model *m, const Layer *l, const Batch *b, const Segment
         memcpy(values + (base + i) * head, v, head * sizeof *v);
     }
     const int64_t queries = s->count * each;
-    int64_t lowest = s->length;
-    for (int64_t i = 0; i < s->count; i++) lowest = first[s->start + i] < lowest ? first[s->start + i] : lowest;
     float query[TILE * 256];
     for (int64_t q = 0; q < queries; q += TILE) {
         const int n = queries - q < TILE ? (int)(queries - q) : TILE;
+        int64_t lowest = s->length;
         memset(query, 0, sizeof query);
         for (int r = 0; r < n; r++) {
             const int64_t row = s->start + (q + r) / each;
             element *x = scratch->projected + row * stride + (group * each + (q + r) % each) * head;
             if (l->query_norm) norm(x, l->query_norm, l->head_eps, m->norms, head, x);
             rotate(x, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
-            for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
+            if (PAIRED) memcpy(query + r * head, x, head * sizeof *x);
+            else for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
+            lowest = first[row] < lowest ? first[row] : lowest;
         }
-        score(query, n, keys, s->capacity, head, lowest / 32 * 32, end, scores, score_stride);
+        const int64_t furthest = s->own ? end : base + (q + n - 1) / each + 1;
+        score(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         for (int r = 0; r < n; r++) {
             const int64_t i = (q + r) / each, row = s->start + i;
-            const float *of_slots = scores + r * score_stride;
-            float *mine = ordered + r * score_stride;
+            float *of_slots = scores + r * score_stride;
             View *see = view + r;
-            *see = (View){first[row], 0, s->written + i + 1, 0, mine, scratch->mixed + row * stride + (group * each + (q + r) % each) * head};
-            if (s->own) {
-                see->own = s->own + s->own_start[i];
-                see->own_count = s->own_start[i + 1] - s->own_start[i];
-            }
-            /* Positions below the first visible one are left out; along a path they rise by one. */
-            if (see->from > s->length) {
-                const int64_t skipped = see->from - s->length;
-                see->own_count -= skipped;
-                see->own = s->own ? see->own + skipped : scratch->slots + skipped;
-                see->from = s->length;
-            }
-            see->count = s->length - see->from;
-            memcpy(mine, of_slots + see->from, see->count * sizeof *mine);
-            for (int64_t j = 0; j < see->own_count; j++) mine[see->count + j] = of_slots[s->length + (see->own ? see->own[j] : j)];
+            *see = (View){first[row], base + i + 1 - first[row], 0, NULL, of_slots + first[row], scratch->mixed + row * stride + (group * each + (q + r) % each) * head};
+            if (s->own) see_path(s, i, of_slots, ordered + r * score_stride, see);
             const int64_t seen = see->count + see->own_count;
-            if (l->sinks) mine[seen] = l->sinks[group * each + (q + r) % each];
-            soften(mine, seen + (l->sinks != NULL));
+            if (l->sinks) see->weights[seen] = l->sinks[group * each + (q + r) % each];
+            soften(see->weights, seen + (l->sinks != NULL));
         }
         mix(view, n, values, head, s->length);
     }

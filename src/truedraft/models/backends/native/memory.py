@@ -344,12 +344,11 @@ class Scratch:
             listed = 5 * slots + self._experts + self._chosen + 2
             inputs = torch.zeros(threads, room, dtype=torch.float32, device=_CPU)
             scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
-            counted = torch.arange(span, dtype=torch.int32, device=_CPU)
             of_experts = [self._zeros(slots, self._spread) for _ in range(2)]
             choices = torch.zeros(slots, dtype=torch.int64, device=_CPU)
             shares = torch.zeros(slots, dtype=torch.float32, device=_CPU)
             lists = torch.zeros(threads, listed, dtype=torch.int32, device=_CPU)
-            self._memory = [*shared, fetched, inputs, scores, counted, *of_experts, choices, shares, lists]
+            self._memory = [*shared, fetched, inputs, scores, *of_experts, choices, shares, lists]
             self._inputs = (inputs.data_ptr(), inputs.data_ptr() + inputs.nbytes)
             self._struct = CScratch(*(each.data_ptr() for each in self._memory), rows, span, room, listed)
         return self._struct

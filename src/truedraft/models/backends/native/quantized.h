@@ -22,7 +22,7 @@
 #define PER_SCALE 32
 #define QUADS (PER_SCALE / 4)
 #define PER_HEAD 8 /* groups that share a head */
-#define TOGETHER 4 /* most rows that are computed together */
+#define TOGETHER 8 /* most rows that are computed together */
 #if LANES == 16
 #define EACH_VECTOR _Pragma("GCC unroll 4")
 #else /* sums of more vectors find no room in registers */
@@ -58,28 +58,38 @@ static int64_t unit_cells(const Linear *l) {
 }
 
 static inline lanes whole(lanes v) { const lanes magic = all(12582912.0f); return (v + magic) - magic; }
-static inline lanes larger(lanes a, lanes b) { return choose(a > b, a, b); }
 static inline lanes absolute(lanes v) { return (lanes)((words)v & 0x7fffffffu); }
 
-/* A row as quantised inputs: codes of whole groups, then scales, then sums of each half of a group's codes. It takes less
- * room than as floats. */
-typedef struct {
-    const int8_t *codes;
-    const float *scales;
-    const int32_t (*sums)[2];
-} Row;
-
-static inline Row row_at(const float *x, int64_t groups) {
-    const int8_t *codes = (const int8_t *)x;
-    const float *scales = (const float *)(codes + groups * PER_SCALE);
-    return (Row){codes, scales, (const int32_t(*)[2])(scales + groups)};
+/* Compilers take conversions over several sizes apart where they are not told the instruction. */
+#if LANES == 16
+static inline ints load_octets(const uint8_t *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline bytes as_bytes(ints v) { return (bytes)_mm512_cvtepi32_epi8((__m512i)v); }
+static inline int32_t sum_of(ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
+#else
+#if defined(__AVX2__) && LANES == 8
+static inline ints load_octets(const uint8_t *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+#else
+static inline ints load_octets(const uint8_t *p) { octets v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, ints); }
+#endif
+static inline bytes as_bytes(ints v) { return __builtin_convertvector(v, bytes); }
+static inline int32_t sum_of(ints v) {
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
 }
+#endif
+
+/* A group of a row's inputs: codes, their scale, their sum, and sums of each half. It takes less room than as floats. */
+typedef struct {
+    int8_t codes[PER_SCALE];
+    float scale, sum;
+    int32_t sums[2];
+} Inputs;
 
 /* Rows of x `[rows][stride]` as quantised inputs in the weight's order, one row for every `read` floats. */
 static void gather_quantized(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
     const int64_t groups = groups_of(l), inputs = l->read;
     for (int64_t r = 0; r < rows; r++, x += stride, out += inputs) {
-        const Row row = row_at(out, groups);
         for (int64_t g = 0; g < groups; g++) {
             const int64_t count = inputs - g * PER_SCALE < PER_SCALE ? inputs - g * PER_SCALE : PER_SCALE;
             const element *from = x + g * PER_SCALE;
@@ -88,22 +98,18 @@ static void gather_quantized(const Linear *l, const element *x, int64_t stride, 
                 for (int64_t i = 0; i < count; i++) some[i] = x[l->order[g * PER_SCALE + i]];
                 from = some;
             }
-            int8_t *codes = (int8_t *)row.codes + g * PER_SCALE;
+            Inputs *to = (Inputs *)out + g;
             lanes most = all(0.0f);
             for (int64_t i = 0; i < count; i += LANES) most = larger(absolute(load(from + i)), most);
-            float top = most[0];
-            for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
-            const float finer = top > 0.0f ? 127.0f / top : 0.0f;
-            int32_t sums[2] = {0, 0};
-            memset(codes, 0, PER_SCALE);
+            const float top = largest_of(most), finer = top > 0.0f ? 127.0f / top : 0.0f;
+            *to = (Inputs){.scale = top / 127.0f};
             for (int64_t i = 0; i < count; i += LANES) {
                 const ints code = __builtin_convertvector(whole(load(from + i) * finer), ints);
-                const bytes narrow = __builtin_convertvector(code, bytes);
-                memcpy(codes + i, &narrow, sizeof narrow);
-                for (int k = 0; k < LANES; k++) sums[i / (PER_SCALE / 2)] += code[k];
+                const bytes narrow = as_bytes(code);
+                memcpy(to->codes + i, &narrow, sizeof narrow);
+                to->sums[i / (PER_SCALE / 2)] += sum_of(code);
             }
-            ((float *)row.scales)[g] = top / 127.0f;
-            memcpy((int32_t(*)[2])row.sums + g, sums, sizeof sums);
+            to->sum = (float)(to->sums[0] + to->sums[1]);
         }
     }
 }
@@ -137,8 +143,8 @@ static inline ints dot(ints sum, words codes, const int8_t *inputs) {
 int truedraft_dot(void) { return DOT; }
 
 static inline words load_codes(const uint8_t *p) { words v; memcpy(&v, p, sizeof v); return v; }
-static inline lanes load_octets(const uint8_t *p) { octets v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, lanes); }
-static inline lanes load_bytes(const uint8_t *p) { bytes v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, lanes); }
+static inline lanes octets_as_numbers(const uint8_t *p) { return __builtin_convertvector(load_octets(p), lanes); }
+static inline lanes bytes_as_numbers(const uint8_t *p) { return __builtin_convertvector((load_octets(p) ^ 128) - 128, lanes); }
 
 /* Numbers of float16. */
 static inline lanes load_scales(const uint8_t *p) {
@@ -175,14 +181,14 @@ static inline __attribute__((always_inline)) Maker maker_of(const uint8_t *head,
     Maker m = {.shift = all(0.0f), .zero = {0}};
     if (kind == ONE || kind == HALVES || kind == WIDE) m.zero = m.zero + (1 << (bits - 1));
     if (kind == HALVES)
-        for (int h = 0; h < 2; h++) m.scale[h] = load_scales(head + 2 * at) * load_bytes(scales + h * UNIT + at);
+        for (int h = 0; h < 2; h++) m.scale[h] = load_scales(head + 2 * at) * bytes_as_numbers(scales + h * UNIT + at);
     else if (kind == NESTED) {
-        m.scale[0] = m.scale[1] = load_scales(head + 2 * at) * load_octets(scales + at);
-        m.shift = -(load_scales(head + 2 * (UNIT + at)) * load_octets(scales + UNIT + at));
+        m.scale[0] = m.scale[1] = load_scales(head + 2 * at) * octets_as_numbers(scales + at);
+        m.shift = -(load_scales(head + 2 * (UNIT + at)) * octets_as_numbers(scales + UNIT + at));
     } else if (each == 4) m.scale[0] = m.scale[1] = (lanes)load_codes(scales + 4 * at);
     else m.scale[0] = m.scale[1] = load_scales(scales + 2 * at);
     if (kind == SHIFTED) m.shift = load_scales(scales + 2 * (UNIT + at));
-    if (kind == ZEROED || kind == WIDE_ZEROED) m.zero = __builtin_convertvector(load_octets(scales + each * UNIT + at), ints);
+    if (kind == ZEROED || kind == WIDE_ZEROED) m.zero = load_octets(scales + each * UNIT + at);
     return m;
 }
 
@@ -196,46 +202,52 @@ static inline __attribute__((always_inline)) words codes_at(const uint8_t *codes
     return low;
 }
 
-/* Up to TOGETHER rows, `apart` floats from each other, against one unit of outputs. */
-static inline __attribute__((always_inline)) void quantized_rows(
-    const uint8_t *w, int64_t groups, const int bits, const int kind, const float *x, int64_t apart, const int rows, lanes (*sum)[SUMS]) {
-    Row row[TOGETHER];
-    const uint8_t *head = w;
+/* Adds a group's products, of some rows with one vector of outputs, to their sums. */
+static inline __attribute__((always_inline)) void add_group(
+    const Maker made, const words *codes, const int kind, const float *x, int64_t apart, const int rows, lanes *sum) {
+    const int halves = kind == HALVES ? 2 : 1;
+    const Inputs *in[4];
+    ints acc[4][2];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
-        row[r] = row_at(x + r * apart, groups);
-        EACH_VECTOR for (int b = 0; b < SUMS; b++) sum[r][b] = all(0.0f);
+        in[r] = (const Inputs *)(x + r * apart);
+#pragma GCC unroll 2
+        for (int h = 0; h < halves; h++)
+            acc[r][h] = (ints){0} - made.zero * (halves == 2 ? in[r]->sums[h] : in[r]->sums[0] + in[r]->sums[1]);
     }
-    for (int64_t g = 0; g < groups; g++, w += code_bytes(bits)) {
+#pragma GCC unroll 8
+    for (int q = 0; q < QUADS; q++)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) acc[r][halves * q / QUADS] = dot(acc[r][halves * q / QUADS], codes[q], in[r]->codes + q * 4);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        lanes group = __builtin_convertvector(acc[r][0], lanes) * made.scale[0];
+        if (halves == 2) group += __builtin_convertvector(acc[r][1], lanes) * made.scale[1];
+        if (kind == SHIFTED || kind == NESTED) group += made.shift * in[r]->sum;
+        sum[r * SUMS] += group * in[r]->scale;
+    }
+}
+
+/* Some rows, `apart` floats from each other, against one unit of outputs: what a group's codes are is found out once for
+ * all of them. */
+static inline __attribute__((always_inline)) void quantized_rows(
+    const uint8_t *w, int64_t groups, const int bits, const int kind, const float *x, int64_t apart, int64_t rows, lanes (*sum)[SUMS]) {
+    const uint8_t *head = w;
+    memset(sum, 0, rows * sizeof *sum);
+    for (int64_t g = 0; g < groups; g++, w += code_bytes(bits), x += sizeof(Inputs) / sizeof *x) {
         if (g % PER_HEAD == 0) head = w, w += head_bytes(kind);
         const uint8_t *scales = w;
         w += scale_bytes(kind);
         EACH_VECTOR for (int b = 0; b < SUMS; b++) {
-            const uint8_t *codes = w + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
+            const uint8_t *at = w + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
             const Maker made = maker_of(head, scales, bits, kind, b);
-            const int halves = kind == HALVES ? 2 : 1;
-            ints acc[TOGETHER][2];
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-                for (int h = 0; h < halves; h++)
-                    acc[r][h] = (ints){0} - made.zero * (row[r].sums[g][h] + (halves == 1 ? row[r].sums[g][1] : 0));
+            words codes[QUADS];
+            int64_t r = 0;
 #pragma GCC unroll 8
-            for (int q = 0; q < QUADS; q++) {
-                const words read = codes_at(codes, bits, q);
-#pragma GCC unroll 4
-                for (int r = 0; r < rows; r++) {
-                    ints *to = &acc[r][halves * q / QUADS];
-                    *to = dot(*to, read, row[r].codes + g * PER_SCALE + q * 4);
-                }
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                lanes group = __builtin_convertvector(acc[r][0], lanes) * made.scale[0];
-                if (halves == 2) group += __builtin_convertvector(acc[r][1], lanes) * made.scale[1];
-                if (kind == SHIFTED || kind == NESTED) group += made.shift * (float)(row[r].sums[g][0] + row[r].sums[g][1]);
-                sum[r][b] += group * row[r].scales[g];
-            }
+            for (int q = 0; q < QUADS; q++) codes[q] = codes_at(at, bits, q);
+            for (; r + 4 <= rows; r += 4) add_group(made, codes, kind, x + r * apart, apart, 4, &sum[r][b]);
+            for (; r + 2 <= rows; r += 2) add_group(made, codes, kind, x + r * apart, apart, 2, &sum[r][b]);
+            if (r < rows) add_group(made, codes, kind, x + r * apart, apart, 1, &sum[r][b]);
         }
     }
 }
@@ -245,14 +257,9 @@ static void quantized_unit(const Linear *l, int64_t at, const float *x, int64_t 
     const uint8_t *w = (const uint8_t *)(l->weights + at * unit_cells(l));
     const int64_t groups = groups_of(l);
     for (int64_t r = 0; r < rows; r += TOGETHER, x += TOGETHER * l->read, sum += TOGETHER) {
-        const int64_t rest = rows - r, some = rest < TOGETHER ? rest : TOGETHER;
+        const int64_t some = rows - r < TOGETHER ? rows - r : TOGETHER;
         switch (l->bits * 8 + l->scales) {
-#define FORM(B, K) case B * 8 + K: \
-            if (some == 1) quantized_rows(w, groups, B, K, x, l->read, 1, sum); \
-            else if (some == 2) quantized_rows(w, groups, B, K, x, l->read, 2, sum); \
-            else if (some == 3) quantized_rows(w, groups, B, K, x, l->read, 3, sum); \
-            else quantized_rows(w, groups, B, K, x, l->read, 4, sum); \
-            break;
+#define FORM(B, K) case B * 8 + K: quantized_rows(w, groups, B, K, x, l->read, some, sum); break;
             FORM(8, ONE) FORM(8, SHIFTED) FORM(8, ZEROED) FORM(6, HALVES) FORM(5, ONE) FORM(5, SHIFTED) FORM(5, NESTED)
             FORM(4, ONE) FORM(4, SHIFTED) FORM(4, ZEROED) FORM(4, NESTED)
             FORM(8, WIDE) FORM(8, WIDE_ZEROED) FORM(4, WIDE) FORM(4, WIDE_ZEROED)
