@@ -41,6 +41,10 @@ class Lines:
             file.write(("\n" if torn else "") + json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+class ChildEndedError(SystemExit):
+    """A process that is measured ended early; its own message stands above."""
+
+
 class Child:
     """A process that answers a line of JSON with a line of JSON.
 
@@ -62,12 +66,12 @@ class Child:
         """The next line that it prints.
 
         Raises:
-            SystemExit: it ended.
+            ChildEndedError: it ended.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("a process that is measured ended early; its message is above")
+            raise ChildEndedError("a process that is measured ended early; its message is above")
         return json.loads(line)
 
     def ask(self, what: Any) -> Any:

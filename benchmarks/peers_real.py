@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Lines
+from common import RESULTS, ChildEndedError, Lines
 from peers_engines import LLAMA_CPP, ROOT, note
 from peers_ways import DRAFTED, OURS, Asked, Engines, Weights, asked_once, opened
 from real_prompts import SETS, TEMPERATURES
@@ -146,7 +146,7 @@ def taken(turn: Turn, engines: Engines) -> dict[str, dict[str, Any]]:
             began = time.perf_counter()
             tokens = way.tokens(turn.prompts, turn.asked)
             found[name] = {"tokens": tokens, "seconds": time.perf_counter() - began, "first_s": first_s}
-        except PeerError as error:
+        except (PeerError, ChildEndedError, OSError) as error:
             found[name] = {"error": str(error)}
             note(f"{name}: {error}")
     return {name: found[name] for name, _ in able}
@@ -188,7 +188,7 @@ def once(weights: Weights, kept: Kept, asked: argparse.Namespace) -> None:
         if cell in asked.only and key not in kept.done and (cell != "perplexity" or asked.texts):
             try:
                 kept.add(key, way())
-            except (PeerError, SystemExit, OSError, subprocess.CalledProcessError) as error:
+            except (PeerError, ChildEndedError, OSError, subprocess.CalledProcessError) as error:
                 note(f"{cell} of {weights.name} is left out: {error}")
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from common import Child
+from common import Child, ChildEndedError
 from launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
 from peers_engines import LLAMA_CPP, NGRAM, PATIENCE_S, ROOT, VLLM, note
 from peers_ours import ASSISTED
@@ -138,7 +138,7 @@ class Engines:
             if engine in only:
                 try:
                     opened()
-                except (PeerError, SystemExit, OSError) as error:
+                except (PeerError, ChildEndedError, OSError) as error:
                     note(f"{engine} is left out: {error}")
 
     @property
