@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -93,14 +93,15 @@ $(VLLM)/bin/vllm:
 bench-serve: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/serving.py --vllm $(VLLM) $(SERVING) > $(RESULTS)/serving.md
 
-# llama.cpp's server and its script for models, of the source that llama-cpp-python carries; twenty minutes on two cores.
+# llama.cpp's server, its benchmark of batches and its script for models, of the source that llama-cpp-python carries;
+# twenty minutes on two cores.
 LLAMACPP := .venv-llamacpp
 LLAMACPP_SOURCE := llama-cpp-python==0.3.36
 LLAMACPP_OFF := CURL OPENSSL BUILD_TESTS BUILD_EXAMPLES BUILD_UI USE_PREBUILT_UI
 $(LLAMACPP)/.installed:
 	$(PYTHON) -m venv $(LLAMACPP)
 	$(LLAMACPP)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(LLAMACPP)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 sentencepiece protobuf cmake ninja
+	$(LLAMACPP)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 sentencepiece protobuf diskcache cmake ninja
 	touch $@
 
 $(LLAMACPP)/.unpacked: $(LLAMACPP)/.installed
@@ -113,7 +114,7 @@ $(LLAMACPP)/.unpacked: $(LLAMACPP)/.installed
 $(LLAMACPP)/.built: $(LLAMACPP)/.unpacked
 	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake -G Ninja -S $(LLAMACPP)/src/vendor/llama.cpp -B $(LLAMACPP)/build \
 	  -DCMAKE_BUILD_TYPE=Release $(LLAMACPP_OFF:%=-DLLAMA_%=OFF) > /dev/null
-	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake --build $(LLAMACPP)/build --target llama-server > /dev/null
+	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake --build $(LLAMACPP)/build --target llama-server llama-batched-bench > /dev/null
 	touch $@
 
 # Certificates for other engines: docs/certify_engines.md. Some hours; a rerun goes on behind what is there.
@@ -196,6 +197,20 @@ bench: $(STAMP)
 # folders of MT-bench, HumanEval, GSM8K and Spec-Bench; on an otherwise idle machine.
 bench-real: $(STAMP)
 	$(BIN)/python benchmarks/real_prompts.py --model $(or $(MODEL),smollm2) --prompts $(PROMPTS)
+
+# The same beside llama.cpp, OpenVINO GenAI, vLLM's CPU build and transformers, in turns. FOLDER is SmolLM2 in bfloat16 and
+# DRAFT its draft model, as folders; TEXTS are files whose perplexity is measured. On an otherwise idle machine.
+OPENVINO := .venv-openvino
+$(OPENVINO)/.installed:
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(OPENVINO)/bin/python -m pip install --quiet openvino-genai==2026.4.1.0
+	touch $@
+
+bench-peers: $(STAMP) $(VLLM)/bin/vllm $(LLAMACPP)/.built $(OPENVINO)/.installed $(GEMMA)
+	$(SMOLLM2)
+	$(BIN)/python benchmarks/peers_real.py --prompts $(PROMPTS) --gemma $(GEMMA) \
+	  $(if $(FOLDER),--folder $(FOLDER) --draft $(DRAFT)) $(if $(TEXTS),--texts $(TEXTS)) $(PEERS)
 
 # What the default drafters bring beside other programs: docs/performance.md. MODEL is a folder, or the embedded target;
 # five minutes, on an otherwise idle machine.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,29 +41,37 @@ class Lines:
             file.write(("\n" if torn else "") + json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+class ChildEndedError(SystemExit):
+    """A process that is measured ended early; its own message stands above."""
+
+
 class Child:
     """A process that answers a line of JSON with a line of JSON.
 
     Args:
-        words: of its command, behind this Python's.
+        words: of its command, behind Python's.
         environment: all of it; None is this process's own.
+        python: that runs it; None is this process's own.
     """
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str] | None = None, python: Path | None = None
+    ) -> None:
+        command = [str(python or sys.executable), *words]
         self._process = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def read(self) -> Any:
         """The next line that it prints.
 
         Raises:
-            SystemExit: it ended.
+            ChildEndedError: it ended.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("a process that is measured ended early; its message is above")
+            raise ChildEndedError("a process that is measured ended early; its message is above")
         return json.loads(line)
 
     def ask(self, what: Any) -> Any:
@@ -77,6 +86,22 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def be_asked(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """The other end of a `Child`: says that it is ready, then answers each line until standard input ends.
+
+    Whatever libraries print goes to standard error, so that it is not taken for an answer.
+    """
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        found: Any = "ready"
+        while True:
+            out.write(json.dumps(found) + "\n")
+            out.flush()
+            if not (line := sys.stdin.readline()):
+                return
+            found = answer(json.loads(line))
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,320 @@
+"""truedraft beside llama.cpp, OpenVINO GenAI, vLLM's CPU build and transformers on real models: `make bench-peers`.
+
+    python benchmarks/peers_real.py --prompts FOLDER --folder SMOLLM2 --draft DRAFT [--gemma FILE] [--texts FILE ...]
+    python benchmarks/peers_real.py --report
+
+All engines that can read some weights are loaded once and answer the same token ids in turns, a line of JSON for each
+turn of all of them, written as soon as it is done; a rerun of the same commit goes on behind the lines that are there.
+Cells: whole requests of published questions (`requests`), decoding alone of one prompt and of eight at once (`decode`:
+an answer of one token is taken off, whose time is that of the first tokens), the first token of a long prompt
+(`first`), llama.cpp's own benchmark of a batch (`batched`), perplexity beside llama.cpp's (`perplexity`), memory and
+loading (`memory`). Run it on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ChildEndedError, Lines
+from peers_engines import LLAMA_CPP, ROOT, note
+from peers_ways import DRAFTED, OURS, Asked, Engines, Weights, asked_once, opened
+from real_prompts import SETS, TEMPERATURES
+from truedraft.bench.prompts import read_questions, spread
+from truedraft.bench.turns import rotated
+from truedraft.errors import PeerError
+from truedraft.machine import machine_facts
+from truedraft.models.smollm2 import installed_file
+
+OUT = RESULTS / "peers_real.jsonl"
+DRAFT_FILE = ROOT / "packages" / "truedraft-smollm2" / "src" / "truedraft_smollm2" / "draft" / "draft-Q4_0.gguf"
+PEERS = ("llama.cpp", "OpenVINO", "vLLM", "transformers")
+CELLS = ("decode", "first", "requests", "batched", "perplexity", "memory")
+LONG = 1000
+"""Tokens of the prompt of `first`."""
+LONG_TEXTS = ("summarization", "rag")
+PIECES, PIECE_TOKENS = 2, 256
+"""Of each text whose perplexity is measured, as of `quantised_weights.py`."""
+Key = tuple[str, str, str, float, int]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What all engines do, one behind the other.
+
+    Attributes:
+        cell: of `CELLS`.
+        name: of its prompts.
+        prompts: token ids, answered together.
+        asked: how.
+        number: of the round.
+        alone: what is timed before, with one token alone: the first tokens.
+    """
+
+    cell: str
+    name: str
+    prompts: Sequence[Sequence[int]]
+    asked: Asked
+    number: int
+    alone: bool = False
+
+    def key(self, weights: Weights) -> Key:
+        """Unique in a file for one commit."""
+        return self.cell, weights.name, self.name, self.asked.temperature, self.number
+
+
+class Kept:
+    """The file of what was measured.
+
+    Args:
+        path: of it.
+        commit: whose turns are not measured again.
+    """
+
+    def __init__(self, path: Path, commit: str) -> None:
+        self._file, self._commit = Lines(path), commit
+        self.lines = [line for line in self._file.records if line["commit"] == commit]
+
+    @property
+    def done(self) -> set[Key]:
+        """Turns that are there."""
+        fields = ("cell", "weights", "name", "temperature", "round")
+        return {tuple(line[field] for field in fields) for line in self.lines if "ways" in line}  # type: ignore[misc]
+
+    def add(self, key: Key, found: Mapping[str, Any], **more: Any) -> None:
+        """Write a turn."""
+        cell, weights, name, temperature, number = key
+        where = {"cell": cell, "weights": weights, "name": name, "temperature": temperature, "round": number}
+        line = {**where, "commit": self._commit, **more, "ways": found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")}
+        self.lines.append(line)
+        self._file.add(line)
+
+
+def turns(engines: Engines, weights: Weights, asked: argparse.Namespace) -> Iterator[Turn]:
+    """Of some weights, those of few seconds first."""
+    names, texts = zip(*questions(asked.prompts, asked.limit), strict=True)
+    ids = dict(zip(names, engines.encoded(texts, chat=weights.chat), strict=True))
+    mixed = engines.encoded([text for _, text in questions(asked.prompts, 8 // len(SETS))], chat=weights.chat)
+    long = (engines.encoded(["\n".join(texts) * 4], chat=weights.chat)[0] * LONG)[:LONG]
+    whole = Asked(asked.max_tokens)
+    for number in range(asked.rounds):
+        for heat in TEMPERATURES:
+            decoded = Asked(asked.max_tokens, heat, True, number)
+            yield Turn("decode", "one", mixed[:1], decoded, number, alone=True)
+            yield Turn("decode", "eight", mixed, decoded, number, alone=True)
+        yield Turn("first", f"{LONG} tokens", [long], Asked(1, ignore_eos=True), number)
+    for number in range(asked.whole_rounds):
+        for heat in TEMPERATURES:
+            for name, prompt in ids.items():
+                yield Turn("requests", name, [prompt], replace(whole, temperature=heat, seed=number), number)
+
+
+def questions(folder: Path, limit: int) -> list[tuple[str, str]]:
+    """Names and texts, so many of each set; of Spec-Bench those with long texts."""
+    found = []
+    for name in SETS:
+        every = read_questions(folder / name)[1]
+        every = [question for question in every if name != "spec_bench" or question.category in LONG_TEXTS]
+        found += [(f"{name} {question.name}", question.text) for question in spread(every, limit)]
+    return found
+
+
+def taken(turn: Turn, engines: Engines) -> dict[str, dict[str, Any]]:
+    """What each way took, beginning with another one in each turn."""
+    able = [(name, way) for name, way in engines.ways.items() if len(turn.prompts) <= way.most]
+    found: dict[str, dict[str, Any]] = {}
+    for name, way in rotated(able, turn.number + len(turn.name)):
+        try:
+            first_s = None
+            if turn.alone:
+                began = time.perf_counter()
+                way.tokens(turn.prompts, replace(turn.asked, max_tokens=1))
+                first_s = time.perf_counter() - began
+            began = time.perf_counter()
+            tokens = way.tokens(turn.prompts, turn.asked)
+            found[name] = {"tokens": tokens, "seconds": time.perf_counter() - began, "first_s": first_s}
+        except (PeerError, ChildEndedError, OSError) as error:
+            found[name] = {"error": str(error)}
+            note(f"{name}: {error}")
+    return {name: found[name] for name, _ in able}
+
+
+def measure(weights: Weights, kept: Kept, asked: argparse.Namespace, left_s: Callable[[], float]) -> None:
+    """All turns of some weights that are not there yet."""
+    if not {"decode", "first", "requests"} & {*asked.only} or left_s() < 0:
+        return
+    with opened(weights, asked.threads, asked.engines) as engines:
+        todo = [turn for turn in turns(engines, weights, asked) if turn.cell in asked.only]
+        if weights.draft is None:  # plain decoding alone, of a base model
+            todo = [turn for turn in todo if turn.cell != "requests" and turn.asked.temperature == 0.0]
+        todo = [turn for turn in todo if turn.key(weights) not in kept.done]
+        if not todo:
+            return
+        settings = {"machine": machine_facts(), "threads": asked.threads, "drafted": DRAFTED, "engines": engines.facts}
+        kept.add(("settings", weights.name, "", 0.0, 0), {}, settings=settings)
+        for way in engines.ways.values():  # what happens once, as compiling, falls outside
+            with contextlib.suppress(PeerError):  # what fails here is told when it is measured
+                way.tokens(todo[0].prompts, replace(todo[0].asked, max_tokens=16))
+        for place, turn in enumerate(todo):
+            if left_s() < 0:
+                note(f"the time is over; {len(todo) - place} turns of {weights.name} are left")
+                return
+            lengths = [len(prompt) for prompt in turn.prompts]
+            kept.add(turn.key(weights), taken(turn, engines), prompt_tokens=lengths, max_tokens=turn.asked.max_tokens)
+
+
+def once(weights: Weights, kept: Kept, asked: argparse.Namespace) -> None:
+    """Cells of a file that are measured once: `batched`, `perplexity` and `memory`."""
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "batched": lambda: batched(weights.path, asked.threads),
+        "perplexity": lambda: perplexities(weights.path, asked.texts, asked.threads),
+        "memory": lambda: {"truedraft": remembered(weights.path, asked.threads)},
+    }
+    for cell, way in ways.items():
+        key = (cell, weights.name, "", 0.0, 0)
+        if cell in asked.only and key not in kept.done and (cell != "perplexity" or asked.texts):
+            try:
+                kept.add(key, way())
+            except (PeerError, ChildEndedError, OSError, subprocess.CalledProcessError) as error:
+                note(f"{cell} of {weights.name} is left out: {error}")
+
+
+def batched(file: Path, threads: int) -> dict[str, Any]:
+    """What `llama-batched-bench` says of one and of eight prompts of 256 tokens and answers of 128."""
+    program = LLAMA_CPP / "build" / "bin" / "llama-batched-bench"
+    shape = ["-npp", "256", "-ntg", "128", "-npl", "1,8", "-c", "4096", "-t", str(threads), "-tb", str(threads)]
+    command = [str(program), "-m", str(file), *shape, "--output-format", "jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {f"llama-batched-bench, {each['pl']}": each for each in found}
+
+
+def perplexities(file: Path, texts: Sequence[Path], threads: int) -> dict[str, Any]:
+    """Ours and llama.cpp's, of the same pieces."""
+    parts = [text.read_text(encoding="utf-8")[: 8 * PIECES * PIECE_TOKENS] for text in texts]
+    what = {"texts": parts, "pieces": PIECES, "tokens": PIECE_TOKENS}
+    ours = asked_once([str(OURS), "perplexity", str(threads), str(file)], what)
+    words = [str(Path(__file__).with_name("peers_llamacpp.py")), str(file), str(threads)]
+    places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_CPP / "build" / "bin")}
+    theirs = asked_once(words, {"pieces": ours["pieces"]}, LLAMA_CPP / "bin" / "python", os.environ | places)
+    mine = math.exp(ours["surprise"])
+    return {"truedraft": {"perplexity": mine}, "llama.cpp": {"perplexity": math.exp(theirs)}}
+
+
+def remembered(file: Path, threads: int) -> dict[str, Any]:
+    """Memory and loading, in a process of its own."""
+    found: dict[str, Any] = asked_once([str(OURS), "memory", str(threads), str(file), str(LONG), "128"], {})
+    own = found["peak_bytes"] - found["imported_bytes"] - found["cache_bytes"]
+    return found | {"over_file": own / found["file_bytes"]}
+
+
+def rows(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """By what is measured a figure for each way: medians over rounds, geometric means of those over prompts."""
+    values: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for line in lines:
+        for way, found in line["ways"].items():
+            for what, value in figures(line["cell"], line, found):
+                label = f"{line['weights']}, {what}"
+                values[label][way][line["name"]].append(value)
+    return {
+        label: {way: statistics.geometric_mean(map(statistics.median, each.values())) for way, each in ways.items()}
+        for label, ways in values.items()
+    }
+
+
+def figures(cell: str, line: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Of one way in one turn."""
+    if "error" in found:
+        return
+    heat = f"temperature {line['temperature']:g}"
+    if cell == "requests" and found["tokens"]:
+        yield f"whole requests, {heat}, tokens/s", found["tokens"] / found["seconds"]
+    elif cell == "decode":
+        decoded = found["tokens"] - len(line["prompt_tokens"])
+        yield f"decoding {line['name']}, {heat}, tokens/s", decoded / max(found["seconds"] - found["first_s"], 1e-9)
+        yield f"first tokens of {line['name']}, {heat}, s", found["first_s"]
+    elif cell == "first":
+        yield f"first token of {line['name']}, s", found["seconds"]
+    elif cell == "batched":
+        yield f"llama-batched-bench, {found['pl']} at once, tokens/s", found["speed_tg"]
+    elif cell == "perplexity":
+        yield "perplexity", found["perplexity"]
+    elif cell == "memory":
+        yield "memory without imports and cache over the file", found["over_file"]
+        yield "load to first token, s", found["load_to_first_token_s"]
+
+
+def report(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A list for each figure, each way with its figure and that over our plain decoding's."""
+    out = []
+    for label, ways in sorted(rows(lines).items()):
+        base = ways.get("truedraft plain")
+        out.append(f"\n{label}")
+        out += [f"  {way:36} {value:10.3f}" + (f" {value / base:8.2f}" if base else "") for way, value in ways.items()]
+    return "\n".join(out)
+
+
+def commit() -> str:
+    """Of this checkout; a plus behind it says that sources differ from it."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Measure and write, and report."""
+    asked = _asked()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
+    kept = Kept(asked.out, asked.commit or commit())
+    end = time.monotonic() + 60 * asked.minutes
+    every = [Weights("q4_1", asked.file, asked.draft_file)] if asked.file else []
+    every += [Weights("bf16", asked.folder, asked.draft)] if asked.folder and asked.draft else []
+    every += [Weights("gemma q4_k_m", asked.gemma, chat=False)] if asked.gemma else []
+    for weights in [] if asked.report else [each for each in every if each.name in asked.weights]:
+        measure(weights, kept, asked, lambda: end - time.monotonic())
+        if weights.is_file and time.monotonic() < end:
+            once(weights, kept, asked)
+    print(report([line for line in kept.lines if line["cell"] != "settings"]))
+
+
+def _asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, help="a folder with a folder for each set")
+    parser.add_argument("--file", type=Path, default=installed_file(), help="SmolLM2's GGUF file; its wheel's")
+    parser.add_argument("--draft-file", type=Path, default=DRAFT_FILE, help="its draft model's")
+    parser.add_argument("--folder", type=Path, help="SmolLM2 in bfloat16")
+    parser.add_argument("--draft", type=Path, help="its draft model as a folder")
+    parser.add_argument("--gemma", type=Path, help="Gemma's GGUF file")
+    parser.add_argument("--texts", nargs="+", type=Path, default=[], help="files of plain text, for perplexities")
+    parser.add_argument("--weights", nargs="+", default=["q4_1", "bf16", "gemma q4_k_m"])
+    parser.add_argument("--engines", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--only", nargs="+", choices=CELLS, default=list(CELLS))
+    parser.add_argument("--limit", type=int, default=2, help="prompts of a set")
+    parser.add_argument("--rounds", type=int, default=3, help="of decode and first")
+    parser.add_argument("--whole-rounds", type=int, default=2, help="of whole requests")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=45.0)
+    parser.add_argument("--commit", help="of the turns that are there; this checkout's")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--report", action="store_true")
+    asked = parser.parse_args()
+    if asked.prompts is None and not asked.report:
+        parser.error("--prompts is needed: a folder with folders mt_bench, humaneval, gsm8k and spec_bench")
+    return asked
+
+
+if __name__ == "__main__":
+    main()
