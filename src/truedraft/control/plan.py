@@ -203,7 +203,10 @@ class Planner:
         return seconds + self.drafting_s(name, requests + 1, levels) - self.drafting_s(name, requests, deepest)
 
     def _worth(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
-        """What a request's tokens beyond its first are worth, in tokens of the batch."""
+        """What a request's tokens beyond its first are worth, in tokens of the batch.
+
+        Of several requests that is the slope of `Plan.tokens`, count times a geometric mean, by the logarithm of one.
+        """
         count = len(self._contexts)
         return candidate.tokens[nodes] - 1.0 if count == 1 else plan.tokens / count * candidate.logs[nodes]
 

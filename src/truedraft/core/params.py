@@ -97,7 +97,8 @@ class SamplingParams:
         max_tokens: most new tokens to emit, at least 1.
         temperature: divides the logits; 0 is greedy (the argmax, ties to the lowest id).
         top_k: keep the k likeliest tokens, ties with the k-th included; 0 keeps all.
-        top_p: keep the likeliest tokens until their mass reaches top_p, the crossing token included; in (0, 1].
+        top_p: of what top-k left, keep the likeliest tokens until their mass reaches top_p, the crossing token
+            included, and scale them to sum 1; in (0, 1]. Greedy requests have no use for it, nor for top_k and min_p.
         min_p: drop tokens less likely than min_p times the likeliest; in [0, 1].
         seed: the same seed, the same tokens: each is drawn by Gumbel noise keyed by (seed, position, token), which
             drafters share, so tokens depend on model, prompt, options and seed alone, never on drafter, batch or

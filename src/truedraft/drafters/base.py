@@ -101,8 +101,12 @@ _CHOSEN = frozenset({DrawKind.DETERMINISTIC})
 class Drafter(ABC):
     """Proposes token trees and observes what became of them.
 
-    The engine calls `begin` once for each request, then for each step `propose` and `observe` with all requests that
-    took part, then `end`. A part of a prompt is a step with an empty proposal, and `observe` follows it too.
+    A drafter sets `name` and `limits` and implements `propose`; all else has a default. docs/adding_a_drafter.md is the
+    guide, with how `noise` is used.
+
+    The engine calls `begin` once for each request, then for each step `propose` with those that are to be drafted for
+    and `observe` with all that took part, then `end`. A part of a prompt is a step with an empty proposal, and
+    `observe` follows it too.
 
     What it raises costs no answer: a request that it fails for goes on undrafted. If `propose` fails for several
     requests together, each is asked for alone. If `observe` does, what it noted of them is unknown, so for each of them
@@ -188,7 +192,9 @@ class Drafter(ABC):
         hold anything."""
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional
-        """The step is over; `request.tokens` already holds what it emitted."""
+        """The step is over; `request.tokens` already holds what it emitted.
+
+        A drafter that keeps a cache commits the accepted `path` and drops the rest of what it drafted."""
 
     def rewind(self, request: DraftRequest) -> None:
         """The text in `request.tokens` lost tokens at its end, as drafted ones are lost in a cascade.
