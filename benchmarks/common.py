@@ -88,13 +88,14 @@ class Child:
         self._process.wait()
 
 
-def be_asked(answer: Callable[[dict[str, Any]], Any]) -> None:
-    """The other end of a `Child`: says that it is ready, then answers each line until standard input ends.
+def be_asked(make: Callable[[], Callable[[dict[str, Any]], Any]]) -> None:
+    """The other end of a `Child`: makes what answers, says that it is ready, and answers lines until input ends.
 
     Whatever libraries print goes to standard error, so that it is not taken for an answer.
     """
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
+        answer = make()
         found: Any = "ready"
         while True:
             out.write(json.dumps(found) + "\n")

@@ -9,6 +9,7 @@ pieces of token ids; the answer is the mean of minus the log probability of each
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,13 @@ from common import be_asked
 def main() -> None:
     """Load and answer."""
     file, threads = sys.argv[1:]
-    model = Llama(file, n_ctx=2048, n_batch=512, n_threads=int(threads), n_threads_batch=int(threads), logits_all=True)
-    be_asked(lambda asked: surprise(model, asked["pieces"]))
+
+    def make() -> Callable[[dict[str, Any]], float]:
+        count = int(threads)
+        model = Llama(file, n_ctx=2048, n_batch=512, n_threads=count, n_threads_batch=count, logits_all=True)
+        return lambda asked: surprise(model, asked["pieces"])
+
+    be_asked(make)
 
 
 def surprise(model: Any, pieces: list[list[int]]) -> float:

@@ -9,6 +9,7 @@ what it makes of them in FOLDER: draft models are taken in its own form only, an
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ _NGRAM = 3
 
 def main() -> None:
     """Load and answer."""
-    file, draft, threads, drafted, folder = sys.argv[1:]
+    be_asked(lambda: loaded(*sys.argv[1:]))
+
+
+def loaded(file: str, draft: str, threads: str, drafted: str, folder: str) -> Callable[[dict[str, Any]], Any]:
+    """What answers, in each of its ways."""
     on_cpu: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(threads)}
     target = str(converted(Path(file), Path(folder)))
 
@@ -39,7 +44,7 @@ def main() -> None:
         ways["draft"] = pipeline(draft_model=assistant), {"num_assistant_tokens": int(drafted)}
         ngrams = {"num_assistant_tokens": int(drafted), "max_ngram_size": _NGRAM}
         ways["lookup"] = pipeline(prompt_lookup=True), ngrams
-    be_asked(lambda asked: answer(*ways[asked["way"]], asked))
+    return lambda asked: answer(*ways[asked["way"]], asked)
 
 
 def converted(file: Path, folder: Path) -> Path:

@@ -138,7 +138,7 @@ def test_a_child_answers_and_prints_beside(tmp_path: Path) -> None:
     folder = str(Path(peers_real.__file__).parent)
     script.write_text(
         f"import sys; sys.path.insert(0, {folder!r})\nfrom common import be_asked\n"
-        "def double(asked):\n    print('noise')\n    return 2 * asked['x']\nbe_asked(double)\n"
+        "def double(asked):\n    print('noise')\n    return 2 * asked['x']\nbe_asked(lambda: double)\n"
     )
     child = Child([str(script)])
     assert child.read() == "ready"

@@ -11,8 +11,10 @@ from certify.planted_faults import ForgetsTheLast, markov, slipping_target
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import certify, faults
-from truedraft.certify.checks import Part, Stack, Status
-from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.certify import checks as common
+from truedraft.certify.checks import Context, Part, Stack, Status
+from truedraft.certify.equality import EqualityInFloat32
+from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.errors import OptionError
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
@@ -216,3 +218,22 @@ def test_the_time_holds_and_says_before_what_it_can_show(
     assert ("which is enough for a verdict" in sentence) is issued
     if not issued:
         assert float(sentence.split("about --minutes ")[1]) > 2.0
+
+
+def test_members_of_a_portfolio_share_what_is_left_for_their_states(time: VirtualTime) -> None:
+    time.step_s = 0.02
+    stack = healthy().but(drafter=Portfolio([DraftModel(markov(0, astray=1.0), 3), PromptLookup()]))
+    report = certify(stack, TEXTS, WARM, batch=3, seconds=60.0, most_seconds=60.0)
+    states = [finding for finding in report.findings if finding.part is Part.DRAFT_STATE]
+    assert len(states) == 2 and not any(finding.status is Status.NOT_ENOUGH for finding in states)
+    assert report.issued, report.verdict
+
+
+def test_a_model_that_loads_slowly_is_not_loaded_again_and_has_its_seconds_otherwise() -> None:
+    def load() -> Stack:
+        raise AssertionError("it was loaded")
+
+    slow, quick = EqualityInFloat32(load, 30.0, 60.0), EqualityInFloat32(load, 15.0, 60.0)
+    assert (slow.apart_s, quick.apart_s) == (0.0, 15.0)
+    (finding,) = slow.run(Context(healthy(), TEXTS, WARM, seconds=3.0, ends=common.now() + 3.0))
+    assert finding.status is Status.DOES_NOT_APPLY and "about --minutes 1.5" in finding.summary

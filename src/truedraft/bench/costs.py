@@ -110,8 +110,7 @@ class MachineCosts:
             return {}
         target = footprint_of(suite.target)
         drafts = {each.name: each.draft_model for each in suite.ours}
-        shared = next((model for model in drafts.values() if model is not None), None)
-        drafts |= {each.name: shared for each in suite.peers}  # their draft forwards are counted as well
+        drafts |= {each.name: suite.assistant for each in suite.peers}  # their draft forwards are counted as well
         return {
             name: Memory(
                 self.bandwidth, target, Footprint(model.weight_bytes) if model and reads_alike(model) else None

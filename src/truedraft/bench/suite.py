@@ -82,8 +82,10 @@ class OurEngine(System):
 
     @property
     def draft_model(self) -> LanguageModel | None:
-        """The draft model, if that is what drafts; of several the first."""
-        return next(iter(self._drafting_models.values()), None)
+        """The draft model, if that is what drafts; of several the first that is no copy of the target."""
+        members = self.engine.drafter.members
+        models = sorted(self._drafting_models.items(), key=lambda each: members[each[0]].held.in_target)
+        return models[0][1] if models else None
 
     @property
     def _drafting_models(self) -> dict[str, LanguageModel]:
@@ -124,6 +126,12 @@ class Suite:
     def our_names(self) -> list[str]:
         """Names of our engines, plain decoding first."""
         return [each.name for each in self.ours]
+
+    @property
+    def assistant(self) -> LanguageModel | None:
+        """What peers draft with: the first draft model among our drafters that is no copy of the target."""
+        members = (member for each in self.ours for member in each.engine.drafter.members.values())
+        return next((each.model for each in members if each.model is not None and not each.held.in_target), None)
 
     def must_agree(self, params: SamplingParams) -> bool:
         """Whether our engines promise the tokens of plain decoding."""
@@ -179,9 +187,7 @@ def load_suite(
             if len(drafter.members) > 1:
                 notes.append(f"{name} is {' + '.join(drafter.members)}")
     suite = Suite(target, lossless, ours, notes=notes, batch=batch, controller=controller)
-    # Peers draft with the first draft model among the drafters.
-    members = (member for each in ours for member in each.engine.drafter.members.values())
-    draft = next((each.model for each in members if each.model is not None and not each.held.in_target), None)
+    draft = suite.assistant
     check_peers(peers)
     if peers:
         suite.peers, left_out = generate_systems(target, model, draft, batch)

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from truedraft.certify import checks as common
 from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, check_run, share_of
 from truedraft.certify.controls import ComparedControls, SampledControls, SeededControls
@@ -52,7 +54,7 @@ def certify(
         tell: is told a part and the fraction of it that is done.
         announce: is told before the checks what the time can show, by a trial; None makes none.
         in_float32: makes the same stack in float32, for greedy and seeded answers; None leaves that out.
-        float32_s: about how long that takes; where less is left it is left out.
+        float32_s: about how long that takes; where it is more than a third of the time it is left out.
 
     Returns:
         The report; look at `issued` and `verdict`.
@@ -63,12 +65,13 @@ def certify(
     """
     check_run(prompts, stack.target.context_length - 2, batch, seconds)
     began, stack = common.now(), stack.but(entropy=entropy)
-    checks = checks_of(stack, params, in_float32, float32_s)
-    whole = Context(stack, prompts, params, batch, seconds, ends=began + most_seconds)
+    checks = checks_of(stack, params, in_float32, float32_s, seconds)
+    shared_s = seconds - sum(check.apart_s for check in checks)
+    whole = Context(stack, prompts, params, batch, shared_s, ends=began + most_seconds)
     with _left_as_found(stack):
         if announce is not None and stack.rule.lossless:
             with suppress(DrafterError):  # which the checks meet, too, and tell
-                announce(foretold(whole, min(seconds, most_seconds)))
+                announce(foretold(whole, min(shared_s, most_seconds)))
         findings = _findings(checks, whole, tell)
     return Report(
         "Certificate",
@@ -94,14 +97,15 @@ def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, flo
         own = [each for each in checks if each.part is check.part]
         left_s = whole.ends - common.now()
         coming_s = sum(each.share for each in checks[number:]) * whole.seconds
-        scale = min(1.0, max(left_s, 0.0) / coming_s)
+        apart_s = sum(each.apart_s for each in checks[number:])
+        scale = min(1.0, max(left_s - apart_s, 0.0) / coming_s)
         seconds = check.share * whole.seconds * scale
         context = replace(
             whole,
             seconds=seconds,
             tell=share_of(partial(tell, check.part), own.index(check), len(own)),
             earlier=tuple(findings),
-            ends=whole.ends - (coming_s * scale - seconds),  # what comes later has its own
+            ends=whole.ends - (coming_s * scale - seconds) - (apart_s - check.apart_s),  # what comes later has its own
         )
         try:
             findings += check.run(context)
@@ -111,7 +115,11 @@ def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, flo
 
 
 def checks_of(
-    stack: Stack, params: SamplingParams, in_float32: Callable[[], Stack] | None = None, float32_s: float = 0.0
+    stack: Stack,
+    params: SamplingParams,
+    in_float32: Callable[[], Stack] | None = None,
+    float32_s: float = 0.0,
+    seconds: float = math.inf,
 ) -> list[Check]:
     """The checks that make a certificate for a stack and options, in their order.
 
@@ -121,7 +129,9 @@ def checks_of(
     _refuse_unusable(stack, params)
     if not stack.rule.lossless:
         return [Exact(), LossyDivergence(), Invariance(), DraftState()]
-    equality: list[Check] = [Equality(), *([] if in_float32 is None else [EqualityInFloat32(in_float32, float32_s)])]
+    equality: list[Check] = [Equality()]
+    if in_float32 is not None and stack.target.dtype is not torch.float32:
+        equality.append(EqualityInFloat32(in_float32, float32_s, seconds))
     if params.greedy:
         tests: list[Check] = [ComparedControls()]
     else:

@@ -190,10 +190,12 @@ class Check(ABC):
     Attributes:
         part: the heading of its findings.
         share: of the time for a certificate, what it may take.
+        apart_s: seconds that it takes beside its share.
     """
 
     part: ClassVar[Part]
     share: ClassVar[float] = 0.0
+    apart_s: float = 0.0
 
     @abstractmethod
     def run(self, context: Context) -> list[Finding]:

@@ -138,7 +138,7 @@ class DraftState(Check):
 
     It finds one thing for each drafter: HOLDS where all proposals are equal, else MEASURED, for answers stay exact;
     DOES_NOT_APPLY where nothing was proposed; NOT_ENOUGH where nothing could be compared in time. Each may take the
-    check's whole time.
+    check's whole time where that is left, and its part of what is left until the check's end where it is not.
     """
 
     part = Part.DRAFT_STATE
@@ -150,7 +150,9 @@ class DraftState(Check):
         findings = []
         for number, name in enumerate(names):
             tell = share_of(context.tell, number, len(names))
-            findings.append(self._of_member(replace(context, stack=exact, tell=tell), name))
+            coming_s = context.end_s * (1.0 - 1.0 / (len(names) - number))  # of those that come later
+            own = replace(context, stack=exact, tell=tell, ends=context.ends - coming_s)
+            findings.append(self._of_member(own, name))
         return findings
 
     def _of_member(self, context: Context, name: str) -> Finding:

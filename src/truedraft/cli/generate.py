@@ -91,7 +91,8 @@ def _run(options: GenerateOptions, prompts: Sequence[Asked]) -> int:
     together = 1 if report.compare else min(len(prompts), BATCH)
     engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
     for _, each in prompts:
-        check_max_tokens(engine.target, each.max_tokens)
+        if each.max_tokens != SamplingParams().max_tokens:  # nobody asked for the default; the context ends it
+            check_max_tokens(engine.target, each.max_tokens)
     prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)
     if options.prompts.chat:
         prompts = as_chat(engine.target, prompts, trust_control_tokens=options.prompts.trust_control_tokens)

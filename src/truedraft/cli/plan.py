@@ -510,6 +510,8 @@ def _print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
     if found != words:
         why = f"; {words} was predicted {run.speedup.value:.2f}"
         why += f", and measured {made.measured[words]:.2f}" if words in made.measured else ""
+    elif words not in made.measured:
+        why = "; it was not measured"
     terminal.out.print(f"recommended: {found}{why}", style="bold", soft_wrap=True)
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _ANSWERED = "Text by the target, where --data has prompts"
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
 _WORK = "work"  # what is in the folder that is written once a training has started
+_KEPT = ("answers.json", "questions.json")  # of what the target wrote to train on
 _CHECKPOINTS = (Path(_WORK) / "joint", Path("stage-1") / _WORK, Path(_WORK))  # the latest stage first
 _QUIET_S = 120.0  # between two lines on one kind of work, where there is no terminal
 _LENGTH, _DECAY_LENGTH, _DECAY_SHARE = 512, 2048, 0.2  # of a draft
@@ -405,7 +406,8 @@ def _run(
             result = train(model, told, budget, device)
     except KeyboardInterrupt as stop:
         terminal.end_line()
-        say(how_to_go_on(job, keeps_answers=kind != "draft" or (job.out / _WORK / "answers.jsonl").is_file()))
+        kept = kind != "draft" or any((job.out / _WORK / name).is_file() for name in _KEPT)
+        say(how_to_go_on(job, keeps_answers=kept))
         if options.report.json:
             terminal.json(error_record(f"train {kind}", stop))
         return INTERRUPTED
@@ -453,7 +455,7 @@ def _check_folder(kind: str, job: JobOptions) -> None:
     if out.exists() and not out.is_dir():
         raise OptionError(f"{str(out)!r} is a file; name a folder", field="out")
     refuse_busy(out / _WORK)
-    names = ("checkpoint.pt", "answers.json", "questions.json") if kind == "draft" else ("",)
+    names = ("checkpoint.pt", *_KEPT) if kind == "draft" else ("",)
     started = any((out / _WORK / name).exists() for name in names)
     if started and not resume:
         problem = "holds a training; add --resume to go on with it, or name a new folder"

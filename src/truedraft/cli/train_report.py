@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from truedraft.training.ngrams import NgramResult
     from truedraft.training.report import Effort, HeadReport, HeadResult
 
-_LEAST_GAIN = 1.1  # tokens per call of the target; with fewer no draft pays for itself
 _LOG = Path("work") / "log.jsonl"
 _KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
 _TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
@@ -143,8 +142,10 @@ def _effort(terminal: Terminal, effort: Effort, log: Path) -> None:
 
 
 def _try_it(terminal: Terminal, model: str, drafter: str, evaluations: Sequence[EngineEvaluation]) -> None:
+    from truedraft.drafters.registry import too_few
+
     best = max((each.stats.mean_acceptance_length for each in evaluations), default=None)
-    if best is not None and best < _LEAST_GAIN:
+    if best is not None and too_few(drafter.partition(":")[0], best):
         _say(
             terminal,
             f"it brings nothing: {best:.2f} tokens for each call of the target at best, where plain decoding has 1 and "

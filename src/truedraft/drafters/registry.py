@@ -43,6 +43,11 @@ _LOCK_S = 10.0
 _LEAST_TOKENS, _LEAST_TOKENS_OF_TABLE = 1.25, 1.05
 
 
+def too_few(kind: str, tokens: float) -> bool:
+    """Whether so many tokens per target call cannot pay, of a drafter of some kind."""
+    return tokens < (_LEAST_TOKENS_OF_TABLE if kind == "ngram" else _LEAST_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedDrafter:
     """A trained drafter, as its folder describes it.
@@ -113,7 +118,7 @@ class TrainedDrafter:
     def brings_too_little(self) -> bool:
         """Whether what was measured of it cannot pay; not where nobody measured it."""
         most = self.most_tokens_per_call
-        return most is not None and most < (_LEAST_TOKENS_OF_TABLE if self.kind == "ngram" else _LEAST_TOKENS)
+        return most is not None and too_few(self.kind, most)
 
     def may_fit(self, target: LanguageModel) -> bool:
         """Whether its sizes allow the target, which is known without reading the target's weights."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.registry import ORDER
+from truedraft.drafters.registry import find_drafters
 from truedraft.drafters.specs import KINDS, auto_members, from_spec
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
@@ -59,16 +59,18 @@ class Candidate:
 def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnings.warn) -> tuple[str, ...]:
     """The words of drafters that are known to fit a target: what `auto` chooses among, and more of a kind if there are.
 
-    The newest of a kind that was trained for the target is that kind's word alone, the others have their folders.
+    The newest of a kind that was trained for the target is that kind's word alone, unless `auto` leaves that one
+    out; the others have their folders.
 
     Args:
         target: that they draft for.
         tell: as of `auto_members`.
     """
     found: list[str] = []
+    newest = {each.kind: str(each.folder) for each in reversed(find_drafters(target))}
     for words, _ in auto_members(target, tell=tell, most=_MOST_OF_A_KIND):
-        newest = words.kind in ORDER and words.kind not in found
-        found.append(words.kind if newest else spelled(replace(words, options={}), {}))
+        is_newest = words.path is not None and words.path == newest.get(words.kind)
+        found.append(words.kind if is_newest else spelled(replace(words, options={}), {}))
     return tuple(reversed(found))
 
 

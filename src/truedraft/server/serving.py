@@ -160,6 +160,10 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
         except (OSError, ssl.SSLError) as error:
             raise OptionError(f"cannot be used ({error})", field="tls_certificate") from error
     warm_up(service.engine)
+    try:
+        listening.listen()
+    except OSError as error:  # another server took the same address meanwhile
+        raise OptionError(f"{options.port} cannot be listened on ({error.strerror})", field="port") from error
     host, port = listening.getsockname()[:2]
     scheme = "http" if options.tls_certificate is None else "https"
     shown = f"[{host}]" if ":" in host else host
@@ -181,7 +185,9 @@ def warm_up(engine: Engine) -> None:
     engine.measure()
     prompt = made_up_prompt(engine.target, _WARM_PROMPT)
     for temperature in (0.0, 1.0):
-        engine.generate(prompt, SamplingParams(_WARM_TOKENS, temperature=temperature, ignore_eos=True))
+        params = SamplingParams(_WARM_TOKENS, temperature=temperature, ignore_eos=True)
+        for _ in engine.stream(prompt, params, scope=engine):  # a scope that no client has: nobody is drafted for by it
+            pass
 
 
 def _listen(host: str, port: int) -> socket.socket:

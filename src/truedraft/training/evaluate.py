@@ -206,7 +206,7 @@ def count_answers(
     for first in range(0, len(fitting), at_once or max(1, len(fitting))):
         requests = [engine.submit(prompt, params) for prompt in fitting[first : first + (at_once or len(fitting))]]
         is_over = False
-        while engine.step() and not is_over:
+        while not is_over and engine.step():
             calls = stats.target_calls + sum(each.counters.target_calls for each in requests)
             is_over = calls >= _LEAST_CALLS and time_is_up()
         for each in requests:

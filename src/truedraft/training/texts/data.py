@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -149,7 +150,7 @@ def as_stream(texts: Iterable[str], tokenizer: Encoder, answers: Iterable[Sequen
     pieces = [np.zeros(0, dtype=np.uint32)]
     with quiet_transformers():  # which warns of texts longer than the context; they are cut into blocks
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        for ids in (*encoded, *answers):
+        for ids in itertools.chain(encoded, answers):
             pieces += [np.array([tokenizer.eos_token_id, *ids], dtype=np.uint32)]
     return np.concatenate(pieces)
 
