@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from types import ModuleType, UnionType
+from types import ModuleType, SimpleNamespace, UnionType
 from typing import Any
 
 from truedraft.errors import OptionError, UnknownOptionError
@@ -308,14 +308,21 @@ def called(
     """
     parameters = inspect.signature(make).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    try:
-        hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
-    except Exception:  # annotations that mean something to type checkers alone
-        hints = {}
+    hints = _hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
     typed = {name: value for name, value in options.items() if name in parameters or takes_any}
     arguments = {name: _read_as(name, value, hints.get(name)) for name, value in typed.items()}
     arguments |= {name: value for name, value in given.items() if name in parameters}
     return make(**arguments, **{name: called(part, options, given) for name, part in (parts or {}).items()})
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """What its parameters are annotated with, but for what means something to type checkers alone."""
+    hints: dict[str, Any] = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        one = SimpleNamespace(__annotations__={name: annotation})
+        with contextlib.suppress(Exception):
+            hints |= typing.get_type_hints(one, function.__globals__)
+    return hints
 
 
 def read_bytes(name: str, typed: str) -> int:

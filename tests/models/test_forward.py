@@ -101,7 +101,7 @@ class _Words(Tokenizer):
 
     def __init__(self, size: int) -> None:
         super().__init__(None)
-        self.__dict__["vocab_size"] = size
+        self.__dict__["_about_ids"] = (size, frozenset(), {})
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -347,7 +347,13 @@ def _made(
             if ratio is not None and parts(ratio):
                 warn(f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say")
                 costs = StepCosts(target, refresh=True)
-        terminal.note(_announced(options, drafters, len(prompts), costs.forwards()(1, [_USUAL_CONTEXT])))
+        said = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_USUAL_CONTEXT]))])
+
+        def told(done: float, remark: str) -> None:
+            for sentence in said if done else ():  # the drafters are there
+                terminal.note(sentence)
+            show(round(done * _PARTS), remark)
+
         made = make_plan(
             target,
             drafters,
@@ -355,7 +361,7 @@ def _made(
             params,
             batch=options.what.batch,
             costs=costs,
-            progress=lambda done, remark: show(round(done * _PARTS), remark),
+            progress=told,
         )
     for warning in costs.warnings:
         warn(warning)
