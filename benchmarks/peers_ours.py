@@ -8,6 +8,7 @@ python benchmarks/peers_ours.py memory THREADS FILE PROMPT_TOKENS ANSWER_TOKENS
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
 import sys
@@ -21,6 +22,7 @@ import torch
 
 from common import be_asked
 from quantised_weights import compared, log_probabilities
+from real_prompts import TEMPERATURES
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
@@ -48,8 +50,8 @@ def ours(model: str, which: str) -> Callable[[dict[str, Any]], Any]:
     target = load_model(model)
     drafters = {"plain": None, "auto": "auto"} if which == "all" else {"plain": None}
     engines = {name: Engine(target, drafter, prefix_cache_bytes=0) for name, drafter in drafters.items()}
-    for engine in engines.values():
-        engine.measure()
+    for engine, heat in itertools.product(engines.values(), TEMPERATURES):
+        engine.measure(SamplingParams(temperature=heat))
 
     def answer(asked: dict[str, Any]) -> Any:
         if "texts" in asked:

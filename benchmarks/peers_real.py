@@ -288,7 +288,10 @@ def main() -> None:
         measure(weights, kept, asked, lambda: end - time.monotonic())
         if weights.is_file and time.monotonic() < end:
             once(weights, kept, asked)
-    print(report([line for line in kept.lines if line["cell"] != "settings"]))
+    found = [line for line in kept.lines if line["cell"] not in ("settings", "summary")]
+    if not asked.report:
+        kept.add(("summary", "", "", 0.0, 0), {}, rows=rows(found))
+    print(report(found))
 
 
 def _asked() -> argparse.Namespace:
