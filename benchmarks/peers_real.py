@@ -280,7 +280,7 @@ def main() -> None:
     asked = _asked()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
     kept = Kept(asked.out, asked.commit or commit())
-    end = time.monotonic() + 60 * asked.minutes
+    end, before = time.monotonic() + 60 * asked.minutes, len(kept.lines)
     every = [Weights("q4_1", asked.file, asked.draft_file)] if asked.file else []
     every += [Weights("bf16", asked.folder, asked.draft)] if asked.folder and asked.draft else []
     every += [Weights("gemma q4_k_m", asked.gemma, chat=False)] if asked.gemma else []
@@ -289,7 +289,7 @@ def main() -> None:
         if weights.is_file and time.monotonic() < end:
             once(weights, kept, asked)
     found = [line for line in kept.lines if line["cell"] not in ("settings", "summary")]
-    if not asked.report:
+    if len(kept.lines) > before:
         kept.add(("summary", "", "", 0.0, 0), {}, rows=rows(found))
     print(report(found))
 

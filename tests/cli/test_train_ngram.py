@@ -31,7 +31,9 @@ def table(run: Run, target: str, text: str, tmp_path: Path) -> Path:
     return out
 
 
-def test_a_counted_table_drafts(run: Run, target: str, text: str, tmp_path: Path, registry_of_its_own: Path) -> None:
+def test_a_counted_table_drafts(
+    run: Run, target: str, text: str, tmp_path: Path, registry_of_its_own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "table"
     words = ("train", "ngram", "--model", target, "--data", text, "--out", str(out))
     result = run(*words, "--json")
@@ -43,7 +45,7 @@ def test_a_counted_table_drafts(run: Run, target: str, text: str, tmp_path: Path
     for phrase in (
         f"counted {record['counted_tokens']:,} tokens of text.txt",
         "with trees of 7 nodes",
-        "it brings nothing: ",
+        "try it: truedraft generate",
     ):
         assert phrase in result.out
     assert f"{record['served'][0]['mean_acceptance_length']:.2f}" in result.out
@@ -58,7 +60,9 @@ def test_a_counted_table_drafts(run: Run, target: str, text: str, tmp_path: Path
     listed = run("info", "--model", target, "--json").record["drafters"][0]
     assert listed["kind"] == "ngram" and listed["belongs"] is True
 
+    monkeypatch.setattr("truedraft.drafters.registry._LEAST_TOKENS_OF_TABLE", 9.0)
     again = run(*words, "--order", "2", "--json")
+    assert "it brings nothing: " in again.out and "--drafter auto leaves it out" in again.out
     assert again.status == 0 and again.record["order"] == NgramTable.open(out).order == 2, (
         "it takes the old one's place"
     )

@@ -56,7 +56,7 @@ def test_a_model_that_cannot_answer_is_not_served(
     def fail(*_: Any, **__: Any) -> Any:
         raise TruedraftError("no room")
 
-    monkeypatch.setattr(engine, "generate", fail)
+    monkeypatch.setattr(engine, "stream", fail)
     monkeypatch.setattr(serving._Server, "run", lambda *_, **__: pytest.fail("it listens"))
     options = ServerOptions(port=0)
     app, service = application(engine, options, "tiny")
