@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from truedraft.errors import ChangedOptionsError, OptionError, UnknownOptionError, errors_about
-from truedraft.options import Words, check_whole, read_bytes, read_number, read_whole
+from truedraft.options import Words, called, check_whole, read_bytes, read_number, read_whole
 
 
 def test_words() -> None:
@@ -107,3 +107,12 @@ def test_sizes_are_in_powers_of_1024() -> None:
 def test_sizes_that_cannot_be_read(typed: str) -> None:
     with pytest.raises(OptionError, match=f"^size must be a size as 1000000, 300M or 1.5G, got {typed!r}$"):
         read_bytes("size", typed)
+
+
+def test_an_annotation_for_type_checkers_alone_leaves_the_others() -> None:
+    def made(count: int, target: KnownToTypeCheckers) -> object:  # type: ignore[name-defined]  # noqa: F821
+        return count, target
+
+    assert called(made, {"count": "3"}, {"target": "it"}) == (3, "it")
+    with pytest.raises(OptionError, match="'three'"):
+        called(made, {"count": "three"}, {"target": "it"})

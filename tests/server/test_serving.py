@@ -22,7 +22,7 @@ def test_a_server_has_answered_before_anybody_can_ask(
     free = _listen("127.0.0.1", 0)
     address = free.getsockname()
     free.close()
-    engine, order, greedy = make_engine(), [], []
+    engine, order, greedy, scopes = make_engine(), [], [], []
 
     def step(record: StepRecord) -> None:
         order.append("answers")
@@ -36,7 +36,9 @@ def test_a_server_has_answered_before_anybody_can_ask(
 
     prepare = engine.prepare
     monkeypatch.setattr(
-        engine, "prepare", lambda *a, **k: (greedy.append(a[1].temperature == 0.0), prepare(*a, **k))[1]
+        engine,
+        "prepare",
+        lambda *a, **k: (greedy.append(a[1].temperature == 0.0), scopes.append(k["scope"]), prepare(*a, **k))[2],
     )
     monkeypatch.setattr(serving._Server, "run", run)
     engine.listeners.append(step)
@@ -45,6 +47,7 @@ def test_a_server_has_answered_before_anybody_can_ask(
     serve(app, service, options, lambda _: order.append("ready"))
     assert order[-2:] == ["listens", "ready"] and order.count("answers") > 2, order
     assert greedy == [True, False], "both ways of drawing are warm"
+    assert scopes == [engine, engine], "drafters that keep texts draft for no client by them"
     assert engine.check_idle() == []
 
 
