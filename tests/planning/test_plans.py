@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from truedraft.drafters import from_spec, specs
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
 from truedraft.heads import HeadRecord
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.options import Words
 from truedraft.planning import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, ratio_of_rates, read_plan
 from truedraft.planning.candidates import LONGEST
 from truedraft.planning.predictions import Circumstance, Drafting, Footprint, Interval, PlanOption, options_of
@@ -126,6 +128,16 @@ def test_what_is_tried_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
     target = HuggingFaceModel(build(LlamaConfig(**GROUPED), seed=3), None, "tiny", fused_backend)
     assert fitting_drafters(target) == ("prompt-lookup", "self:int4"), "as auto takes it"
+
+
+def test_a_kind_alone_names_what_auto_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bare word is the newest of the kind, which auto may have left out."""
+    target, place = packed("llama"), "truedraft.planning.candidates"
+    monkeypatch.setattr(f"{place}.auto_members", lambda *_, **__: [(Words("drafter", "draft", "old", {}), None)])
+    for newest, words in (("new", "draft:old"), ("old", "draft")):
+        found = [SimpleNamespace(kind="draft", folder=name) for name in dict.fromkeys((newest, "old"))]
+        monkeypatch.setattr(f"{place}.find_drafters", lambda _, found=found: found)
+        assert fitting_drafters(target) == (words,)
     with pytest.raises(UnknownOptionError):
         candidates_of("nobody", packed("llama"), GREEDY)
 

@@ -36,8 +36,7 @@ def certify(
     most_seconds: float = math.inf,
     tell: Callable[[Part, float], None] = lambda part, done: None,
     announce: Callable[[str], None] | None = None,
-    in_float32: Callable[[], Stack] | None = None,
-    float32_s: float = 0.0,
+    in_float32: EqualityInFloat32 | None = None,
 ) -> Report:
     """Check that a stack answers as its target alone would.
 
@@ -53,8 +52,7 @@ def certify(
         entropy: fixes the noise of requests without a seed, so that a certificate can be repeated.
         tell: is told a part and the fraction of it that is done.
         announce: is told before the checks what the time can show, by a trial; None makes none.
-        in_float32: makes the same stack in float32, for greedy and seeded answers; None leaves that out.
-        float32_s: about how long that takes; where it is more than a third of the time it is left out.
+        in_float32: compares greedy and seeded answers of the same stack in float32; None leaves that out.
 
     Returns:
         The report; look at `issued` and `verdict`.
@@ -65,7 +63,7 @@ def certify(
     """
     check_run(prompts, stack.target.context_length - 2, batch, seconds)
     began, stack = common.now(), stack.but(entropy=entropy)
-    checks = checks_of(stack, params, in_float32, float32_s, seconds)
+    checks = checks_of(stack, params, in_float32)
     shared_s = seconds - sum(check.apart_s for check in checks)
     whole = Context(stack, prompts, params, batch, shared_s, ends=began + most_seconds)
     with _left_as_found(stack):
@@ -114,13 +112,7 @@ def _findings(checks: Sequence[Check], whole: Context, tell: Callable[[Part, flo
     return findings
 
 
-def checks_of(
-    stack: Stack,
-    params: SamplingParams,
-    in_float32: Callable[[], Stack] | None = None,
-    float32_s: float = 0.0,
-    seconds: float = math.inf,
-) -> list[Check]:
+def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat32 | None = None) -> list[Check]:
     """The checks that make a certificate for a stack and options, in their order.
 
     Raises:
@@ -131,7 +123,7 @@ def checks_of(
         return [Exact(), LossyDivergence(), Invariance(), DraftState()]
     equality: list[Check] = [Equality()]
     if in_float32 is not None and stack.target.dtype is not torch.float32:
-        equality.append(EqualityInFloat32(in_float32, float32_s, seconds))
+        equality.append(in_float32)
     if params.greedy:
         tests: list[Check] = [ComparedControls()]
     else:

@@ -150,7 +150,7 @@ def _certified(
     terminal: Terminal,
 ) -> tuple[Report, dict[str, Any]]:
     """The report, and what it is about."""
-    from truedraft.certify import Part, certify
+    from truedraft.certify import EqualityInFloat32, Part, certify
     from truedraft.cli.report import circumstances_record
 
     began = time.monotonic()
@@ -158,6 +158,7 @@ def _certified(
     loading_s = time.monotonic() - began
     whole = dataclasses.replace(options.machine, dtype="float32")
     parts, seconds = list(Part), time_left.left_s()
+    again = EqualityInFloat32(lambda: _loaded(options, whole, params, terminal)[1], loading_s, seconds)
     with terminal.progress("certify", len(parts) * _STEPS) as show:
 
         def tell(part: Part, done: float) -> None:
@@ -173,8 +174,7 @@ def _certified(
             entropy=seed,
             tell=tell,
             announce=terminal.note,
-            float32_s=loading_s,
-            in_float32=None if options.check.no_float32 else lambda: _loaded(options, whole, params, terminal)[1],
+            in_float32=None if options.check.no_float32 else again,
         )
     return report, circumstances_record(engine, options.stack, params)
 
