@@ -52,7 +52,7 @@ class EngineSystem:
         """Answer a group together.
 
         Raises:
-            ModelError: a request failed.
+            ModelError: a request failed, or went on undrafted.
         """
         prefill_s: list[float] = []
 
@@ -65,7 +65,9 @@ class EngineSystem:
             answers = self.engine.generate([list(asked.prompt) for asked in group], [asked.params for asked in group])
         finally:
             self.engine.listeners.remove(listen)
-        broken = next((answer.error for answer in answers if answer.error is not None), None)
+        broken = next(
+            (text for answer in answers for text in (answer.error, *answer.warnings) if text is not None), None
+        )
         if broken is not None:
             raise ModelError(broken)
         greedy = [number for number, asked in enumerate(group) if asked.params.greedy]

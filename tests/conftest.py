@@ -21,6 +21,12 @@ keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
+def _the_machine_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that a test measures are kept, whatever runs beside it."""
+    monkeypatch.setattr("truedraft.costs.kept.run_delay_s", lambda: 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_had_to_be_asked_again(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No engine of a test may get over a failure of its parts, unless the test is marked `plants_failures`.
 

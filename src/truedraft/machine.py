@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -161,6 +162,18 @@ def describe_machine(device: str = "cpu") -> str:
         return torch.cuda.get_device_name(torch.device(device))
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{cpu_name()}, {os.cpu_count()} cores ({platform.machine()}, {capability}), no GPU"
+
+
+def run_delay_s() -> float:
+    """Seconds that the threads of this process were ready to run and waited for a core; 0 where the system counts none.
+
+    How much that grows while something is measured says how busy the machine was.
+    """
+    waited = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+            waited += int(thread.read_text().split()[1])
+    return waited / 1e9
 
 
 def machine_facts() -> dict[str, Any]:

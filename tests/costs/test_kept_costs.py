@@ -7,14 +7,17 @@ import errno
 import json
 import os
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
 from support.tiny_models import noisy, packed
+from truedraft import __version__
 from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, Effort, Measured, StepCosts, drafter_cost, target_cost
+from truedraft.costs import kept as kept_module
 from truedraft.costs import store as store_module
 from truedraft.costs.store import CostKey, model_identity, versions
 from truedraft.drafters import DraftModel, PromptLookup
@@ -47,6 +50,28 @@ def test_a_cost_is_measured_once(store: CostStore) -> None:
     again = cost_of(model(), store)
     assert again == Measured(first.value, True, 0.0, first.path)
     assert [path.name for path in store.folder.iterdir()] == [first.path.name]  # no temporary file stays
+
+
+def test_what_was_measured_beside_other_programs_is_not_kept(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s = iter([1.0, 31.0])  # of measurements that take far less
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: next(waited_s))
+    found = cost_of(model(), store)
+    [warning] = found.warnings
+    assert "are not kept, for other programs ran while they were measured" in warning
+    assert not found.path.exists()
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: 1.0)
+    assert not cost_of(model(), store).kept  # measured again, and kept now that nobody was in the way
+    assert cost_of(model(), store).kept
+
+
+def test_costs_are_measured_where_only_the_sources_are(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        assert name != "truedraft", "an installed package was asked for"
+        return "5.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert not cost_of(model(), store).kept
+    assert versions()["truedraft"] == __version__
 
 
 def test_progress_is_silent_for_a_kept_cost(store: CostStore) -> None:

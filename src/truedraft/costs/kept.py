@@ -15,6 +15,7 @@ from truedraft.core.stats import StepRecord
 from truedraft.costs.measuring import Effort, measure_drafter, measure_target, rehearse
 from truedraft.costs.store import CostKey, CostStore, drafter_key, target_key
 from truedraft.drafters.base import Drafter
+from truedraft.machine import run_delay_s
 from truedraft.models.base import LanguageModel
 from truedraft.progress import Progress, unwatched
 from truedraft.theory import DraftCost, TargetCost
@@ -22,6 +23,7 @@ from truedraft.theory import DraftCost, TargetCost
 STEPS = 50
 """Steps whose median a curve is held to."""
 _PARTED = 0.15
+_DELAYED = 0.1  # share of the time of a measurement that its threads may wait for a core
 _SHORT_TARGET, _SHORT_DRAFTER = Effort(1.0, 3, 25), Effort(0.5, 3, 40)
 _SHORT = "short"
 
@@ -117,10 +119,18 @@ def _kept_or_measured(
     found, warning = (None, None) if refresh else store.load(key, kind)
     if found is not None:
         return Measured(found, True, 0.0, store.path(key))
-    started = time.perf_counter()
+    started, delay_s = time.perf_counter(), run_delay_s()
     cost = measure()
     seconds = time.perf_counter() - started
-    warnings = (warning, store.save(key, asdict(cost)))
+    delayed = (run_delay_s() - delay_s) / seconds
+    if delayed <= _DELAYED:
+        lost = store.save(key, asdict(cost))
+    else:
+        lost = (
+            f"the costs of {key.what} are not kept, for other programs ran while they were measured "
+            f"({delayed:.0%} of that time was spent waiting for a core)"
+        )
+    warnings = (warning, lost)
     return Measured(cost, False, seconds, store.path(key), tuple(each for each in warnings if each is not None))
 
 

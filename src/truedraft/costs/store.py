@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from truedraft import __version__
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
@@ -186,7 +187,7 @@ def versions() -> dict[str, str]:
     return {
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
-        "truedraft": metadata.version("truedraft"),
+        "truedraft": __version__,
     }
 
 
