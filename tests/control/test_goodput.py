@@ -26,7 +26,7 @@ from support.simulated_drafting import (
     Simulation,
     steady,
 )
-from truedraft.control import Budget, Goodput, Hint
+from truedraft.control import Budget, Controller, FixedBudget, Goodput, Hint
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.cascade import _OWN_MEMORY, _Guessed
 
@@ -300,6 +300,24 @@ def test_a_second_drafter_that_was_bad_for_a_minute_gets_its_chance() -> None:
     assert sum(each.drafter == "b" for each in simulation.requests[0].decisions[-100:]) > 80
 
 
+def test_verdicts_that_follow_one_another_are_followed() -> None:
+    """Whole passages are foreseen, others not at all: no fixed length is right for both."""
+
+    def run(controller: Controller) -> Simulation:
+        clock = controller._clock if isinstance(controller, Goodput) else FakeClock()
+        passages = random.Random(3).choices((0.97, 0.05), k=20_000)
+
+        def acceptance(seconds: float, request: int, position: int) -> float:
+            return passages[(simulation.requests[0].emitted + position) // 24]
+
+        simulation = Simulation(controller, {"a": SimulatedDrafter(acceptance)}, clock)
+        simulation.run(100.0)
+        return simulation
+
+    fixed = max(run(FixedBudget(Budget(length, 1, length))).tokens for length in range(9))
+    assert run(Goodput(clock=FakeClock())).tokens > 1.1 * fixed
+
+
 # ------------------------------------------------------------------------------------------ hysteresis
 
 
@@ -480,6 +498,7 @@ def test_what_is_learned_of_sampling_options_is_bounded(monkeypatch: pytest.Monk
             simulation.run(STEP_S * 20)
     pools = simulation.controller._pool  # type: ignore[attr-defined]
     assert len(pools) == 8
-    (usual,) = [gains for (shaping, _), gains in pools.items() if shaping == ((0.0, 0, 1.0, 0.0), False, False)]
-    assert usual._step > 700, "what is used goes on learning, however many others come"
+    usual = [gains for (shaping, _), gains in pools.items() if shaping == ((0.0, 0, 1.0, 0.0), False, False)]
+    assert len(usual) == 2, "behind accepted proposals and behind rejected ones"
+    assert max(each._step for each in usual) > 700, "what is used goes on learning, however many others come"
     assert simulation.requests[0].decisions

@@ -40,7 +40,8 @@ _PLANS = 5  # of which the median says what planning takes, for one of them may 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Kind: TypeAlias = tuple[str, int]
-"""What a request's estimates are kept apart by: drafter and kind of hint; the pool's by sampling options too."""
+"""What a request's estimates are kept apart by: drafter, and kind of hint with what became of its last proposal;
+the pool's by sampling options too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,8 @@ class _Own:
     Attributes:
         shaping: its sampling options that acceptance hangs on.
         acceptance: estimates from its own verdicts.
-        kinds: of hints at the last decision, by drafter.
+        kinds: at the last decision, by drafter.
+        lucky: drafters of whose last proposal something was accepted.
         share: what the last plan has for it.
         decided: by these kinds, since that plan was made.
     """
@@ -58,6 +60,7 @@ class _Own:
     shaping: object
     acceptance: dict[Kind, Acceptance] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
+    lucky: set[str] = field(default_factory=set)
     share: Share = None
     decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)
 
@@ -143,7 +146,7 @@ class Goodput(Controller):
         for view, own, share, found in zip(views, owns, plan.shares, hints, strict=True):
             own.share = share
             decisions.append(self._decision(view, share))
-            own.decided = {_kinds(found): decisions[-1]}
+            own.decided = {_kinds(own, found): decisions[-1]}
         self._make_probe(views, decisions, hints, candidates)
         self._plans_s.append(self._clock() - began)
         plan_s = median_low(self._plans_s)
@@ -153,7 +156,8 @@ class Goodput(Controller):
     def _decided(self, view: RequestView, hints: Mapping[str, Hint]) -> Decision:
         """A decision beside the plan that is kept, where a request is new or drafters know other things."""
         assert self._planned is not None
-        own, kinds = self._own_of(view), _kinds(hints)
+        own = self._own_of(view)
+        kinds = _kinds(own, hints)
         own.kinds = dict(kinds)
         if kinds not in own.decided:
             planner, plan, ids = self._planned
@@ -190,13 +194,13 @@ class Goodput(Controller):
     def _candidates(self, view: RequestView, hints: Mapping[str, Hint]) -> list[Candidate]:
         """The drafters that may draft for a request, as far as its own verdicts say, too."""
         own, room = self._own_of(view), view.remaining - 1
-        own.kinds = dict(_kinds(hints))
+        own.kinds = dict(_kinds(own, hints))
         found = []
         for drafter, hint in hints.items() if room >= 1 else ():
             if not hint.finds:
                 continue
             limits = view.limits[drafter].cut(room)
-            gains = self._acceptance(view, own, (drafter, hint.kind)).gains(_most(limits, room))
+            gains = self._acceptance(view, own, (drafter, _kind(own, drafter, hint))).gains(_most(limits, room))
             late_s = self._timing.catch_up_s(drafter, hint.behind)
             odds = None
             if hint.confident and self._level_s(drafter, view.params.greedy) >= _DEAR_LEVEL_S:
@@ -220,13 +224,17 @@ class Goodput(Controller):
         if kind not in own.acceptance:
             key = own.shaping, kind
             if key not in self._pool:
-                self._pool[key] = Acceptance(*self._prior(view, kind))
+                rates, chain = self._prior(view, kind)
+                # What followed other proposals says half of what is expected behind such as were not met yet.
+                if (other := self._pool.get((own.shaping, (kind[0], kind[1] ^ 1)))) is not None:
+                    rates = [(one + more) / 2.0 for one, more in zip(rates, other.rates(len(rates)), strict=True)]
+                self._pool[key] = Acceptance(rates, chain)
             own.acceptance[kind] = _used(self._pool, key).of_one()
         return own.acceptance[kind]
 
     def _prior(self, view: RequestView, kind: Kind) -> tuple[list[float], bool]:
         """Rates of a drafter of which no verdict is known, and whether they are of chains."""
-        (drafter, hint), limits = kind, view.limits[kind[0]]
+        (drafter, hint), limits = (kind[0], kind[1] // 2), view.limits[kind[0]]
         chain = limits.width == 1
         told = self._expected.get(drafter) if chain and not hint else None
         known = [gain for gain in told or self._timing.acceptance(drafter, view) if gain > 0.0]
@@ -293,7 +301,7 @@ class Goodput(Controller):
             beyond = now[1]
             if each.limits.width == 1 or beyond >= most:
                 return None
-        acceptance = own.acceptance[each.drafter, hints[each.drafter].kind]
+        acceptance = own.acceptance[each.drafter, _kind(own, each.drafter, hints[each.drafter])]
         gains = acceptance.hoped(most, beyond, self._step)
         return Candidate(each.drafter, each.limits, gains, each.setup_s, each.catch_up_s)
 
@@ -333,6 +341,7 @@ class Goodput(Controller):
             short = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
             stopped = short and budget.floor > 0.0
             own.acceptance[kind].learn(share, self._step, stopped)
+            (own.lucky.add if share.path else own.lucky.discard)(share.drafter)
             if (own.shaping, kind) in self._pool:
                 _used(self._pool, (own.shaping, kind)).learn(share, self._step, stopped)
                 if share.confidence:
@@ -362,9 +371,17 @@ def _before(own: _Own, candidates: Sequence[Candidate], now: Share) -> Share:
     return next(((each, nodes) for each in candidates if each.drafter == drafter and nodes <= len(each.gains)), now)
 
 
-def _kinds(hints: Mapping[str, Hint]) -> tuple[Kind, ...]:
-    """Of hints by drafter; -1 where there is nothing to propose."""
-    return tuple([(drafter, hint.kind if hint.finds else -1) for drafter, hint in hints.items()])
+def _kinds(own: _Own, hints: Mapping[str, Hint]) -> tuple[Kind, ...]:
+    """By drafter; -1 where there is nothing to propose."""
+    return tuple([(drafter, _kind(own, drafter, hint) if hint.finds else -1) for drafter, hint in hints.items()])
+
+
+def _kind(own: _Own, drafter: str, hint: Hint) -> int:
+    """Verdicts follow one another: where something of the last proposal was accepted the next one is likelier to be.
+
+    Worked example: hints of kind 0 and 1 are 0 and 2 behind a proposal that was rejected whole, else 1 and 3.
+    """
+    return 2 * hint.kind + (drafter in own.lucky)
 
 
 def _most(limits: Budget, room: int) -> int:
