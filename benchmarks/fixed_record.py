@@ -113,7 +113,7 @@ def facts(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def record(only: str) -> Iterator[tuple[str, Any]]:
     """Each case by name, with what came of it."""
-    target = load_model("embedded:target")
+    target = load_model("embedded:target", dtype="float32")
     for drafter, rule in itertools.product(DRAFTERS, RULES):
         try:
             engine = Engine(target, drafter, rule, controller=FixedBudget())
