@@ -15,7 +15,7 @@ from truedraft.control import Goodput
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Request
 from truedraft.errors import PromptError
@@ -179,7 +179,7 @@ def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
 def test_others_of_a_portfolio_draft_for_whom_one_has_no_room() -> None:
     target = MarkovWithHead(markov().probs)
     heads = fitted_heads(target, [[1, 2, 3, 4, 5, 6, 7, 0] * 4])
-    drafter = Portfolio([DraftModel(markov(2)), Medusa(heads, LikeliestTrees(3), nodes=8), PromptLookup(min_ngram=1)])
+    drafter = Portfolio([DraftModel(markov(2)), Medusa(heads, GuessTrees(3), nodes=8), PromptLookup(min_ngram=1)])
     engine = Engine(target, drafter, controller="in-turn", max_cache_bytes=span(60) + 900)
     watch = Watch(engine, span(60) + 900)
     prompt, params = [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(max_tokens=40, ignore_eos=True)

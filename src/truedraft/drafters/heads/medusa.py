@@ -19,7 +19,7 @@ from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.calibration import PROMISED_ON, kind_of
-from truedraft.drafters.heads.guess_trees import FixedTrees, GuessTrees, coupled_guesses, trees_for
+from truedraft.drafters.heads.guess_trees import GuessTrees, coupled_guesses, fixed_trees, trees_for
 from truedraft.drafters.measured_trees import SizePlan, TreeFacts
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
@@ -65,14 +65,15 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
 
     Args:
         heads: trained for the target.
-        trees: how guesses become trees; a mapping stands for `FixedTrees` of it; None takes what was found best on
+        trees: how guesses become trees; a mapping stands for `fixed_trees` of it; None takes what was found best on
             held-out text, see `trees_for`.
         nodes: most nodes of a proposal; None takes 16 until `with_nodes` says better.
 
     Attributes:
         nodes: most nodes of a proposal.
         nodes_chosen: whether the number of nodes was chosen, by the caller or by measuring.
-        tree_kind: how guesses become trees, "likeliest" or "fixed".
+        guess_trees: how guesses become trees.
+        tree_kind: its name, "likeliest" or "fixed".
 
     Raises:
         OptionError: no tree, one that is deeper than there are heads, or an unusable number of nodes.
@@ -91,36 +92,29 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         super().__init__(heads)
         if trees is None:
             trees = trees_for(heads.reach, heads.record.trees, heads.record.facts)
-        self._trees = trees if isinstance(trees, GuessTrees) else FixedTrees(trees)
-        self._trees.check(heads.reach)
+        self.guess_trees = trees if isinstance(trees, GuessTrees) else fixed_trees(trees)
+        self.guess_trees.check(heads.reach)
         self.nodes_chosen = nodes is not None
         self.nodes = DEFAULT_NODES if nodes is None else nodes
         if self.nodes < 0:
             raise OptionError(f"nodes of a Medusa tree must be 0 or more, got {nodes}")
-        self.limits = self._trees.extent(self.nodes)
-        self.tree_kind = self._trees.name
+        self.limits = self.guess_trees.extent(self.nodes)
+        self.tree_kind = self.guess_trees.name
 
     def with_nodes(self, nodes: int) -> Medusa:
         """The same heads and trees with another number of nodes, as measuring may show it to be best; 0 drafts nothing.
 
         The new drafter has no requests of the old one.
         """
-        return Medusa(self.head, self._trees, nodes=nodes)
+        return Medusa(self.head, self.guess_trees, nodes=nodes)
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:
-        """The whole tree of ranks for requests with these sampling options, all of its nodes; None if there is none.
-
-        Where `is_fixed` says so, it is what they are drafted by; otherwise what was counted for these heads.
-        """
-        return self._trees.counted(params)
-
-    def is_fixed(self, params: SamplingParams) -> bool:
-        """Whether that tree is what requests with these options are drafted by; otherwise each step chooses one."""
-        return self._trees.is_fixed(params)
+        """The whole fixed tree of ranks for requests with these options, all of its nodes; None if there is none."""
+        return self.guess_trees.counted(params)
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         """What nodes are expected to bring to requests with these options; None where nobody measured it."""
-        curve = self._trees.acceptance_curve(params)
+        curve = self.guess_trees.acceptance_curve(params)
         return None if curve is None else replace(curve, text=str(self.facts.get(PROMISED_ON, "")))
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
@@ -136,11 +130,11 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         if whole is None or not self.nodes:
             return None
         accuracy = self.facts.get("trees", {}).get(kind_of(params), {}).get("rank_accuracy")
-        tree, fixed = whole.first(self.nodes), self.is_fixed(params)
+        tree, fixed = whole.first(self.nodes), self.guess_trees.is_fixed(params)
         return TreeFacts(tree, fixed, self.nodes, self.acceptance_curve(params), accuracy)
 
     def _runner_for(self, target: LanguageModel) -> MedusaRunner:
-        self._trees.check(self.head.reach, target.vocab_size)
+        self.guess_trees.check(self.head.reach, target.vocab_size)
         return MedusaRunner(self.head, target, max(1, self.limits.depth))
 
     def propose(
@@ -152,7 +146,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         asked = sorted(self._asked(batch, budgets, noise), key=lambda each: each.params.seeded)
         if not asked:
             return proposals
-        trees = self._trees.trees(self._guess(asked), [(each.params, each.budget) for each in asked])
+        trees = self.guess_trees.trees(self._guess(asked), [(each.params, each.budget) for each in asked])
         for each, tree in zip(asked, trees, strict=True):
             proposals[each.place] = Proposal.deterministic(tree)
         return proposals
@@ -164,7 +158,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         for place, (request, budget, own) in enumerate(zip(batch, budgets, noise, strict=True)):
             vector = self._vectors.get(request.id)
             allowed = Budget(budget.depth, budget.width, min(budget.nodes, self.nodes))
-            extent = self._trees.wanted(request.params, allowed)
+            extent = self.guess_trees.wanted(request.params, allowed)
             if vector is not None and not extent.is_zero:
                 yield _Asked(place, request.params, own, allowed, extent, vector, request.tokens[-1])
 
