@@ -79,16 +79,21 @@ class TreeShape:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root's child down to `node`."""
-        path: list[int] = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return tuple(reversed(path))
+        return path_to(node, self.parents)
 
     @cached_property
     def rooted(self) -> TreeShape:
         """The same tree with its root as node 0: what the target's forward packs."""
         return chain_shape(len(self) + 1) if self.is_chain else TreeShape((-1, *(p + 1 for p in self.parents)))
+
+
+def path_to(node: int, parents: Sequence[int]) -> tuple[int, ...]:
+    """Nodes from the root's child down to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return tuple(reversed(path))
 
 
 @lru_cache(maxsize=4096)

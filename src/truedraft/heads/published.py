@@ -19,13 +19,13 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
-from truedraft.heads.base import HeadRecord, tensors_in
+from truedraft.heads.base import Head, HeadRecord, tensors_in
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 
@@ -50,12 +50,19 @@ def published_tree() -> RankTree:
     return RankTree(tuple(tuple(map(int, path)) for path in _PUBLISHED.split()))
 
 
-def is_original(path: Path) -> bool:
+def load_published(path: Path, kind: type[Head]) -> Any:
+    """Heads of a kind of ours that another project published; None where a path has none."""
+    if issubclass(kind, MedusaHeads):
+        return _load_original(path, kind) if _is_original(path) else None
+    return _load_apple(path, kind) if issubclass(kind, RedrafterHead) and _is_apple(path) else None
+
+
+def _is_original(path: Path) -> bool:
     """Whether a path is a file of the original Medusa project, or a folder with one."""
     return (path.is_file() and path.suffix == ".pt") or (path.is_dir() and (path / _MEDUSA_FILE).is_file())
 
 
-def load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
+def _load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
     """Heads of the original Medusa project, with outputs of their own, and the published tree as far as they reach.
 
     Raises:
@@ -99,7 +106,7 @@ def _target_name(config: Path) -> str:
         return ""
 
 
-def is_apple(path: Path) -> bool:
+def _is_apple(path: Path) -> bool:
     """Whether a folder's config.json says that it is of Apple's `Drafter` format."""
     try:
         record = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
@@ -108,7 +115,7 @@ def is_apple(path: Path) -> bool:
     return isinstance(record, dict) and record.get("model_type") == _APPLE_TYPE
 
 
-def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
+def _load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
     """A recurrent head of Apple's project, with an output of its own.
 
     Raises:

@@ -136,8 +136,7 @@ class CopiedBackend(WholeTextBackend):
             "attention_mask": torch.ones_like(text),
             "logits_to_keep": wanted,
         }
-        given = {name: value for name, value in given.items() if name in self._takes}
-        output = self._model(input_ids=text[:, known:], use_cache=True, **given | {self._keyword: read.past})
+        output = self._called(text[:, known:], given, use_cache=True, **{self._keyword: read.past})
         read.past, read.ids = getattr(output, self._keyword, None), text[0].tolist()
         if read.past is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} gives no cache back that could be copied")

@@ -52,8 +52,7 @@ class WholeTextBackend(AloneBackend):
             "attention_mask": torch.ones_like(text),
             "use_cache": False,
         }
-        given = {name: value for name, value in given.items() if name in self._takes}
-        logits: Tensor = self._model(input_ids=text, **given).logits[0, -new:]
+        logits: Tensor = self._called(text, given).logits[0, -new:]
         self._captured[-1] = self._captured[-1][:, -new:]
         return logits
 
