@@ -24,9 +24,9 @@ from truedraft.errors import CompositionError, OptionError, UnsupportedModelErro
 from truedraft.models import huggingface
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend
+from truedraft.models.backends.copied import WholeTextBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Weights
-from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
