@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,8 +16,10 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.drafters.held import Held
-from truedraft.drafters.measured_trees import MeasuredTrees
 from truedraft.models.base import LanguageModel
+
+if TYPE_CHECKING:
+    from truedraft.drafters.heads.base import HeadDrafter
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -128,7 +130,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     limits: Budget
-    trees: MeasuredTrees | None = None
+    trees: HeadDrafter[Any, Any] | None = None
     branching: tuple[int, ...] = ()
     levels: int | None = None
     features: ClassVar[Features | None] = None

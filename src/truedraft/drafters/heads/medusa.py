@@ -17,10 +17,9 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.base import HeadDrafter, SizePlan, TreeFacts
 from truedraft.drafters.heads.calibration import PROMISED_ON, kind_of
 from truedraft.drafters.heads.guess_trees import GuessTrees, coupled_guesses, fixed_trees, trees_for
-from truedraft.drafters.measured_trees import SizePlan, TreeFacts
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel
