@@ -128,9 +128,9 @@ def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, wor
     without = DraftRequest(7, request.params, request.tokens)
     (again,) = drafter.propose([without], [Budget(3)], [noise])
     assert again.tree.host_ids == proposal.tree.host_ids
-    assert list(drafter.holding) == [7]
+    assert list(drafter.held.requests) == [7]
     drafter.end(without)
-    assert not drafter.holding
+    assert not drafter.held.requests
 
 
 def test_budgets_of_zero_do_no_work_and_the_context_ends_a_chain(target: HuggingFaceModel) -> None:

@@ -46,7 +46,7 @@ def allocated(engine: Engine) -> int:
         for own in member.held.models
         for cache in own.caches.values()
     ]
-    held = sum(len(member.holding) * member.held.request_bytes for member in engine.drafter.members.values())
+    held = sum(len(member.held.requests) * member.held.request_bytes for member in engine.drafter.members.values())
     return held + sum(cache.n_bytes for cache in (*kept, *running, *drafted))
 
 
@@ -100,7 +100,7 @@ def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decod
     assert watch.largest > most // 2 or most == 1_000_000
     assert engine.check_idle() == []
     assert target.pool.in_use == 0
-    assert all(not member.holding for member in made.members.values())
+    assert all(not member.held.requests for member in made.members.values())
 
 
 def test_without_a_limit_nobody_waits_and_the_same_is_counted() -> None:

@@ -273,7 +273,7 @@ def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     plain = Engine(target).generate(PROMPTS, params)
     assert [a.token_ids for a in answers][0::2] == [a.token_ids for a in plain][0::2]
-    assert not drafter.holding, "every request gave its vector back"
+    assert not drafter.held.requests, "every request gave its vector back"
 
 
 # --- requests that come and go ---
@@ -321,7 +321,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithEmb
     assert not any(answer.warnings for answer in answers)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     assert drafter.seen == sum(answer.stats.target_calls + 1 for answer in answers)
-    assert not drafter.holding, "every request gave its vector back"
+    assert not drafter.held.requests, "every request gave its vector back"
     if budgets != [NO_DRAFT]:
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
