@@ -92,15 +92,15 @@ class GuessTrees:
         """
         # Limits of whole trees: cutting is done by order, not by depth or rank.
         kept = [tree.first(nodes) for tree in self._drafted.values()]
-        limits = [Budget(tree.depth, tree.width, len(tree)) for tree in kept]
+        limits = [(tree.depth, tree.width, len(tree)) for tree in kept]
         if self._chooses:
             if nodes > MOST_CHOSEN_NODES:
                 raise OptionError(
                     f"a tree chosen at each step has at most {MOST_CHOSEN_NODES} nodes, got {nodes}; give fewer, or a "
                     "fixed tree"
                 )
-            limits.append(Budget(min(self._heads, nodes), min(MOST_RANKS, nodes), nodes))
-        return Budget(*(max(sizes) for sizes in zip(*limits, strict=True)))
+            limits.append((min(self._heads, nodes), min(MOST_RANKS, nodes), nodes))
+        return Budget(*map(max, zip(*limits, strict=True)))
 
     def check(self, heads: int, vocab_size: int | None = None) -> None:
         """Refuse so few heads, or so few ids of a target.
