@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
@@ -27,29 +26,6 @@ from truedraft.theory import AcceptanceCurve
 
 DEFAULT_NODES = 16
 """Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """A request that a tree is drafted for.
-
-    Attributes:
-        place: in the batch.
-        params: of the request.
-        noise: of this step.
-        budget: of this step, the drafter's own number of nodes included.
-        extent: how many heads, guesses and nodes it takes.
-        vector: `[width]`: what its heads read.
-        drawn: the token drawn from the vector.
-    """
-
-    place: int
-    params: SamplingParams
-    noise: Noise
-    budget: Budget
-    extent: Budget
-    vector: Tensor
-    drawn: int
 
 
 class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
@@ -141,43 +117,48 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
     ) -> list[Proposal]:
         """A tree for each request, by one pass of the heads over all their vectors."""
         proposals = [Proposal.empty()] * len(batch)
-        # Those alike stand side by side: their guesses are made together, and come to the host together with all.
-        asked = sorted(self._asked(batch, budgets, noise), key=lambda each: each.params.seeded)
+        allowed = [Budget(each.depth, each.width, min(each.nodes, self.nodes)) for each in budgets]
+        wanted = [self.guess_trees.wanted(each.params, own) for each, own in zip(batch, allowed, strict=True)]
+        asked = [
+            place
+            for place, (request, own) in enumerate(zip(batch, wanted, strict=True))
+            if self._vectors.get(request.id) is not None and not own.is_zero
+        ]
         if not asked:
             return proposals
-        trees = self.guess_trees.trees(self._guess(asked), [(each.params, each.budget) for each in asked])
-        for each, tree in zip(asked, trees, strict=True):
-            proposals[each.place] = Proposal.deterministic(tree)
+        # Those alike stand side by side: their guesses are made together, and come to the host together with all.
+        asked.sort(key=lambda place: batch[place].params.seeded)
+        guesses = self._guess(
+            [batch[place] for place in asked], [wanted[place] for place in asked], [noise[place] for place in asked]
+        )
+        trees = self.guess_trees.trees(guesses, [(batch[place].params, allowed[place]) for place in asked])
+        for place, tree in zip(asked, trees, strict=True):
+            proposals[place] = Proposal.deterministic(tree)
         return proposals
 
-    def _asked(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> Iterator[_Asked]:
-        """The requests that have a vector and may draft something."""
-        for place, (request, budget, own) in enumerate(zip(batch, budgets, noise, strict=True)):
-            vector = self._vectors.get(request.id)
-            allowed = Budget(budget.depth, budget.width, min(budget.nodes, self.nodes))
-            extent = self.guess_trees.wanted(request.params, allowed)
-            if vector is not None and not extent.is_zero:
-                yield _Asked(place, request.params, own, allowed, extent, vector, request.tokens[-1])
+    def _guess(self, asked: Sequence[DraftRequest], wanted: Sequence[Budget], noise: Sequence[Noise]) -> TopK:
+        """Guesses `[depth, requests, ranks]` for requests, those that are seeded last; on a device they stay there.
 
-    def _guess(self, asked: Sequence[_Asked]) -> TopK:
-        """Guesses `[depth, requests, ranks]` for requests, those that are seeded last; on a device they stay there."""
+        Args:
+            asked: those that a tree is drafted for.
+            wanted: how many heads, guesses and nodes each takes.
+            noise: of each, at this step.
+        """
         runner, target = self._running
-        depth = max(each.extent.depth for each in asked)
-        ranks = min(max(each.extent.width for each in asked), target.vocab_size)
+        depth = max(each.depth for each in wanted)
+        ranks = min(max(each.width for each in wanted), target.vocab_size)
         alone = sum(not each.params.seeded for each in asked)
-        seeded = asked[alone:]
+        vectors = [vector for each in asked if (vector := self._vectors[each.id]) is not None]
         found = []
         with torch.inference_mode():
-            hidden = torch.stack([each.vector for each in asked])
-            drawn = transfers.upload([each.drawn for each in asked], hidden.device)
+            hidden = torch.stack(vectors)
+            drawn = transfers.upload([each.tokens[-1] for each in asked], hidden.device)
             if alone:
                 found.append(runner.likeliest(hidden[:alone], depth, ranks, drawn[:alone]))
-            if seeded:
+            if alone < len(asked):
                 logits = runner.logits(hidden[alone:], depth, drawn[alone:])
-                temperatures = [each.params.temperature for each in seeded]
-                found.append(coupled_guesses(logits, temperatures, [each.noise for each in seeded], ranks))
+                temperatures = [each.params.temperature for each in asked[alone:]]
+                found.append(coupled_guesses(logits, temperatures, noise[alone:], ranks))
             return found[0] if len(found) == 1 else _side_by_side(found)
 
 
