@@ -16,7 +16,6 @@ Only tensors are read, no code that a file may hold. Neither project says for wh
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.files import object_of
 from truedraft.heads.base import Head, HeadRecord, tensors_in
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
@@ -100,19 +100,12 @@ def _medusa_of(state: dict[str, Tensor], file: Path, kind: type[_Medusa]) -> _Me
 
 def _target_name(config: Path) -> str:
     """What a config.json beside the weights calls the target; "" where it does not."""
-    try:
-        return str(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(object_of(config).get("base_model_name_or_path", ""))
 
 
 def _is_apple(path: Path) -> bool:
     """Whether a folder's config.json says that it is of Apple's `Drafter` format."""
-    try:
-        record = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and record.get("model_type") == _APPLE_TYPE
+    return object_of(path / _CONFIG).get("model_type") == _APPLE_TYPE
 
 
 def _load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
@@ -136,7 +129,7 @@ def _load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
 
 
 def _apple_sizes(path: Path) -> RedrafterConfig:
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = object_of(path)
     try:
         width, rnn = record["hidden_size"], record["rnn"]
         if not isinstance(rnn, bool):
