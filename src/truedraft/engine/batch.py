@@ -63,7 +63,7 @@ class StepItem:
     drafted: MergedProposal = NOTHING_DRAFTED
     proposal: Proposal = NOTHING_DRAFTED.proposal
     kept: list[int] | None = None
-    rows: slice = slice(0, 0)
+    rows: slice = field(init=False)
     decision: Decision | None = None
     logits: Tensor = field(init=False)
     shaped: Tensor = field(init=False)
@@ -82,6 +82,7 @@ class StepItem:
         self.context = self.request.cache.length
         self.prefill = not self.request.decodes
         self.judged = self.context + self.fed == len(self.request.tokens)
+        self.rows = slice(0, 0)
 
     def hold(self, drafted: MergedProposal) -> None:
         """Take what was drafted; what of it leaves the form of a structured answer is left out of the forward."""
