@@ -264,7 +264,7 @@ def report(engine: Engine, idle: bool, tally: Tally, requests: int, seconds: flo
         "nothing waits or runs": idle,
         "nothing is left over": engine.check_idle() == [],
         "caches are given back": all(each.pool is None or each.pool.in_use == 0 for each in models),
-        "drafters hold nothing": not any(each.holding for each in engine.drafter.members.values()),
+        "drafters hold nothing": not any(each.held.requests for each in engine.drafter.members.values()),
         "memory is flat": growth is None or growth <= _GROWTH,
     }
     return {

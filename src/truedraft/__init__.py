@@ -5,8 +5,9 @@ Heavy modules load on first use, so that `import truedraft` costs next to nothin
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from truedraft.lazy import loads
 
 if TYPE_CHECKING:
     from truedraft.core.params import SamplingParams
@@ -26,15 +27,7 @@ _HOMES = {
 }
 
 __all__ = ["Answer", "Engine", "Piece", "SamplingParams", "TruedraftError", "__version__", "load_model"]
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its home on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'truedraft' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

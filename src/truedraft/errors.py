@@ -205,4 +205,4 @@ class MissingExtraError(TruedraftError):
 
 def first_line(error: BaseException) -> str:
     """What somebody else's error says, for a sentence of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

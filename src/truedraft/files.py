@@ -133,6 +133,15 @@ def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
     return record
 
 
+def object_of(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parameters_in(path: Path) -> int:
     """Parameters in a safetensors file, by its header: eight bytes that hold its length, then JSON."""
     with path.open("rb") as file:

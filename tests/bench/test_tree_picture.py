@@ -22,7 +22,7 @@ from truedraft.bench.trees import ChosenTrees, DraftedTree, drafted_trees, size_
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.costs import StepCosts
-from truedraft.drafters.heads.guess_trees import FixedTrees, LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.prompt_lookup import PromptLookup
@@ -207,8 +207,8 @@ def test_the_trees_of_a_portfolio_are_named_by_its_members(tmp_path: Path, monke
 
 def test_drafters_that_choose_their_trees_are_found_too() -> None:
     target, curve = packed("llama"), AcceptanceCurve.fit([(1, 1.6), (6, 2.0), (12, 2.1)], lambda nodes: min(nodes, 3))
-    heads, fixed = MedusaHeads(MedusaConfig(48, VOCAB, heads=3)), FixedTrees({"greedy": counted_tree(40)})
-    ways = [LikeliestTrees(3, {"greedy": curve}, fixed), LikeliestTrees(3, {}, fixed), LikeliestTrees(3)]
+    heads, fixed = MedusaHeads(MedusaConfig(48, VOCAB, heads=3)), {"greedy": counted_tree(40)}
+    ways = [GuessTrees(3, {"greedy": curve}, fixed), GuessTrees(3, {}, fixed), GuessTrees(3)]
     ours = [
         OurEngine(str(i), Engine(target, Medusa(heads, way, nodes=6), controller="fixed")) for i, way in enumerate(ways)
     ]

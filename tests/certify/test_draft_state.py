@@ -16,7 +16,7 @@ from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality
 from truedraft.drafters import DraftModel, Medusa, NgramDrafter, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.models.base import LanguageModel
 from truedraft.verification import SpeculativeSampling
 
@@ -69,7 +69,7 @@ def test_of_a_draft_in_another_process_proposals_are_compared_alone(batch: int) 
 def test_heads_are_fresh() -> None:
     target = MarkovWithHead(markov(0).probs)
     heads = fitted_heads(target, [[1, 2, 3, 4, 5, 6, 7, 0] * 4])
-    assert finding(Medusa(heads, LikeliestTrees(3), nodes=8), target=target).status is Status.HOLDS
+    assert finding(Medusa(heads, GuessTrees(3), nodes=8), target=target).status is Status.HOLDS
 
 
 def test_a_llama_as_draft_is_fresh_up_to_rounding() -> None:

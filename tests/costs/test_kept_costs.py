@@ -200,7 +200,7 @@ def test_a_drafter_whose_cost_is_kept_drafts_once_before_it_is_asked_for(
     propose = drafter.propose
     monkeypatch.setattr(drafter, "propose", lambda *given: asked.append(given) or propose(*given))
     costs.drafting(drafter, SamplingParams())
-    assert costs.measuring_s == 0.0 and 0 < len(asked) <= 2 and not drafter.holding
+    assert costs.measuring_s == 0.0 and 0 < len(asked) <= 2 and not drafter.held.requests
     del asked[:]
     costs.drafting(drafter, SamplingParams())
     assert not asked

@@ -247,7 +247,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     fresh.begin(later)
     assert again.tree.host_ids == fresh.propose([later], [Budget(8)], [KeyedNoise(0, 8, 2)])[0].tree.host_ids
     cascade.end(later)
-    assert not cascade.holding
+    assert not cascade.held.requests
 
 
 def test_memory_holds_the_caches_of_all_levels() -> None:
@@ -415,7 +415,7 @@ def test_who_breaks_the_contract_inside_is_given_up_and_nothing_is_left(inside: 
     answer = engine.generate(PROMPTS[0], SamplingParams(30))
     assert answer.token_ids == Engine(TARGET).generate(PROMPTS[0], SamplingParams(30)).token_ids
     assert len(answer.warnings) == 1
-    assert not cascade.holding
+    assert not cascade.held.requests
     assert middle.pool.in_use == 0
 
 

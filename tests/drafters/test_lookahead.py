@@ -284,7 +284,7 @@ def test_a_request_that_begins_in_the_middle_starts_anew() -> None:
         life.step()
     life.propose()
     drafter.end(life.request)
-    assert not drafter.holding and drafter.held.n_bytes == 0
+    assert not drafter.held.requests and drafter.held.n_bytes == 0
     drafter.begin(life.request)
     fresh = Life(Lookahead(window=3, ngram=3, candidates=2), life.tokens)
     for _ in range(4):
@@ -353,7 +353,7 @@ def test_ragged_batches_answer_as_plain_decoding_while_budgets_come_and_go(param
             answers = engine.generate(prompts, params)
             assert [answer.token_ids for answer in answers] == plain
             assert not any(answer.warnings for answer in answers)
-        assert not engine.drafter.holding
+        assert not engine.drafter.held.requests
 
 
 def test_windows_turn_up_what_the_text_does_not_have() -> None:
@@ -399,7 +399,7 @@ def test_requests_that_give_their_room_back_go_on_as_if_nothing_had_happened() -
         assert [answer.token_ids for answer in answers] == plain
         assert not any(answer.warnings for answer in answers)
         assert max(drafter.begun) > 50, "none began in the middle of an answer"
-        assert not drafter.holding
+        assert not drafter.held.requests
 
 
 class BeginsNoted(Lookahead):
@@ -445,4 +445,4 @@ def test_a_plan_refuses_it_and_its_cost_can_be_measured() -> None:
         check_walkable(Lookahead(), drawn=False)
     drafter = Lookahead()
     assert measure_drafter(drafter, packed("llama"), effort=Effort(0.05, 1, 2)).points
-    assert not drafter.holding
+    assert not drafter.held.requests

@@ -59,7 +59,7 @@ def test_it_drafts_within_its_budget_and_only_where_something_is_predicted() -> 
     (none,) = drafter.propose([request], [Budget(0)], [noise])
     assert len(none.tree) == 0
     drafter.end(request)
-    assert not drafter.holding
+    assert not drafter.held.requests
     for number in (0, 5000):
         with pytest.raises(
             OptionError, match=f"num_speculative_tokens must be 1 or more and at most 1024, got {number}"

@@ -24,9 +24,9 @@ from truedraft.errors import CompositionError, OptionError, UnsupportedModelErro
 from truedraft.models import huggingface
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend
+from truedraft.models.backends.copied import WholeTextBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Weights
-from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -128,9 +128,9 @@ def test_stored_distributions_are_those_drawn_from(target: HuggingFaceModel, wor
     without = DraftRequest(7, request.params, request.tokens)
     (again,) = drafter.propose([without], [Budget(3)], [noise])
     assert again.tree.host_ids == proposal.tree.host_ids
-    assert list(drafter.holding) == [7]
+    assert list(drafter.held.requests) == [7]
     drafter.end(without)
-    assert not drafter.holding
+    assert not drafter.held.requests
 
 
 def test_budgets_of_zero_do_no_work_and_the_context_ends_a_chain(target: HuggingFaceModel) -> None:

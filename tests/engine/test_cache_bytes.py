@@ -15,7 +15,7 @@ from truedraft.control import Goodput
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Request
 from truedraft.errors import PromptError
@@ -46,7 +46,7 @@ def allocated(engine: Engine) -> int:
         for own in member.held.models
         for cache in own.caches.values()
     ]
-    held = sum(len(member.holding) * member.held.request_bytes for member in engine.drafter.members.values())
+    held = sum(len(member.held.requests) * member.held.request_bytes for member in engine.drafter.members.values())
     return held + sum(cache.n_bytes for cache in (*kept, *running, *drafted))
 
 
@@ -100,7 +100,7 @@ def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decod
     assert watch.largest > most // 2 or most == 1_000_000
     assert engine.check_idle() == []
     assert target.pool.in_use == 0
-    assert all(not member.holding for member in made.members.values())
+    assert all(not member.held.requests for member in made.members.values())
 
 
 def test_without_a_limit_nobody_waits_and_the_same_is_counted() -> None:
@@ -179,7 +179,7 @@ def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
 def test_others_of_a_portfolio_draft_for_whom_one_has_no_room() -> None:
     target = MarkovWithHead(markov().probs)
     heads = fitted_heads(target, [[1, 2, 3, 4, 5, 6, 7, 0] * 4])
-    drafter = Portfolio([DraftModel(markov(2)), Medusa(heads, LikeliestTrees(3), nodes=8), PromptLookup(min_ngram=1)])
+    drafter = Portfolio([DraftModel(markov(2)), Medusa(heads, GuessTrees(3), nodes=8), PromptLookup(min_ngram=1)])
     engine = Engine(target, drafter, controller="in-turn", max_cache_bytes=span(60) + 900)
     watch = Watch(engine, span(60) + 900)
     prompt, params = [1, 2, 3, 1, 2, 3, 1, 2], SamplingParams(max_tokens=40, ignore_eos=True)

@@ -85,7 +85,7 @@ def test_one_whose_beginning_cannot_be_kept_ends_all_the_same(
     monkeypatch.setattr(PrefixCache, "keep", broken)
     assert [answer.token_ids for answer in engine.generate(PROMPTS, PARAMS)] == own
     assert engine.check_idle() == []
-    assert pool.in_use == before and not any(each.holding for each in engine.drafter.members.values())
+    assert pool.in_use == before and not any(each.held.requests for each in engine.drafter.members.values())
 
 
 @pytest.mark.plants_failures

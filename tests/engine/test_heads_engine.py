@@ -34,7 +34,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, Medusa, Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.drafters.heads.calibration import Calibration
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.heads import HeadRecord, MedusaHeads
 from truedraft.heads.published import published_tree
 from truedraft.heads.redrafter import RedrafterHead
@@ -107,7 +107,7 @@ def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     heads = random_heads(world, heads=3, spread=0.5)
     if tree in ("likeliest", "calibrated"):
         calibration = Calibration.of({"sampled": SHARPENED} if tree == "calibrated" else {})
-        drafter = Medusa(heads, LikeliestTrees(3, calibration=calibration), nodes=6)
+        drafter = Medusa(heads, GuessTrees(3, calibration=calibration), nodes=6)
     else:
         drafter = Medusa(heads, {"sampled": TREES[tree].within(3, vocab)}, nodes=64)
 
@@ -228,8 +228,8 @@ def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(
         return sum(answer.stats.accepted_tokens for answer in answers)
 
     heads = heads_of(target)
-    for trees in (LikeliestTrees(3), TREES["mixed"]):
-        given = trees if isinstance(trees, LikeliestTrees) else {"sampled": trees}
+    for trees in (GuessTrees(3), TREES["mixed"]):
+        given = trees if isinstance(trees, GuessTrees) else {"sampled": trees}
         assert accepted(Medusa(heads, given, nodes=6)) > accepted(Unhearing(heads, given, nodes=6))
 
 
@@ -249,7 +249,7 @@ def test_greedy_sampled_and_seeded_requests_share_a_batch(target: MarkovWithEmbe
         SamplingParams(max_tokens=30, temperature=0.8),
         SamplingParams(max_tokens=30, temperature=1.2, seed=5, top_p=0.9),
     ]
-    for trees in (LikeliestTrees(3), {"greedy": TREES["mixed"]}):
+    for trees in (GuessTrees(3), {"greedy": TREES["mixed"]}):
         engine = Engine(target, Medusa(heads_of(target), trees, nodes=6), controller="fixed", entropy=0)
         alone = [answers_of(engine, [prompt], own)[0] for prompt, own in zip(PROMPTS, params, strict=True)]
         together = answers_of(engine, PROMPTS, params)
@@ -273,7 +273,7 @@ def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     plain = Engine(target).generate(PROMPTS, params)
     assert [a.token_ids for a in answers][0::2] == [a.token_ids for a in plain][0::2]
-    assert not drafter.holding, "every request gave its vector back"
+    assert not drafter.held.requests, "every request gave its vector back"
 
 
 # --- requests that come and go ---
@@ -321,7 +321,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithEmb
     assert not any(answer.warnings for answer in answers)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     assert drafter.seen == sum(answer.stats.target_calls + 1 for answer in answers)
-    assert not drafter.holding, "every request gave its vector back"
+    assert not drafter.held.requests, "every request gave its vector back"
     if budgets != [NO_DRAFT]:
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 

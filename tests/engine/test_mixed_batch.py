@@ -16,7 +16,7 @@ from support.tiny_models import VOCAB, build, llama
 from truedraft import Engine, SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.engine import Answer
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import ScriptedDrafter
@@ -69,7 +69,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "chain": lambda: DraftModel(model(0.1), 3),
     "tree": lambda: DraftModel(model(0.1), branching=(3, 2, 1)),
     "chains": lambda: DraftModel(model(0.1), 3, chains=3),
-    "medusa": lambda: Medusa(random_heads(model(), heads=3, spread=0.05), LikeliestTrees(3), nodes=9),
+    "medusa": lambda: Medusa(random_heads(model(), heads=3, spread=0.05), GuessTrees(3), nodes=9),
     "fixed tree": lambda: Medusa(random_heads(model(), heads=2), {"greedy": RankTree.cartesian((3, 2))}, nodes=9),
     "redrafter": lambda: Redrafter(random_redrafter(model()), beams=3),
     "drawn beams": lambda: Redrafter(random_redrafter(model()), beams=3, sampled=True),

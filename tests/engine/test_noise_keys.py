@@ -20,7 +20,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.control import FixedBudget
 from truedraft.core.noise import KeyedNoise, Purpose, UniformKeys, mix, uniforms
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer
 from truedraft.engine.request import Request
@@ -43,7 +43,7 @@ DRAFTERS: dict[str, Callable[[MarkovWithEmbedding], Drafter | None]] = {
     "tree": lambda target: DraftModel(draft(), branching=(3, 2, 1)),
     "chains": lambda target: DraftModel(draft(), 3, chains=3),
     "scripted": lambda target: ScriptedDrafter(lambda tokens: [[tokens[-1], 1], [2, 3, 4], [2, 0]]),
-    "medusa": lambda target: Medusa(random_heads(target, heads=3), LikeliestTrees(3), nodes=6),
+    "medusa": lambda target: Medusa(random_heads(target, heads=3), GuessTrees(3), nodes=6),
     "redrafter": lambda target: Redrafter(random_redrafter(target), beams=3),
     "drawn beams": lambda target: Redrafter(random_redrafter(target), beams=3, sampled=True),
 }

@@ -27,7 +27,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Lookahead, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.engine import Answer
 from truedraft.engine.step import Step
 from truedraft.models.base import ForwardOutput, Segment
@@ -161,7 +161,7 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
 
 def likeliest(target: HuggingFaceModel) -> Medusa:
     """Trees that the heads' own probabilities choose at each step, which the host must see."""
-    return Medusa(medusa(target).head, LikeliestTrees(3), nodes=9)
+    return Medusa(medusa(target).head, GuessTrees(3), nodes=9)
 
 
 def beams(target: HuggingFaceModel) -> Redrafter:

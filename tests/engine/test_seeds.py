@@ -11,7 +11,7 @@ from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
 from truedraft.control import Controller
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import OptionError
 from truedraft.testing import MarkovModel
@@ -26,7 +26,7 @@ DRAFTERS: dict[str, Callable[[MarkovWithHead], Drafter | None]] = {
     "lookup": lambda target: PromptLookup(min_ngram=1),
     "draft": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2), 3),
     "tree": lambda target: DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2)),
-    "medusa": lambda target: Medusa(random_heads(target, heads=3), LikeliestTrees(3), nodes=6),
+    "medusa": lambda target: Medusa(random_heads(target, heads=3), GuessTrees(3), nodes=6),
     "auto": lambda target: Portfolio([PromptLookup(min_ngram=1), DraftModel(MarkovModel.random(VOCAB, seed=2), 3)]),
 }
 CONTROLLERS: dict[str, Callable[[], Controller | str | None]] = {

@@ -23,7 +23,7 @@ from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend, runs_of
-from truedraft.models.backends.whole_text import WholeTextBackend
+from truedraft.models.backends.copied import WholeTextBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend, run_alone

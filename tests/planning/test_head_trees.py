@@ -12,7 +12,7 @@ import torch
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.drafters.heads.calibration import tree_curves
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.errors import OptionError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.lm_head import LmHead, LogitFinish
@@ -115,7 +115,7 @@ def test_the_points_are_kept_with_the_heads_and_sized_by() -> None:
     counted = CountedTree(RankTree(((0,),), (0.5,)), (), (), 1, replay.points())
     assert counted.promised_by_likeliest(8) == replay.mean_acceptance_length(8)
     facts = json.loads(json.dumps({"trees": {"greedy": counted.as_dict()}}))
-    curve = LikeliestTrees(HEADS, tree_curves(facts, HEADS)).acceptance_curve(SamplingParams())
+    curve = GuessTrees(HEADS, tree_curves(facts, HEADS)).acceptance_curve(SamplingParams())
     assert curve is not None and curve.tokens(8) >= replay.mean_acceptance_length(8) > curve.tokens(1)
 
 

@@ -15,7 +15,7 @@ from truedraft.core.stats import Counters
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import Calibration
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.base import Segment
@@ -108,7 +108,7 @@ def test_so_it_does_for_trees_that_are_chosen_at_each_step(
     replay = replay_likeliest(HeadGuesses.along(heads(way), lm_head(), traces(way), 32), survival, most=32)
     calibration = Calibration({} if survival is None else {way: survival})
     engine = Engine(
-        target(), Medusa(heads(way), LikeliestTrees(HEADS, calibration=calibration), nodes=nodes), controller="fixed"
+        target(), Medusa(heads(way), GuessTrees(HEADS, calibration=calibration), nodes=nodes), controller="fixed"
     )
     answers = engine.generate([list(prompt) for prompt in PROMPTS], WAYS[way])
     assert [answer.token_ids for answer in answers] == [trace.tokens.tolist() for trace in traces(way)]

@@ -16,7 +16,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.costs import CostStore, Effort, StepCosts, drafter_cost, target_cost
 from truedraft.costs.store import target_key
 from truedraft.drafters import PromptLookup, Redrafter
-from truedraft.drafters.heads.guess_trees import FixedTrees, LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees, fixed_trees
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import ModelError, OptionError
@@ -43,7 +43,7 @@ def forwards(row_s: float, context_s: float = 1e-6) -> TargetCost:
 
 
 def curve_of(tree: RankTree) -> AcceptanceCurve:
-    found = FixedTrees({"greedy": tree}).acceptance_curve(SamplingParams())
+    found = fixed_trees({"greedy": tree}).acceptance_curve(SamplingParams())
     assert found is not None
     return found
 
@@ -149,7 +149,7 @@ def test_trees_chosen_at_each_step_are_sized_by_their_own_curve(store: CostStore
     """Level costs favour the last node that brings anything; dear rows the few that bring most."""
     target, heads = packed("llama"), MedusaHeads(MedusaConfig(48, VOCAB, heads=3))
     curve = AcceptanceCurve.fit([(1, 1.6), (4, 1.9), (8, 2.0), (16, 2.0)], lambda nodes: min(nodes, 3))
-    drafter = Medusa(heads, LikeliestTrees(3, {"greedy": curve}, FixedTrees({"sampled": counted_tree()})))
+    drafter = Medusa(heads, GuessTrees(3, {"greedy": curve}, {"sampled": counted_tree()}))
     level = TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0})
     found, budgets = sized(drafter, target, costs=StepCosts(target, forwards=level, store=store))
     assert isinstance(found, Medusa)

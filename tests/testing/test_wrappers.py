@@ -51,7 +51,7 @@ def test_an_engine_answers_with_altered_parts_as_with_the_parts_themselves(model
     watched = altered(drafter, observe=lambda batch, out: seen.append(len(out)) or drafter.observe(batch, out))
     found = Engine(altered(model), watched, altered(SpeculativeSampling()), controller="fixed").generate(prompt, params)
     assert found.token_ids == expected.token_ids and found.stats == expected.stats
-    assert seen and not drafter.holding
+    assert seen and not drafter.held.requests
 
 
 def test_scaled_logits_are_those_of_another_temperature() -> None:

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, same_weights, trained_in
 from truedraft import Engine, SamplingParams, files, load_model
 from truedraft.drafters.heads.calibration import Calibration
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
 from truedraft.heads import MedusaConfig, MedusaHeads
@@ -82,7 +82,7 @@ def test_what_it_leaves_behind(trained, target_folder):
         assert tree["chosen"] == ("counted" if best == "counted" else "likeliest")
         drafter = Medusa(MedusaHeads.load(out), nodes=4)
         params = SamplingParams(temperature=0.0 if kind == "greedy" else 1.0)
-        assert drafter.is_fixed(params) == (best == "counted")
+        assert drafter.guess_trees.is_fixed(params) == (best == "counted")
         curve = drafter.acceptance_curve(params)
         assert curve is not None and curve.measured_on == "the target's answers to 10 held-out prompts"
     record = json.loads((out / "work" / "run.json").read_text())
@@ -96,7 +96,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     for served in result.report.evaluations:
         params = SamplingParams(max_tokens=64, temperature=served.temperature)  # half of the context
         kept, about = MedusaHeads.load(out), served.about
-        chosen = LikeliestTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
+        chosen = GuessTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
         trees = kept.record.trees if about["trees"] == "counted" else chosen
         drafter = Medusa(MedusaHeads.load(out), trees, nodes=about["nodes"])
         answers = Engine(target, drafter, controller="fixed", entropy=0).generate(list(prompts.test), params)

@@ -7,6 +7,7 @@ all of it. Prompts with images may number their tokens otherwise.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from truedraft.cache.carried import PIECE, CarriedStates
@@ -24,16 +25,13 @@ class Beside(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class FamilyState:
     """Of one request's cache.
 
-    Args:
+    Attributes:
         carries: whether layers of the model carry states beside.
         encodes: whether the first tokens are an encoder's text, whose entries are what cross-attention reads.
-
-    Attributes:
-        carries: as given.
-        encodes: as given.
         carried: states of layers that are no attention.
         source: ids of the encoder's text, as far as they came in.
         memory: how many of the first tokens are that text; 0 until it was encoded.
@@ -44,15 +42,14 @@ class FamilyState:
         beside: what a model holds of the text that cannot lie in a cache of ours.
     """
 
-    def __init__(self, carries: bool = False, encodes: bool = False) -> None:
-        self.carries = carries
-        self.encodes = encodes
-        self.carried = CarriedStates()
-        self.source: list[int] = []
-        self.memory = 0
-        self.shift = 0
-        self.apart = False
-        self.beside: Beside | None = None
+    carries: bool = False
+    encodes: bool = False
+    carried: CarriedStates = field(default_factory=CarriedStates)
+    source: list[int] = field(default_factory=list)
+    memory: int = 0
+    shift: int = 0
+    apart: bool = False
+    beside: Beside | None = None
 
     @property
     def n_bytes(self) -> int:

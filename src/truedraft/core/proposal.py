@@ -13,7 +13,7 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
-from truedraft.core.tree import TokenTree, TreeShape, shape_of
+from truedraft.core.tree import GrowingTree, TokenTree, TreeShape, shape_of
 from truedraft.errors import DrafterError
 
 
@@ -283,23 +283,16 @@ def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]
     """
     if not proposals:
         raise ValueError("merge needs at least one proposal")
-    paths: dict[tuple[int, ...], int] = {(): -1}
-    tokens: list[int] = []
-    parents: list[int] = []
+    merged = GrowingTree()
     draws: list[list[Draw]] = [[]]
     probs: list[Tensor] = []
     nodes: list[tuple[int, ...]] = []
     first_dist = 0
     for proposal in proposals:
-        node_of = [-1]
+        ids, node_of = proposal.tree.host_ids, [-1]
         for node, parent in enumerate(proposal.tree.shape.parents):
-            path = proposal.tree.path_tokens(node)
-            if path not in paths:
-                paths[path] = len(tokens)
-                tokens.append(path[-1])
-                parents.append(node_of[parent + 1])
-                draws.append([])
-            node_of.append(paths[path])
+            node_of.append(merged.add(ids[node : node + 1], node_of[parent + 1]))
+        draws += ([] for _ in range(len(merged.tokens) + 1 - len(draws)))
         for row, own in enumerate(proposal.draws):
             draws[node_of[row] + 1].extend(
                 Draw(node_of[d.child + 1], d.dist if d.dist < 0 else d.dist + first_dist, d.kind) for d in own
@@ -308,5 +301,5 @@ def merge(proposals: Sequence[Proposal]) -> tuple[Proposal, list[tuple[int, ...]
             probs.append(proposal.probs)
             first_dist += proposal.probs.shape[0]
         nodes.append(tuple(node_of[1:]))
-    tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
+    tree = TokenTree.of_ids(merged.tokens, shape_of(tuple(merged.parents)))
     return Proposal(tree, tuple(map(tuple, draws)), torch.cat(probs) if probs else None), nodes

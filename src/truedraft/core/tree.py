@@ -6,7 +6,7 @@ is node i."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
@@ -79,16 +79,21 @@ class TreeShape:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root's child down to `node`."""
-        path: list[int] = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return tuple(reversed(path))
+        return path_to(node, self.parents)
 
     @cached_property
     def rooted(self) -> TreeShape:
         """The same tree with its root as node 0: what the target's forward packs."""
         return chain_shape(len(self) + 1) if self.is_chain else TreeShape((-1, *(p + 1 for p in self.parents)))
+
+
+def path_to(node: int, parents: Sequence[int]) -> tuple[int, ...]:
+    """Nodes from the root's child down to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return tuple(reversed(path))
 
 
 @lru_cache(maxsize=4096)
@@ -185,27 +190,41 @@ class TokenTree:
         return tuple(self.host_ids[i] for i in self.shape.path(node))
 
 
+class GrowingTree:
+    """Tokens that share prefixes while more of them come; -1 is the root.
+
+    Attributes:
+        tokens: of the nodes.
+        parents: of the nodes.
+        children: nodes by their parents and tokens.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.children: dict[tuple[int, int], int] = {}
+
+    def add(self, path: Iterable[int], node: int = -1) -> int:
+        """The last node of a path below a node; what of it is not there is made."""
+        for token in path:
+            child = self.children.get((node, token))
+            if child is None:
+                child = self.children[node, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(node)
+            node = child
+        return node
+
+
 def merged_paths(paths: Sequence[Sequence[int]]) -> tuple[TokenTree, tuple[int, ...]]:
     """The tree of `TokenTree.from_paths`, and the node where each path ends; -1 of a path without tokens.
 
     Worked example: the paths 5 6, 5 and 5 7 are the nodes 5, 6 and 7, of which the last two hang on the first; they end
     at nodes 1, 0 and 2.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    known: dict[tuple[int, int], int] = {}
-    ends: list[int] = []
-    for path in paths:
-        node = -1
-        for token in path:
-            child = known.get((node, token))
-            if child is None:
-                child = known[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-            node = child
-        ends.append(node)
-    return TokenTree.of_ids(tokens, TreeShape(tuple(parents))), tuple(ends)
+    tree = GrowingTree()
+    ends = tuple(map(tree.add, paths))
+    return TokenTree.of_ids(tree.tokens, TreeShape(tuple(tree.parents))), ends
 
 
 def narrowed(tree: TokenTree, width: int) -> TokenTree:

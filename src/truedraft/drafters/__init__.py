@@ -5,94 +5,62 @@ Each name loads on first use, so that the words for drafters load alone.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from truedraft.lazy import loads
+
 if TYPE_CHECKING:
-    from truedraft.core.budget import Budget
-    from truedraft.core.noise import Noise, Purpose
-    from truedraft.core.probs import draw
-    from truedraft.core.proposal import Draw, DrawKind, Proposal
-    from truedraft.core.tree import TokenTree
-    from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
-    from truedraft.drafters.cascade import Cascade
-    from truedraft.drafters.draft_model import DraftModel
-    from truedraft.drafters.heads.medusa import Medusa
-    from truedraft.drafters.heads.redrafter import Redrafter
-    from truedraft.drafters.lookahead import Lookahead
-    from truedraft.drafters.ngram import NgramDrafter
-    from truedraft.drafters.parallel import ParallelDraft
-    from truedraft.drafters.portfolio import Portfolio
-    from truedraft.drafters.prompt_lookup import PromptLookup
-    from truedraft.drafters.reencoded import ReencodedDraft
-    from truedraft.drafters.registry import find_drafters
-    from truedraft.drafters.self_draft import SelfDraft
-    from truedraft.drafters.specs import from_spec
-    from truedraft.drafters.suffix import SuffixDrafter
+    from truedraft.core.budget import Budget as Budget
+    from truedraft.core.noise import Noise as Noise
+    from truedraft.core.noise import Purpose as Purpose
+    from truedraft.core.probs import draw as draw
+    from truedraft.core.proposal import Draw as Draw
+    from truedraft.core.proposal import DrawKind as DrawKind
+    from truedraft.core.proposal import Proposal as Proposal
+    from truedraft.core.tree import TokenTree as TokenTree
+    from truedraft.drafters.base import Drafter as Drafter
+    from truedraft.drafters.base import DraftRequest as DraftRequest
+    from truedraft.drafters.base import Features as Features
+    from truedraft.drafters.base import NoDrafter as NoDrafter
+    from truedraft.drafters.base import StepOutcome as StepOutcome
+    from truedraft.drafters.cascade import Cascade as Cascade
+    from truedraft.drafters.draft_model import DraftModel as DraftModel
+    from truedraft.drafters.heads.medusa import Medusa as Medusa
+    from truedraft.drafters.heads.redrafter import Redrafter as Redrafter
+    from truedraft.drafters.lookahead import Lookahead as Lookahead
+    from truedraft.drafters.ngram import NgramDrafter as NgramDrafter
+    from truedraft.drafters.parallel import ParallelDraft as ParallelDraft
+    from truedraft.drafters.portfolio import Portfolio as Portfolio
+    from truedraft.drafters.prompt_lookup import PromptLookup as PromptLookup
+    from truedraft.drafters.reencoded import ReencodedDraft as ReencodedDraft
+    from truedraft.drafters.registry import find_drafters as find_drafters
+    from truedraft.drafters.self_draft import SelfDraft as SelfDraft
+    from truedraft.drafters.specs import from_spec as from_spec
+    from truedraft.drafters.suffix import SuffixDrafter as SuffixDrafter
 
-_HOMES = {
-    "Budget": "core.budget",
-    "Cascade": "drafters.cascade",
-    "DraftModel": "drafters.draft_model",
-    "DraftRequest": "drafters.base",
-    "Drafter": "drafters.base",
-    "Draw": "core.proposal",
-    "DrawKind": "core.proposal",
-    "Features": "drafters.base",
-    "Lookahead": "drafters.lookahead",
-    "Medusa": "drafters.heads.medusa",
-    "NgramDrafter": "drafters.ngram",
-    "NoDrafter": "drafters.base",
-    "Noise": "core.noise",
-    "ParallelDraft": "drafters.parallel",
-    "Portfolio": "drafters.portfolio",
-    "PromptLookup": "drafters.prompt_lookup",
-    "Proposal": "core.proposal",
-    "Purpose": "core.noise",
-    "Redrafter": "drafters.heads.redrafter",
-    "ReencodedDraft": "drafters.reencoded",
-    "SelfDraft": "drafters.self_draft",
-    "StepOutcome": "drafters.base",
-    "SuffixDrafter": "drafters.suffix",
-    "TokenTree": "core.tree",
-    "draw": "core.probs",
-    "find_drafters": "drafters.registry",
-    "from_spec": "drafters.specs",
+_MODULES = {
+    "truedraft.core.budget": ("Budget",),
+    "truedraft.core.noise": ("Noise", "Purpose"),
+    "truedraft.core.probs": ("draw",),
+    "truedraft.core.proposal": ("Draw", "DrawKind", "Proposal"),
+    "truedraft.core.tree": ("TokenTree",),
+    "truedraft.drafters.base": ("Drafter", "DraftRequest", "Features", "NoDrafter", "StepOutcome"),
+    "truedraft.drafters.cascade": ("Cascade",),
+    "truedraft.drafters.draft_model": ("DraftModel",),
+    "truedraft.drafters.heads.medusa": ("Medusa",),
+    "truedraft.drafters.heads.redrafter": ("Redrafter",),
+    "truedraft.drafters.lookahead": ("Lookahead",),
+    "truedraft.drafters.ngram": ("NgramDrafter",),
+    "truedraft.drafters.parallel": ("ParallelDraft",),
+    "truedraft.drafters.portfolio": ("Portfolio",),
+    "truedraft.drafters.prompt_lookup": ("PromptLookup",),
+    "truedraft.drafters.reencoded": ("ReencodedDraft",),
+    "truedraft.drafters.registry": ("find_drafters",),
+    "truedraft.drafters.self_draft": ("SelfDraft",),
+    "truedraft.drafters.specs": ("from_spec",),
+    "truedraft.drafters.suffix": ("SuffixDrafter",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "Budget",
-    "Cascade",
-    "DraftModel",
-    "DraftRequest",
-    "Drafter",
-    "Draw",
-    "DrawKind",
-    "Features",
-    "Lookahead",
-    "Medusa",
-    "NgramDrafter",
-    "NoDrafter",
-    "Noise",
-    "ParallelDraft",
-    "Portfolio",
-    "PromptLookup",
-    "Proposal",
-    "Purpose",
-    "Redrafter",
-    "ReencodedDraft",
-    "SelfDraft",
-    "StepOutcome",
-    "SuffixDrafter",
-    "TokenTree",
-    "draw",
-    "find_drafters",
-    "from_spec",
-]
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its home on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'truedraft.drafters' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"truedraft.{_HOMES[name]}"), name)
+__all__ = list(_HOMES)
+__getattr__ = loads(__name__, _HOMES)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,8 +16,10 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.drafters.held import Held
-from truedraft.drafters.measured_trees import MeasuredTrees
 from truedraft.models.base import LanguageModel
+
+if TYPE_CHECKING:
+    from truedraft.drafters.heads.base import HeadDrafter
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -120,7 +122,7 @@ class Drafter(ABC):
         observes_lazily: whether `observe` may leave out steps in which it proposed nothing; of several in a row it is
             then called with the last, before the next `propose`.
         model: the model that drafts, of a drafter that has one beside the target.
-        held: what it holds for requests.
+        held: what it holds for requests; nothing for one that is over.
         trees: what is known of its trees, of a drafter whose trees somebody measured.
         branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
         levels: forwards, one behind another, that the last `propose` took; None where each level of depth takes one.
@@ -128,7 +130,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     limits: Budget
-    trees: MeasuredTrees | None = None
+    trees: HeadDrafter[Any, Any] | None = None
     branching: tuple[int, ...] = ()
     levels: int | None = None
     features: ClassVar[Features | None] = None
@@ -167,11 +169,6 @@ class Drafter(ABC):
 
     def begin(self, request: DraftRequest) -> None:  # noqa: B027 - optional
         """A request starts; its prompt is in `request.tokens`, and behind it what was already answered, if any."""
-
-    @property
-    def holding(self) -> Collection[int]:
-        """Ids of requests that it holds something for: none of them may be over."""
-        return self.held.requests
 
     @property
     def report(self) -> Mapping[str, float]:

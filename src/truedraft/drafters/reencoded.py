@@ -17,9 +17,8 @@ from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.held import Held
 from truedraft.errors import VocabularyMismatchError
 from truedraft.models.base import LanguageModel
-from truedraft.models.translated import refuse_encoder
+from truedraft.models.translated import translation_between
 from truedraft.text.reencoding import Encoding, FollowedText, whole_characters
-from truedraft.text.translation import Translation
 
 _GREEDY = SamplingParams()
 _MOST_PER_TOKEN = 4  # ids of a draft for one of the target's, which its cache has room for
@@ -48,19 +47,12 @@ class ReencodedDraft(Drafter):
     observes_lazily = True
 
     def __init__(self, model: LanguageModel, target: LanguageModel, num_speculative_tokens: int = 4) -> None:
-        if model.tokenizer is None or target.tokenizer is None:
-            without = model if model.tokenizer is None else target
-            raise VocabularyMismatchError(
-                f"{without.name!r} comes without a tokenizer, so no text can pass between the models; put its "
-                "tokenizer files into its folder"
-            )
-        refuse_encoder(model)
+        self._translation = translation_between(model, target)
+        assert model.tokenizer is not None
+        assert target.tokenizer is not None
         self._inner = DraftModel(model, num_speculative_tokens)
         self.limits = self._inner.limits
         self.model: LanguageModel = model
-        ends = target.eos_token_ids, model.eos_token_ids
-        sizes = target.vocab_size, model.vocab_size
-        self._translation = Translation.between(target.tokenizer, model.tokenizer, sizes, ends)
         self._written = Encoding(target.tokenizer, target.vocab_size, fallback=0)
         self._read = Encoding(model.tokenizer, model.vocab_size, fallback=(*model.eos_token_ids, 0)[0])
         pairs = (

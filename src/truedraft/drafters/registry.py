@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.embedded import embedded_drafters
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
-from truedraft.files import user_path, written_whole
+from truedraft.files import object_of, user_path, written_whole
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -78,7 +78,7 @@ class TrainedDrafter:
     @classmethod
     def read(cls, folder: Path, source: str = "") -> TrainedDrafter | None:
         """The drafter in a folder; None where there is none, or none that says which target it is for."""
-        config, record = _read_json(folder / _CONFIG), _read_json(folder / RECORD)
+        config, record = object_of(folder / _CONFIG), object_of(folder / RECORD)
         about = record or config
         target = about.get("target")
         kind, name, fingerprint = about.get("kind"), None, None
@@ -178,7 +178,7 @@ class Registry:
         return None
 
     def _entries(self) -> list[dict[str, Any]]:
-        entries = _read_json(self.file).get("drafters")
+        entries = object_of(self.file).get("drafters")
         known = entries if isinstance(entries, list) else []
         return [each for each in known if isinstance(each, dict) and isinstance(each.get("folder"), str)]
 
@@ -260,20 +260,11 @@ def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:
 def _figures(folder: Path) -> dict[str, Any]:
     """What was measured of heads in the engine."""
     for name in _FACTS:
-        kept = _read_json(folder / name)
+        kept = object_of(folder / name)
         facts = kept.get("facts", kept)
         if isinstance(facts, dict) and "served" in facts:
             return {"served": facts["served"]}
     return {}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _write_whole(file: Path, content: Mapping[str, Any]) -> None:

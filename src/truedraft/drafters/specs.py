@@ -439,7 +439,7 @@ def _medusa(
 ) -> Any:
     from truedraft.core.rank_tree import RankTree
     from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
-    from truedraft.drafters.heads.guess_trees import FixedTrees
+    from truedraft.drafters.heads.guess_trees import fixed_trees
     from truedraft.drafters.heads.medusa import Medusa
     from truedraft.heads import MedusaHeads
 
@@ -449,9 +449,9 @@ def _medusa(
     if branching is None and tree is None:
         return Medusa(heads, nodes=nodes)
     if tree == _COUNTED:
-        return Medusa(heads, FixedTrees(heads.record.trees), nodes=nodes)
+        return Medusa(heads, fixed_trees(heads.record.trees), nodes=nodes)
     ranks = RankTree.cartesian(branching or ()) if tree is None else _listed(tree)
-    trees = FixedTrees({GREEDY: ranks, SAMPLED: ranks})
+    trees = fixed_trees({GREEDY: ranks, SAMPLED: ranks})
     return Medusa(heads, trees, nodes=len(ranks) if nodes is None else nodes)
 
 

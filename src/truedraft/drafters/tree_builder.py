@@ -14,7 +14,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Draw, Proposal
-from truedraft.core.tree import TokenTree, shape_of
+from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import OpenNode, drawing_for, fetch_children
 from truedraft.models.base import Segment
@@ -95,14 +95,8 @@ class TreeBuilder:
 
     def open_paths(self) -> list[tuple[int, ...]]:
         """The tokens from the root to each open node; of those on a device only how many there are is told."""
-        paths = []
-        for node in self._open:
-            path: list[int] = []
-            while node >= 0:
-                path.append(0 if self.on_device else self._tokens[node])
-                node = self._parents[node]
-            paths.append(tuple(reversed(path)))
-        return paths
+        paths = (path_to(node, self._parents) for node in self._open)
+        return [tuple(0 if self.on_device else self._tokens[node] for node in path) for path in paths]
 
     def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
         """Hang children below the open nodes; those that may grow become open.

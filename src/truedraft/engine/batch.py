@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget, Decision
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
+from truedraft.core.proposal import Proposal
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.core.verdict import Verdict
 from truedraft.drafters.base import Features, StepOutcome
@@ -21,14 +23,13 @@ from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 NOTHING_DRAFTED = MergedProposal.of({})
 
 
+@dataclass(slots=True, eq=False)
 class StepItem:
     """One request's share of a step.
 
-    Args:
+    Attributes:
         request: whose share it is; it has a cache.
         fed: how many of its own tokens, not yet in its cache, the target is fed; the others are the proposal's.
-
-    Attributes:
         noise: of this step.
         context: tokens in its cache before the step.
         prefill: whether it is fed a part of its prompt, or of what it had written before it gave its room back.
@@ -39,6 +40,10 @@ class StepItem:
             structured answer, and all below them, have no chance: they are judged, but not computed.
         rows: which rows of the forward's output are its own.
         decision: what is to be drafted for it; None during its prompt, and where its drafters failed.
+        logits: `[tree rows, vocab]`, the target's own, while the proposal is judged.
+        shaped: likewise, as the request's options change them.
+        probs: likewise, the distributions that its rule judges by, or logits where they do for that.
+        broken_rows: tree rows whose logits were NaN or infinite.
         verdict: the accepted path and one more token, cut before the first row that gives no distribution; None where
             nothing is judged, and before it is.
         broken: whether there was such a row on its way.
@@ -49,44 +54,35 @@ class StepItem:
         shown: the step's forward, while drafters may be told of it that want to see it.
     """
 
-    __slots__ = (
-        "banned",
-        "broken",
-        "context",
-        "decision",
-        "drafted",
-        "fed",
-        "judged",
-        "kept",
-        "logprobs",
-        "noise",
-        "outcome",
-        "prefill",
-        "proposal",
-        "request",
-        "rows",
-        "shown",
-        "verdict",
-    )
+    request: Request
+    fed: int
+    noise: KeyedNoise = field(init=False)
+    context: int = field(init=False)
+    prefill: bool = field(init=False)
+    judged: bool = field(init=False)
+    drafted: MergedProposal = NOTHING_DRAFTED
+    proposal: Proposal = NOTHING_DRAFTED.proposal
+    kept: list[int] | None = None
+    rows: slice = field(init=False)
+    decision: Decision | None = None
+    logits: Tensor = field(init=False)
+    shaped: Tensor = field(init=False)
+    probs: Tensor = field(init=False)
+    broken_rows: frozenset[int] = frozenset()
+    verdict: Verdict | None = None
+    broken: bool = False
+    banned: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    outcome: StepOutcome | None = None
+    shown: ForwardOutput | None = None
 
-    def __init__(self, request: Request, fed: int) -> None:
-        assert request.cache is not None
-        self.request = request
-        self.fed = fed
-        self.noise: KeyedNoise = request.noise()
-        self.context = request.cache.length
-        self.prefill = not request.decodes
-        self.judged = self.context + fed == len(request.tokens)
-        self.drafted = NOTHING_DRAFTED
-        self.proposal = NOTHING_DRAFTED.proposal
-        self.kept: list[int] | None = None
+    def __post_init__(self) -> None:
+        assert self.request.cache is not None
+        self.noise = self.request.noise()
+        self.context = self.request.cache.length
+        self.prefill = not self.request.decodes
+        self.judged = self.context + self.fed == len(self.request.tokens)
         self.rows = slice(0, 0)
-        self.decision: Decision | None = None
-        self.verdict: Verdict | None = None
-        self.broken = self.banned = False
-        self.logprobs: tuple[TokenLogprobs, ...] = ()
-        self.outcome: StepOutcome | None = None
-        self.shown: ForwardOutput | None = None
 
     def hold(self, drafted: MergedProposal) -> None:
         """Take what was drafted; what of it leaves the form of a structured answer is left out of the forward."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from truedraft.core.tree import chain_shape, shape_of
+from truedraft.core.tree import GrowingTree, chain_shape, shape_of
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import OptionError
@@ -149,7 +149,7 @@ class BeamSearch:
         for reader in (target, draft):
             if reader is not None:
                 reader.goes_on(common)
-        tree = _Tree()
+        tree = GrowingTree()
         nodes = [tree.add(beam[len(common) :]) for beam in search.running]
         own = len(tree.tokens)
         ahead = min(self.depth, search.most - search.length - 1)
@@ -170,7 +170,7 @@ class BeamSearch:
                 return
             nodes = [child for child in children if child is not None]
 
-    def _draft(self, search: _Search, draft: _Reader, tree: _Tree, nodes: Sequence[int], ahead: int) -> None:
+    def _draft(self, search: _Search, draft: _Reader, tree: GrowingTree, nodes: Sequence[int], ahead: int) -> None:
         """Grow the tree by the draft's own beams, `ahead` levels below the running ones."""
         scores = search.scores[0, : len(nodes)]
         open_nodes = list(nodes)
@@ -188,7 +188,7 @@ class BeamSearch:
             kept = [place for place, score in enumerate(best.values.tolist()) if score > _NEVER]
             found = best.indices[kept].tolist()
             scores = best.values[kept]
-            open_nodes = [tree.child(open_nodes[each // vocab], each % vocab) for each in found]
+            open_nodes = [tree.add((each % vocab,), open_nodes[each // vocab]) for each in found]
             if not open_nodes or level == ahead - 1:
                 return
 
@@ -198,30 +198,6 @@ def _common(beams: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     first, last = min(beams), max(beams)
     apart = next((place for place, pair in enumerate(zip(first, last, strict=True)) if pair[0] != pair[1]), len(first))
     return first[:apart]
-
-
-class _Tree:
-    """Beams behind what they have in common, as a tree of tokens; -1 is its root."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.children: dict[tuple[int, int], int] = {}
-
-    def child(self, parent: int, token: int) -> int:
-        """The node of a token below another, which is made where it is not there."""
-        node = self.children.setdefault((parent, token), len(self.tokens))
-        if node == len(self.tokens):
-            self.tokens.append(token)
-            self.parents.append(parent)
-        return node
-
-    def add(self, path: Sequence[int]) -> int:
-        """The last node of a path from the root."""
-        node = -1
-        for token in path:
-            node = self.child(node, token)
-        return node
 
 
 class _Reader:
@@ -237,7 +213,7 @@ class _Reader:
         self._prompt = len(prompt)
         self._text = list(prompt)
         self._cache = model.new_cache()
-        self._tree = _Tree()
+        self._tree = GrowingTree()
         self._chain = 0  # uncommitted tokens of the text before the tree's
 
     def goes_on(self, common: Sequence[int]) -> None:
@@ -250,14 +226,14 @@ class _Reader:
             if node is not None and self._chain + node < self._cache.uncommitted:
                 path.append(self._chain + node)
         self._cache.commit(path[: len(self._text) - 1 - self._cache.length])
-        self._tree, self._chain = _Tree(), 0
+        self._tree, self._chain = GrowingTree(), 0
 
     def room(self, beams: Sequence[tuple[int, ...]]) -> int:
         """How many levels below these beams the model can draft within its context; the last one it does not read."""
         prompt = self._text[: self._prompt]
         return min(self._model.most_drafted([*prompt, *beam]) for beam in beams)
 
-    def read(self, tree: _Tree, fed: int, nodes: Sequence[int]) -> Tensor:
+    def read(self, tree: GrowingTree, fed: int, nodes: Sequence[int]) -> Tensor:
         """Logits `[nodes, vocab]` behind nodes of a tree, of which earlier calls fed the first ones.
 
         Worked example: with two tokens of the text not read yet, the tree (-1, -1, 0) is fed as (-1, 0, 1, 1, 2), and

@@ -111,7 +111,7 @@ class GuardedDrafter:
         """Tell it that a request is over."""
         try:
             self.drafter.end(request.draft)
-            if request.id in self.drafter.holding:
+            if request.id in self.drafter.held.requests:
                 raise DrafterError("it still keeps something for the request")
         except Exception as error:
             self._failures.log(self._who, error)

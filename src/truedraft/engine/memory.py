@@ -262,11 +262,8 @@ def _pool_of(model: LanguageModel) -> CachePool:
 
 def _use_a_cache(model: LanguageModel, pool: CachePool) -> None:
     """One forward, behind which the pool knows what a position takes."""
-    cache = model.begun_cache()
-    try:
+    with model.trying() as cache:
         with torch.inference_mode():
             model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
         cache.commit((0,))
         pool.measure(cache)
-    finally:
-        model.release_cache(cache)

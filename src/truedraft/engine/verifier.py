@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,50 +20,6 @@ from truedraft.engine.drafting import Drafting
 from truedraft.models.base import ForwardOutput
 from truedraft.verification import Rule
 from truedraft.verification.rule import read_verdicts
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """An item while it is judged.
-
-    Attributes:
-        item: whose proposal is judged.
-        logits: `[rows, vocab]`, the target's own.
-        shaped: likewise, as the request's options change them.
-        probs: `[rows, vocab]`, or logits where they do for its rule.
-        broken: tree rows whose logits were NaN or infinite.
-        verdict: what the rule says, of those rows too.
-    """
-
-    item: StepItem
-    logits: Tensor
-    shaped: Tensor
-    probs: Tensor
-    broken: frozenset[int] = frozenset()
-    verdict: Verdict | None = None
-
-    def settle(self) -> None:
-        """Give the item its verdict, up to the first broken tree row on its way: what plain decoding would emit."""
-        verdict, item = self.verdict, self.item
-        assert verdict is not None
-        if self.broken:
-            rows = (0, *(node + 1 for node in verdict.path))
-            place = next((i for i, row in enumerate(rows) if row in self.broken), None)
-            if place is not None:
-                verdict, item.broken = verdict.cut(place), True
-                item.banned = self.shaped is not self.logits and bool(self.logits[rows[place]].amax().isfinite())
-        item.verdict, item.logprobs = verdict, self._logprobs(verdict)
-
-    def _logprobs(self, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
-        params = self.item.request.params
-        if params.logprobs is None or not verdict.tokens:
-            return ()
-        rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]
-        logits = self.logits[rows]
-        if params.logprobs_mode == "processed":
-            logits = self.shaped[rows]
-            logits = logits if params.greedy else probs_from_logits(logits, params).log()
-        return token_logprobs(logits, verdict.tokens, params.logprobs)
 
 
 class Verifier:
@@ -114,15 +69,13 @@ class Verifier:
         sizes = [len(item.proposal.tree) + 1 for item in items]
         if sum(sizes) < len(logits):  # there are rows of parts of prompts, which somebody wanted
             logits = torch.cat([logits[item.judged_rows] for item in items])
-        parts, sound = self._parts(items, sizes, logits)
-        self._judge(parts, sizes, sound)
-        for part in parts:
-            part.settle()
+        sound = self._take_rows(items, sizes, logits)
+        self._judge(items, sizes, sound)
+        for item in items:
+            _settle(item)
 
-    def _parts(
-        self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor
-    ) -> tuple[list[_Part], Tensor | None]:
-        """The items with the distributions of their tree rows, and which rows of `logits` `[rows, vocab]` give any."""
+    def _take_rows(self, items: Sequence[StepItem], sizes: Sequence[int], logits: Tensor) -> Tensor | None:
+        """Give the items the distributions of their tree rows; which rows of `logits` `[rows, vocab]` give any."""
         own = logits.split_with_sizes(list(sizes))
         if any(item.request.shaping is not None for item in items):
             trees, shapings = [item.proposal.tree for item in items], [item.request.shaping for item in items]
@@ -135,58 +88,88 @@ class Verifier:
         options = [None if rule.sees == "argmax" else rule.options(params) for rule, params in judged]
         usable = logits if sound is None or not any(options) else usable_rows(logits, sound)
         probs = batch_probs(usable, list(zip(options, sizes, strict=True)))
-        return list(map(_Part, items, own, shaped, probs)), sound
+        for item, *tensors in zip(items, own, shaped, probs, strict=True):
+            item.logits, item.shaped, item.probs = tensors
+        return sound
 
-    def _judge(self, parts: Sequence[_Part], sizes: Sequence[int], sound: Tensor | None) -> None:
-        """Set the verdicts of the parts and their broken tree rows: judge all, read all that was decided, at once."""
-        by_rule: dict[Rule, list[_Part]] = {}
-        for part in parts:
-            by_rule.setdefault(part.item.request.rule, []).append(part)
+    def _judge(self, items: Sequence[StepItem], sizes: Sequence[int], sound: Tensor | None) -> None:
+        """Set the verdicts of the items and their broken tree rows: judge all, read all that was decided, at once."""
+        by_rule: dict[Rule, list[StepItem]] = {}
+        for item in items:
+            by_rule.setdefault(item.request.rule, []).append(item)
         asked = {rule: _asked(group) for rule, group in by_rule.items()}
         decided = [(rule.accept(*own), own[0]) for rule, own in asked.items()]
-        check = DrawCheck([part.item.proposal for part in parts], parts[0].probs.device)
-        on_device = [part for part in parts if part.item.proposal.tree.on_device]
+        check = DrawCheck([item.proposal for item in items], items[0].probs.device)
+        on_device = [item for item in items if item.proposal.tree.on_device]
         read, numbers = read_verdicts(decided, check.wanted if sound is None else [*check.wanted, sound])
         if sound is not None:
             flags = iter(numbers.pop())
-            for part, size in zip(parts, sizes, strict=True):
-                of_part = itertools.islice(flags, size)
-                part.broken = frozenset(row for row, is_sound in enumerate(of_part) if not is_sound)
+            for item, size in zip(items, sizes, strict=True):
+                of_item = itertools.islice(flags, size)
+                item.broken_rows = frozenset(row for row, is_sound in enumerate(of_item) if not is_sound)
         unsound = check.unsound(numbers)
         for group, own in zip(by_rule.values(), read, strict=True):
-            for part, verdict in zip(group, own, strict=True):
-                part.verdict = verdict
-        again = self._changed(parts, on_device, unsound) if on_device or unsound else ()
-        for part in again:
-            part.verdict = part.item.request.rule.verify(*_asked([part]))[0]
+            for item, verdict in zip(group, own, strict=True):
+                item.verdict = verdict
+        again = self._changed(items, on_device, unsound) if on_device or unsound else ()
+        for item in again:
+            item.verdict = item.request.rule.verify(*_asked([item]))[0]
         for rule, group in by_rule.items():
-            fine = [part for part in group if part not in again]
-            verdicts = [part.verdict for part in fine if part.verdict is not None]
-            for part, verdict in zip(fine, rule.measured(verdicts, *_asked(fine)), strict=True):
-                part.verdict = verdict
+            fine = [item for item in group if item not in again]
+            verdicts = [item.verdict for item in fine if item.verdict is not None]
+            for item, verdict in zip(fine, rule.measured(verdicts, *_asked(fine)), strict=True):
+                item.verdict = verdict
 
     def _changed(
-        self, parts: Sequence[_Part], on_device: Sequence[_Part], unsound: Mapping[int, Collection[int]]
-    ) -> list[_Part]:
-        """Take out ids that do not exist and draws that were not made as they say; the parts where there were any.
+        self, items: Sequence[StepItem], on_device: Sequence[StepItem], unsound: Mapping[int, Collection[int]]
+    ) -> list[StepItem]:
+        """Take out ids that do not exist and draws that were not made as they say; the items where there were any.
 
         Args:
-            parts: of the step.
+            items: of the step.
             on_device: those whose ids were there, and have just come to the host.
-            unsound: tree rows with such draws, by number of the part.
+            unsound: tree rows with such draws, by number of the item.
         """
         changed = []
-        for number, part in enumerate(parts):
-            item = part.item
-            if part in on_device and not self._drafting.admits(item):
+        for number, item in enumerate(items):
+            if item in on_device and not self._drafting.admits(item):
                 item.rows = slice(item.rows.start, item.judged_rows.start + 1)
-                item.drafted, item.proposal, part.probs = NOTHING_DRAFTED, NOTHING_DRAFTED.proposal, part.probs[:1]
+                item.drafted, item.proposal, item.probs = NOTHING_DRAFTED, NOTHING_DRAFTED.proposal, item.probs[:1]
             elif number in unsound:
                 item.proposal = self._drafting.disown(item, unsound[number])
             else:
                 continue
-            changed.append(part)
+            changed.append(item)
         return changed
+
+
+def _settle(item: StepItem) -> None:
+    """Cut an item's verdict before the first broken tree row on its way: what plain decoding would emit.
+
+    Lets go of what it was judged by."""
+    verdict = item.verdict
+    assert verdict is not None
+    if item.broken_rows:
+        rows = (0, *(node + 1 for node in verdict.path))
+        place = next((i for i, row in enumerate(rows) if row in item.broken_rows), None)
+        if place is not None:
+            verdict, item.broken = verdict.cut(place), True
+            item.banned = item.shaped is not item.logits and bool(item.logits[rows[place]].amax().isfinite())
+    item.verdict, item.logprobs = verdict, _logprobs(item, verdict)
+    del item.logits, item.shaped, item.probs  # they are large, and its request keeps the item until the next step
+
+
+def _logprobs(item: StepItem, verdict: Verdict) -> tuple[TokenLogprobs, ...]:
+    """Of the verdict's tokens, where the request asks for them."""
+    params = item.request.params
+    if params.logprobs is None or not verdict.tokens:
+        return ()
+    rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]
+    logits = item.logits[rows]
+    if params.logprobs_mode == "processed":
+        logits = item.shaped[rows]
+        logits = logits if params.greedy else probs_from_logits(logits, params).log()
+    return token_logprobs(logits, verdict.tokens, params.logprobs)
 
 
 def _argmax_will_do(item: StepItem) -> bool:
@@ -210,6 +193,6 @@ def _note_prompt(item: StepItem, logits: Tensor) -> None:
     request.prompt_logprobs += token_logprobs(rows, following, request.params.prompt_logprobs or 0)
 
 
-def _asked(parts: Sequence[_Part]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
+def _asked(items: Sequence[StepItem]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
     """What a rule is given."""
-    return [part.item.proposal for part in parts], [part.probs for part in parts], [part.item.noise for part in parts]
+    return [item.proposal for item in items], [item.probs for item in items], [item.noise for item in items]

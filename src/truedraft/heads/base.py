@@ -180,11 +180,18 @@ class Head(nn.Module, ABC):
     def load(cls, folder: Path | str) -> Self:
         """Heads in evaluation mode, without gradients, on the CPU, in the dtype in which they were written.
 
+        Also those that other projects published, see `truedraft.heads.published`.
+
         Raises:
             ModelNotFoundError: there is no such folder, or no heads in it.
             ModelError: a file is damaged, does not fit the others, or holds heads of another kind.
         """
+        from truedraft.heads.published import load_published
+
         path = user_path(folder, ModelNotFoundError)
+        published: Self | None = load_published(path, cls)
+        if published is not None:
+            return published
         if not path.is_dir():
             raise ModelNotFoundError(f"there is no folder {str(path)!r} with {cls.noun}; check the path")
         if not (path / _CONFIG).is_file():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,7 @@ from torch.nn.functional import silu
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
-from truedraft.errors import ModelNotFoundError, OptionError
-from truedraft.files import user_path
+from truedraft.errors import OptionError
 from truedraft.heads.base import (
     Head,
     HeadRecord,
@@ -176,14 +174,6 @@ class MedusaHeads(Head):
     def _read(cls, kept: dict[str, Any]) -> tuple[Mapping[str, RankTree], Mapping[str, Any]]:
         facts = kept.pop(_FACTS, {})
         return {kind: RankTree.of(tree) for kind, tree in kept.items()}, facts
-
-    @classmethod
-    def load(cls, folder: Path | str) -> Self:
-        """Heads of a folder that was written by `save`, or of a folder or file of the original Medusa project."""
-        from truedraft.heads.published import is_original, load_original
-
-        path = user_path(folder, ModelNotFoundError)
-        return load_original(path, cls) if is_original(path) else super().load(path)
 
 
 class MedusaRunner:

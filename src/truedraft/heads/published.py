@@ -16,16 +16,16 @@ Only tensors are read, no code that a file may hold. Neither project says for wh
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
-from truedraft.heads.base import HeadRecord, tensors_in
+from truedraft.files import object_of
+from truedraft.heads.base import Head, HeadRecord, tensors_in
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 
@@ -50,12 +50,19 @@ def published_tree() -> RankTree:
     return RankTree(tuple(tuple(map(int, path)) for path in _PUBLISHED.split()))
 
 
-def is_original(path: Path) -> bool:
+def load_published(path: Path, kind: type[Head]) -> Any:
+    """Heads of a kind of ours that another project published; None where a path has none."""
+    if issubclass(kind, MedusaHeads):
+        return _load_original(path, kind) if _is_original(path) else None
+    return _load_apple(path, kind) if issubclass(kind, RedrafterHead) and _is_apple(path) else None
+
+
+def _is_original(path: Path) -> bool:
     """Whether a path is a file of the original Medusa project, or a folder with one."""
     return (path.is_file() and path.suffix == ".pt") or (path.is_dir() and (path / _MEDUSA_FILE).is_file())
 
 
-def load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
+def _load_original(path: Path, kind: type[_Medusa]) -> _Medusa:
     """Heads of the original Medusa project, with outputs of their own, and the published tree as far as they reach.
 
     Raises:
@@ -93,22 +100,15 @@ def _medusa_of(state: dict[str, Tensor], file: Path, kind: type[_Medusa]) -> _Me
 
 def _target_name(config: Path) -> str:
     """What a config.json beside the weights calls the target; "" where it does not."""
-    try:
-        return str(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(object_of(config).get("base_model_name_or_path", ""))
 
 
-def is_apple(path: Path) -> bool:
+def _is_apple(path: Path) -> bool:
     """Whether a folder's config.json says that it is of Apple's `Drafter` format."""
-    try:
-        record = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and record.get("model_type") == _APPLE_TYPE
+    return object_of(path / _CONFIG).get("model_type") == _APPLE_TYPE
 
 
-def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
+def _load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
     """A recurrent head of Apple's project, with an output of its own.
 
     Raises:
@@ -129,7 +129,7 @@ def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter:
 
 
 def _apple_sizes(path: Path) -> RedrafterConfig:
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = object_of(path)
     try:
         width, rnn = record["hidden_size"], record["rnn"]
         if not isinstance(rnn, bool):

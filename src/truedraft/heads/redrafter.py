@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 
 from truedraft.core.top_k import TopK
-from truedraft.errors import ModelNotFoundError, OptionError
-from truedraft.files import user_path
+from truedraft.errors import OptionError
 from truedraft.heads.base import (
     Head,
     Product,
@@ -166,14 +164,6 @@ class RedrafterHead(Head):
             state = self.advance(state, each)
             found.append(self.leaving(hidden, state))
         return torch.stack(found)
-
-    @classmethod
-    def load(cls, folder: Path | str) -> Self:
-        """A head of a folder that was written by `save`, or of Apple's `Drafter` format."""
-        from truedraft.heads.published import is_apple, load_apple
-
-        path = user_path(folder, ModelNotFoundError)
-        return load_apple(path, cls) if is_apple(path) else super().load(path)
 
 
 class RedrafterRunner:

@@ -7,19 +7,22 @@ transformers are loaded when they are first asked for.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
+from truedraft.lazy import loads
+from truedraft.models.base import ForwardOutput as ForwardOutput
+from truedraft.models.base import HeadRun as HeadRun
+from truedraft.models.base import LanguageModel as LanguageModel
+from truedraft.models.base import Segment as Segment
 
 if TYPE_CHECKING:
-    from truedraft.models.export import export_model
-    from truedraft.models.huggingface import HuggingFaceModel
-    from truedraft.models.lm_head import LmHead
-    from truedraft.models.loading import load_model
-    from truedraft.models.multimodal import MultimodalPrompt
-    from truedraft.models.padding import pad_model
-    from truedraft.models.translated import TranslatedModel
+    from truedraft.models.export import export_model as export_model
+    from truedraft.models.huggingface import HuggingFaceModel as HuggingFaceModel
+    from truedraft.models.lm_head import LmHead as LmHead
+    from truedraft.models.loading import load_model as load_model
+    from truedraft.models.multimodal import MultimodalPrompt as MultimodalPrompt
+    from truedraft.models.padding import pad_model as pad_model
+    from truedraft.models.translated import TranslatedModel as TranslatedModel
 
 _HOMES = {
     "HuggingFaceModel": "truedraft.models.huggingface",
@@ -31,23 +34,5 @@ _HOMES = {
     "pad_model": "truedraft.models.padding",
 }
 
-__all__ = [
-    "ForwardOutput",
-    "HeadRun",
-    "HuggingFaceModel",
-    "LanguageModel",
-    "LmHead",
-    "MultimodalPrompt",
-    "Segment",
-    "TranslatedModel",
-    "export_model",
-    "load_model",
-    "pad_model",
-]
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its home on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'truedraft.models' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__all__ = ["ForwardOutput", "HeadRun", "LanguageModel", "Segment", *_HOMES]
+__getattr__ = loads(__name__, _HOMES)

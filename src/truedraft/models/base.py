@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -179,6 +179,15 @@ class LanguageModel(Reader, ABC):
             self.forward([Segment(cache, tokens, shape, (), prompt=len(ids), inputs=self.opening_inputs)])
             cache.commit(range(len(ids)))
         return cache
+
+    @contextmanager
+    def trying(self) -> Iterator[RequestCache]:
+        """A cache that holds `opening`, to see what a few tokens behind it give; it is given back then."""
+        cache = self.begun_cache()
+        try:
+            yield cache
+        finally:
+            self.release_cache(cache)
 
     def most_drafted(self, tokens: Sequence[int]) -> int:
         """Tokens of its own that it may write behind a text, one below another: the last of them it never reads."""

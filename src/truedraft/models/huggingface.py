@@ -319,10 +319,9 @@ class HuggingFaceModel(LanguageModel):
         """Once, hold the LM head alone to the logits that come with its vectors."""
         if self._finish_is_checked:
             return
-        cache = self.begun_cache()
         ids = torch.arange(1, _CHECKED_TOKENS + 1, device=self.device) * 7919 % self.vocab_size
-        output = self.forward([Segment(cache, ids, chain_shape(_CHECKED_TOKENS), range(_CHECKED_TOKENS))])
-        self.release_cache(cache)
+        with self.trying() as cache:
+            output = self.forward([Segment(cache, ids, chain_shape(_CHECKED_TOKENS), range(_CHECKED_TOKENS))])
         refuse_other_logits(self._unembed(output.hidden[:, : self.head_width]), output.logits, self.name)
         self._finish_is_checked = True
 

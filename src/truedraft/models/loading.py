@@ -28,7 +28,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from truedraft.embedded import embedded_folder
@@ -47,13 +46,12 @@ from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.base import Backend, BackendMaker
-from truedraft.models.backends.copied import CopiedBackend
+from truedraft.models.backends.copied import CopiedBackend, WholeTextBackend
 from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.backends.whole_text import WholeTextBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
@@ -145,7 +143,7 @@ def _load(
     if pad_to is not None:
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
-    read = partial(_read_as_stored, source, str(name), revision=revision, adapter=adapter)
+    read = partial(read_model, source, str(name), revision=revision, adapter=adapter, as_stored=True)
     model = read(kind)
     by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
     if not (by_codes and _runs_quantized(model)):
@@ -376,9 +374,17 @@ def resolve_source(name: str) -> str:
 
 
 def read_model(
-    source: str, name: str, dtype: torch.dtype, revision: str | None = None, adapter: str | Path | None = None
+    source: str,
+    name: str,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    adapter: str | Path | None = None,
+    *,
+    as_stored: bool = False,
 ) -> PreTrainedModel:
-    """A model as transformers loads it, on the CPU, with all of its weights.
+    """A model as transformers loads it, on the CPU, with all of its weights and with no others.
+
+    What a file lacks would be filled with random numbers, and what it holds beyond the configuration would be left out.
 
     Args:
         source: as `resolve_source` gives it.
@@ -386,28 +392,21 @@ def read_model(
         dtype: of its weights.
         revision: of a hub name.
         adapter: the folder of one, merged into the weights.
+        as_stored: leave matrices `quantized` where the source has them so and the model's parameters can be, unless an
+            adapter is merged.
 
     Raises:
         ModelNotFoundError: there is no such name.
         UnsupportedModelError: it is no causal language model, or quantised.
-        ModelError: its files cannot be read, or the adapter does not fit it.
+        ModelError: its files cannot be read, do not fit the configuration, or the adapter does not fit it.
     """
-    model = _read_as_stored(source, name, dtype, revision, adapter)
-    dequantize(model)
-    return model
-
-
-def _read_as_stored(
-    source: str, name: str, dtype: torch.dtype, revision: str | None = None, adapter: str | Path | None = None
-) -> PreTrainedModel:
-    """As `read_model`; matrices are `quantized` where they are stored so, unless an adapter is merged."""
     config = load_config(source, name, revision)
     refuse_other_kinds(config, name)
-    model = _load_as_stored(source, config, name, dtype, revision)
-    if adapter is None:
-        return model
-    dequantize(model)
-    return merge_adapter(model, adapter)
+    refuse_broken_generation_config(source, name, revision)
+    model = _load_weights(source, config, name, dtype, revision)
+    if adapter is not None or not as_stored:
+        dequantize(model)
+    return model if adapter is None else merge_adapter(model, adapter)
 
 
 def load_config(source: str, name: str, revision: str | None) -> Any:
@@ -439,22 +438,8 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
         ) from error
 
 
-def load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
-    """The model with all of its weights, and with no others.
-
-    What a file lacks would be filled with random numbers, and what it holds beyond the configuration would be left out.
-
-    Raises:
-        ModelError: the weights cannot be read, or do not fit the configuration; generation_config.json is broken.
-    """
-    model = _load_as_stored(source, config, name, dtype, revision)
-    dequantize(model)
-    return model
-
-
-def _load_as_stored(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
-    """As `load_weights`, weights `quantized` where the source has them so and the model's parameters can be."""
-    refuse_broken_generation_config(source, name, revision)
+def _load_weights(source: str, config: Any, name: str, dtype: torch.dtype, revision: str | None) -> PreTrainedModel:
+    """As `read_model`, of a configuration that was not refused."""
     if gguf.is_read_here(source):
         return gguf.load_weights(Path(source), config, name, dtype)
     kind, method = _class_of(config), quantized_folder.method_of(config)
@@ -484,7 +469,7 @@ def _load_as_stored(source: str, config: Any, name: str, dtype: torch.dtype, rev
 def _load_by_transformers(
     kind: Any, config: Any, name: str, dtype: torch.dtype, given: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """As `load_weights`, by a class of transformers that is given the rest."""
+    """As `_load_weights`, by a class of transformers that is given the rest."""
     try:
         with quiet_transformers():
             model, report = kind.from_pretrained(
@@ -517,14 +502,7 @@ def refuse_broken_generation_config(source: str, name: str, revision: str | None
     Raises:
         ModelError: it is no JSON object, or the ids that end an answer are none.
     """
-    found = cached_file(
-        source,
-        _GENERATION_CONFIG,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    found = quantized_folder.file_of(source, _GENERATION_CONFIG, revision)
     if found is None:
         return
     try:

@@ -325,11 +325,10 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
     allowed = max(_ALLOWED * rounding.item(), _FLOOR.get(model.dtype, 0.0) * expected.std().item())
 
     def check(packed: LanguageModel) -> None:
-        cache = packed.begun_cache()
-        packed.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), (), prompt=_CONTEXT)])
-        cache.commit(range(_CONTEXT))
-        logits = packed.forward([Segment(cache, ids[_CONTEXT:], _TREE, range(len(_TREE)))]).logits.float()
-        packed.release_cache(cache)
+        with packed.trying() as cache:
+            packed.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), (), prompt=_CONTEXT)])
+            cache.commit(range(_CONTEXT))
+            logits = packed.forward([Segment(cache, ids[_CONTEXT:], _TREE, range(len(_TREE)))]).logits.float()
         difference = (logits - expected[:, : logits.shape[1]]).abs().max().item()
         if not difference <= allowed and bool(expected.isfinite().all()):
             raise UnsupportedModelError(
@@ -388,10 +387,8 @@ def check_codes(model: PreTrainedModel, name: str) -> Callable[[LanguageModel], 
         decoder.layers = layers
 
     def check(packed: LanguageModel) -> None:
-        cache = packed.begun_cache()
-        with packed.shallow(count):  # type: ignore[attr-defined]
+        with packed.trying() as cache, packed.shallow(count):  # type: ignore[attr-defined]
             logits = packed.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits
-        packed.release_cache(cache)
         apart = ((logits[:, :_SOME_IDS].float() - expected).std(-1) / expected.std(-1)).median().item()
         if not apart <= _ALLOWED_BY_CODES:
             raise UnsupportedModelError(
@@ -411,16 +408,15 @@ def refuse_hidden_state(model: LanguageModel) -> None:
     ids = torch.arange(1, _CONTEXT + len(_TREE) + 1, device=model.device) * 7919 % model.vocab_size
     seen: list[Tensor] = []
     for drafts in ((1,), (0, 1)):  # the second one alone, and behind the first one
-        cache = model.begun_cache()
-        model.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), ())])
-        cache.commit(range(_CONTEXT))
-        length = cache.length
-        for draft in drafts:
-            tokens = ids[_CONTEXT:][[draft, draft + 2]]
-            logits = model.forward([Segment(cache, tokens, chain_shape(2), range(2))]).logits
-            cache.rollback(length)
-        seen.append(logits.clone())
-        model.release_cache(cache)
+        with model.trying() as cache:
+            model.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), ())])
+            cache.commit(range(_CONTEXT))
+            length = cache.length
+            for draft in drafts:
+                tokens = ids[_CONTEXT:][[draft, draft + 2]]
+                logits = model.forward([Segment(cache, tokens, chain_shape(2), range(2))]).logits
+                cache.rollback(length)
+            seen.append(logits.clone())
     if not seen[0].equal(seen[1]):
         raise UnsupportedModelError(
             f"{model.name} keeps a state of what it read beside its cache, and speculation cannot take that back; use "
@@ -437,11 +433,10 @@ def refuse_later_tokens(model: LanguageModel) -> None:
     ids = torch.arange(1, _CONTEXT + 2, device=model.device) * 7919 % model.vocab_size
     seen: list[Tensor] = []
     for last in (0, 1):
-        cache = model.begun_cache()
         tokens = torch.cat([ids[:_CONTEXT], ids[last : last + 1]])
-        segment = Segment(cache, tokens, chain_shape(_CONTEXT + 1), range(_CONTEXT))
-        seen.append(model.forward([segment]).logits.float().clone())
-        model.release_cache(cache)
+        with model.trying() as cache:
+            segment = Segment(cache, tokens, chain_shape(_CONTEXT + 1), range(_CONTEXT))
+            seen.append(model.forward([segment]).logits.float().clone())
     if float((seen[0] - seen[1]).abs().max()) > 0.05 * float(seen[0].std()):
         raise UnsupportedModelError(
             f"{model.name} lets tokens see later ones: it is an encoder, not a causal language model"
@@ -456,10 +451,9 @@ def rows_depend_on_their_number(model: LanguageModel) -> bool:
     ids = torch.arange(1, _COUNTS[0] + 1, device=model.device) * 7919 % model.vocab_size
     seen: list[Tensor] = []
     for most in _COUNTS:
-        cache = model.begun_cache()
-        count = min(most, model.context_length - cache.length)
-        seen.append(model.forward([Segment(cache, ids[:count], chain_shape(count), range(count))]).logits.clone())
-        model.release_cache(cache)
+        with model.trying() as cache:
+            count = min(most, model.context_length - cache.length)
+            seen.append(model.forward([Segment(cache, ids[:count], chain_shape(count), range(count))]).logits.clone())
     return not all(logits.equal(seen[0][: len(logits)]) for logits in seen)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -178,11 +178,7 @@ class QuantizedFolder:
             return None
         for name, stored in self._codes.items():
             weight = parameters[name]
-            if stored.shape is not None and stored.shape != tuple(weight.shape):
-                raise ModelError(
-                    f"{self._name!r} has {name!r} of the shape {list(stored.shape)}, and its config.json asks for "
-                    f"{list(weight.shape)}; fetch its files again, or mend config.json"
-                )
+            self._refuse_other_shape(name, weight, weight.shape if stored.shape is None else stored.shape)
             weight.quantized = stored
         for name in self._plain:
             self._fill(parameters[name], name)
@@ -205,12 +201,15 @@ class QuantizedFolder:
 
     def _fill(self, weight: nn.Parameter, name: str) -> None:
         tensor = self._tensor(name)
-        if tensor.shape != weight.shape:
+        self._refuse_other_shape(name, weight, tensor.shape)
+        weight.data = tensor.to(weight.dtype)
+
+    def _refuse_other_shape(self, name: str, weight: nn.Parameter, shape: Sequence[int]) -> None:
+        if tuple(shape) != tuple(weight.shape):
             raise ModelError(
-                f"{self._name!r} has {name!r} of the shape {list(tensor.shape)}, and its config.json asks for "
+                f"{self._name!r} has {name!r} of the shape {list(shape)}, and its config.json asks for "
                 f"{list(weight.shape)}; fetch its files again, or mend config.json"
             )
-        weight.data = tensor.to(weight.dtype)
 
     def numbers(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors in numbers, by the names that the folder of the unquantised model would have."""
@@ -330,20 +329,25 @@ def _ends_of(tensor: str) -> Iterator[str]:
         yield ".".join(parts[first:])
 
 
-def _files(source: str, name: str, revision: str | None) -> list[str]:
-    """The files with a folder's weights."""
-    found = partial(
-        cached_file,
+def file_of(source: str, name: str, revision: str | None) -> str | None:
+    """Where a file of a folder or a hub name lies; None where there is none."""
+    found: str | None = cached_file(
         source,
+        name,
         revision=revision,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    whole = found("model.safetensors")
+    return found
+
+
+def _files(source: str, name: str, revision: str | None) -> list[str]:
+    """The files with a folder's weights."""
+    whole = file_of(source, "model.safetensors", revision)
     if whole is not None:
         return [whole]
-    index = found("model.safetensors.index.json")
+    index = file_of(source, "model.safetensors.index.json", revision)
     if index is None:
         raise ModelError(f"{name!r} has quantised weights, and no model.safetensors that holds them; fetch it again")
     try:

@@ -36,20 +36,8 @@ class TranslatedModel(LanguageModel):
     """
 
     def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
-        if draft.tokenizer is None or target.tokenizer is None:
-            without = draft if draft.tokenizer is None else target
-            raise VocabularyMismatchError(
-                f"{without.name!r} comes without a tokenizer, so its ids cannot be compared with those of the other "
-                "model; put its tokenizer files into its folder"
-            )
-        refuse_encoder(draft)
         self._draft = draft
-        self.translation = Translation.between(
-            target.tokenizer,
-            draft.tokenizer,
-            (target.vocab_size, draft.vocab_size),
-            (target.eos_token_ids, draft.eos_token_ids),
-        )
+        self.translation = translation_between(draft, target)
         # Drafted tokens have one id each, which on a device nobody waits to see.
         self._single = torch.tensor([ids[0] for ids in self.translation.reads], device=draft.device)
         self.name = draft.name
@@ -121,17 +109,26 @@ class TranslatedModel(LanguageModel):
         return word if not begin or word[: len(begin)] == begin else (*begin, *word)
 
 
-def refuse_encoder(draft: LanguageModel) -> None:
-    """Refuse an encoder-decoder as a draft with another tokenizer.
+def translation_between(draft: LanguageModel, target: LanguageModel) -> Translation:
+    """Between the ids of a target and of a draft with another tokenizer.
 
     Raises:
-        CompositionError: it is one.
+        VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
+        CompositionError: the draft is an encoder-decoder.
     """
+    if draft.tokenizer is None or target.tokenizer is None:
+        without = draft if draft.tokenizer is None else target
+        raise VocabularyMismatchError(
+            f"{without.name!r} comes without a tokenizer, so its ids cannot be compared with those of the other model, "
+            "and no text can pass between them; put its tokenizer files into its folder"
+        )
     if draft.sources is not None:
         raise CompositionError(
             f"draft {draft.name!r} is an encoder-decoder with another tokenizer than the target's, whose texts it "
             "cannot tell from sources; use one with the target's tokenizer, or prompt-lookup"
         )
+    sizes, ends = (target.vocab_size, draft.vocab_size), (target.eos_token_ids, draft.eos_token_ids)
+    return Translation.between(target.tokenizer, draft.tokenizer, sizes, ends)
 
 
 class _SpelledCache(RequestCache):

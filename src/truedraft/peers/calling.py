@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from truedraft.errors import OptionError, PeerError
+from truedraft.errors import OptionError, PeerError, first_line
 
 if TYPE_CHECKING:
     import httpx2
@@ -277,14 +277,14 @@ class Caller:
             asked = error.request.url
             at = self.url if asked.netloc == self._root.netloc else f"{asked.scheme}://{asked.netloc.decode()}"
             raise PeerError(
-                f"nothing answers at {at} ({_gist(error)}); start the server, or correct the address"
+                f"nothing answers at {at} ({first_line(error)}); start the server, or correct the address"
             ) from error
         except httpx2.TimeoutException as error:
             raise self._too_slow() from error
         except (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError, httpx2.CloseError):
             raise _ClosedError from None
         except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # names that are too long are none
-            raise PeerError(f"{self.url} cannot be asked ({_gist(error)})") from error
+            raise PeerError(f"{self.url} cannot be asked ({first_line(error)})") from error
 
     def _whole(self, response: httpx2.Response, end: float) -> _Answer:
         parts = []
@@ -418,8 +418,3 @@ def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
         if len(left) > _MOST_EVENT_BYTES:
             break
     yield left
-
-
-def _gist(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0].strip().rstrip(".") if lines else "") or type(error).__name__

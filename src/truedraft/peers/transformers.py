@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from truedraft.core.params import SamplingParams
 from truedraft.errors import PeerError
 from truedraft.models.base import LanguageModel
-from truedraft.models.loading import load_config, load_weights, quiet_transformers, resolve_source
+from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 from truedraft.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
 
 LOOKUP_TOKENS = 10  # what transformers' documentation uses
@@ -39,7 +39,7 @@ def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrained
         ModelError: the model cannot be loaded a second time.
     """
     source = resolve_source(name)
-    model = load_weights(source, load_config(source, name, None), name, ours.dtype, None)
+    model = read_model(source, name, ours.dtype)
     if pad_to is not None:
         from truedraft.models.padding import pad_model
 

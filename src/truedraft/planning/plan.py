@@ -321,13 +321,9 @@ def model_facts(target: LanguageModel) -> dict[str, Any]:
 
 def footprint_of(model: LanguageModel) -> Footprint:
     """Bytes of a language model, and of a token in its cache."""
-    cache = model.begun_cache()
-    try:
-        with torch.inference_mode():
-            model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
+    with model.trying() as cache, torch.inference_mode():
+        model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
         each = cache.n_bytes // max(1, cache.capacity)
-    finally:
-        model.release_cache(cache)
     return Footprint(model.weight_bytes, each, each_token=True)
 
 

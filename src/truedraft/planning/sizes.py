@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from truedraft.core.params import SamplingParams
 from truedraft.costs import STEPS, CurveCheck, StepCosts
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.measured_trees import SizePlan
+from truedraft.drafters.heads.base import SizePlan
 from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
 from truedraft.engine.prompts import Prompt

@@ -19,8 +19,8 @@ from truedraft.core.stats import Counters
 from truedraft.engine import Answer
 from truedraft.planning.decisions import Decisions
 from truedraft.server.errors import ApiError
-from truedraft.server.events import EventStream
-from truedraft.server.front import Front, unless_gone
+from truedraft.server.events import EventStream, unless_gone
+from truedraft.server.front import Front
 from truedraft.server.service import Answering, News, Stream
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import Call, CallDelta, Reasoning, parsed
@@ -126,7 +126,7 @@ class Answers:
         """
         if stream:
             return EventStream(self._events(view), self.answering.close, view.failed)
-        await unless_gone(http, self.answering.answers())
+        await unless_gone(http.receive, self.answering.answers())
         return await self._apart(lambda: JSONResponse(view.whole([self._part(News.of(each)) for each in self.streams])))
 
     async def _events(self, view: View) -> AsyncIterator[str]:

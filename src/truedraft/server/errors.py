@@ -17,32 +17,18 @@ from starlette.exceptions import HTTPException
 
 from truedraft.errors import FormMemoryError, OptionError, PromptError, TruedraftError
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-    504: "server_error",
+_KINDS: dict[int, tuple[str, str, str | None]] = {
+    401: ("authentication_error", "authentication_error", "invalid_api_key"),
+    403: ("permission_error", "permission_error", None),
+    404: ("not_found_error", "not_found_error", None),
+    413: ("invalid_request_error", "request_too_large", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error", "rate_limit_exceeded"),
+    500: ("server_error", "api_error", None),
+    503: ("server_error", "overloaded_error", "server_unavailable"),
+    504: ("server_error", "timeout_error", "timeout"),
 }
-_CODES = {
-    401: "invalid_api_key",
-    413: "request_too_large",
-    429: "rate_limit_exceeded",
-    503: "server_unavailable",
-    504: "timeout",
-}
-_ANTHROPIC = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
+"""By status what OpenAI and Anthropic call an error, and OpenAI's code."""
+_OTHER = ("invalid_request_error", "invalid_request_error", None)
 
 _PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
 """Where a file's path may begin."""
@@ -101,21 +87,20 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code if code is not None else _CODES.get(status)
+        self._openai, self._anthropic, usual = _KINDS.get(status, _OTHER)
+        self.code = code if code is not None else usual
         self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """As it is sent."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
         message = self.message.encode(errors="replace").decode()  # what a client sent may hold half a character
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": self._openai, "param": self.param, "code": self.code}}
 
     @property
     def anthropic(self) -> dict[str, Any]:
         """As it is sent to who speaks Anthropic's protocol."""
-        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
+        return {"type": "error", "error": {"type": self._anthropic, "message": self.body["error"]["message"]}}
 
     def response(self, path: str) -> JSONResponse:
         """The whole answer, in the form that clients of an endpoint read.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from truedraft.server.errors import ApiError
 
 _log = logging.getLogger("truedraft.server")
+_Value = TypeVar("_Value")
 DONE = "data: [DONE]\n\n"
 _SILENCE_S = 15.0
 _ALIVE = ": still here\n\n"  # a comment, which clients leave out; proxies close what is silent for long
@@ -62,14 +64,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(until_gone(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(ApiError, OSError):  # there is nobody left to be told
+                await unless_gone(receive, self._send(send))
         finally:
-            for each in (sending, leaving):
-                each.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
             if hasattr(self._events, "aclose"):
                 await self._events.aclose()
             self._close()
@@ -105,7 +103,25 @@ async def _kept_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
             coming.cancel()
 
 
-async def until_gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+async def unless_gone(receive: Receive, work: Awaitable[_Value]) -> _Value:
+    """The result of some work, which is cancelled when the client closes the connection.
+
+    Raises:
+        ApiError: the client has gone; nobody reads this.
+    """
+    doing = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ApiError(499, "the client closed the connection")
+        return doing.result()
+    finally:
+        for each in (doing, gone):
+            each.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -7,6 +7,7 @@ In a conversation that is sent back (`Told`) unknown fields are left out: each c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -460,23 +461,11 @@ class SamplingFields(Ignored):
             raise ApiError(
                 400, "structured_outputs and another form are asked for; leave one out", param="structured_outputs"
             )
-        given = {
+        given = {name: getattr(self, name) for name in _SHARED} | {
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self.logit_bias,
             "top_k": None if self.top_k is None else max(self.top_k, 0),  # elsewhere -1 keeps all
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "min_tokens": self.min_tokens,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "bad_words": self.bad_words,
-            "allowed_token_ids": self.allowed_token_ids,
+            "stop": tuple(stop),
             "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
-            "logprobs_mode": self.logprobs_mode,
             "logprobs": logprobs,
             "structured": form if form is not None else own,
             "prediction": None if self.prediction is None else self.prediction.text or None,
@@ -484,7 +473,11 @@ class SamplingFields(Ignored):
         }
         known = {name: value for name, value in given.items() if value is not None}
         with _errors_in(self.called):
-            return SamplingParams(max_tokens, stop=tuple(stop), **known)  # type: ignore[arg-type]
+            return SamplingParams(max_tokens, **known)
+
+
+_SHARED = [each.name for each in dataclasses.fields(SamplingParams) if each.name in SamplingFields.model_fields]
+"""Options that requests call as the library does."""
 
 
 @contextlib.contextmanager

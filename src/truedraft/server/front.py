@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -24,7 +24,7 @@ from truedraft.engine.prompts import Prompt, check_max_tokens
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError
-from truedraft.server.events import until_gone
+from truedraft.server.events import unless_gone
 from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.keys import ANYONE, Client
 from truedraft.server.pictures import PictureReader
@@ -240,7 +240,7 @@ class Front:
         """A form, for which a request waits where its places in the queue are kept."""
         if getattr(http.state, "reserved", None) is None:
             self.reserve(http, count)
-        return await unless_gone(http, self.service.forms.prepared(structured, deadline))
+        return await unless_gone(http.receive, self.service.forms.prepared(structured, deadline))
 
     def _check_count(self, count: int, prompts: int = 1) -> None:
         if count > self.max_samples:
@@ -351,22 +351,3 @@ def finite(logprob: float) -> float:
 def new_id(kind: str) -> str:
     """A name for an answer."""
     return f"{kind}-{secrets.token_hex(12)}"
-
-
-async def unless_gone(http: HttpRequest, work: Awaitable[_Value]) -> _Value:
-    """The result of some work, which is cancelled when the client goes away.
-
-    Raises:
-        ApiError: the client has gone; nobody reads this.
-    """
-    doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_gone(http.receive))
-    try:
-        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise ApiError(499, "the client closed the connection")
-        return doing.result()
-    finally:
-        for each in (doing, gone):
-            each.cancel()
-        await asyncio.gather(doing, gone, return_exceptions=True)

@@ -69,39 +69,39 @@ class CallDelta:
     arguments: str
 
 
-class ArgumentsText(Protocol):
+class ReadText(Protocol):
+    """A text with the arguments of a call that comes in parts."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is none."""
+
+    @property
+    def value(self) -> str:
+        """JSON text of the arguments so far."""
+
+    @property
+    def rest(self) -> str | None:
+        """What is behind it; None while it is open."""
+
+    def push(self, more: str) -> None:
+        """Read on."""
+
+
+class ArgumentsText(ReadText, Protocol):
     """The text of the arguments of a call whose name is known."""
 
     @property
     def begun(self) -> bool:
         """Whether they are there."""
 
-    @property
-    def fails(self) -> bool:
-        """Whether they are none."""
 
-    @property
-    def value(self) -> str:
-        """JSON text of them so far."""
-
-    @property
-    def rest(self) -> str | None:
-        """What is behind them; None while they are open."""
-
-    def push(self, more: str) -> None:
-        """Read on."""
-
-
-class CallText(Protocol):
-    """The text of one call that comes in parts, from behind its opening to before its closing."""
+class CallText(ReadText, Protocol):
+    """The text of one call, from behind its opening to before its closing."""
 
     @property
     def text(self) -> str:
         """So far, as long as it may turn out to be no call."""
-
-    @property
-    def fails(self) -> bool:
-        """Whether it is none."""
 
     @property
     def name(self) -> str | None:
@@ -110,17 +110,6 @@ class CallText(Protocol):
     @property
     def id(self) -> str | None:
         """That the model gave the call; None where it gave none."""
-
-    @property
-    def value(self) -> str:
-        """JSON text of the arguments so far."""
-
-    @property
-    def rest(self) -> str | None:
-        """What is behind the call; None while it is open."""
-
-    def push(self, more: str) -> None:
-        """Read on."""
 
 
 class CallsReader:

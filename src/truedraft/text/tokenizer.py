@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError, first_line
 from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half_characters, texts_in
 from truedraft.text.vocabulary import Vocabulary
 
@@ -90,14 +90,15 @@ class Tokenizer:
                 str(folder) if local else name, revision=revision, trust_remote_code=False, local_files_only=local
             )
         except ImportError as error:
-            raise ModelError(f"the tokenizer of {name!r} needs a package that is missing: {_gist(error)}") from error
+            missing = f"the tokenizer of {name!r} needs a package that is missing: {first_line(error)}"
+            raise ModelError(missing) from error
         except Exception as error:  # tokenizers raises bare Exception for a broken file
             if not local:
                 _refuse_missing_name(name, error)
                 if not _has_cached_files(name, revision):
                     return None
             raise ModelError(
-                f"the tokenizer of {name!r} cannot be read ({_gist(error)}); fetch its files again, "
+                f"the tokenizer of {name!r} cannot be read ({first_line(error)}); fetch its files again, "
                 "or remove them to go on with token ids"
             ) from error
         return cls(backend, name)
@@ -226,7 +227,7 @@ class Tokenizer:
             control = self._control_tokens(how.get("template"))
             return control.marked(messages, how.get("tools"), how.get("variables") or {})
         except (TypeError, UnicodeEncodeError) as error:
-            raise PromptError(f"a message has half a character (a lone surrogate): {_gist(error)}") from error
+            raise PromptError(f"a message has half a character (a lone surrogate): {first_line(error)}") from error
         except RecursionError as error:
             raise PromptError(_TOO_DEEP) from error
 
@@ -295,7 +296,8 @@ class Tokenizer:
         except (TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
             for text in texts_in([messages, tools, variables]):
                 refuse_half_characters(text)
-            raise PromptError(f"the chat template of {self.name!r} refuses these messages: {_gist(error)}") from error
+            told = f"the chat template of {self.name!r} refuses these messages: {first_line(error)}"
+            raise PromptError(told) from error
 
     def token_text(self, token: int) -> str:
         """What one token writes in the middle of a text; the name of a special token, which writes nothing."""
@@ -366,32 +368,20 @@ def _looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
 
 
-def _gist(error: BaseException) -> str:
-    """The first line of a message, without its final full stop: libraries add whole paragraphs."""
-    lines = str(error).strip().splitlines()
-    return (lines[0].strip().rstrip(".:") if lines else "") or type(error).__name__
-
-
 def _refuse_missing_name(name: str, error: Exception) -> None:
     """Raise if the hub has no such name or cannot be asked; OSError is all that transformers tells apart."""
-    from huggingface_hub.errors import (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
     missing = (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        errors.RepositoryNotFoundError,
+        errors.RevisionNotFoundError,
     )
     if isinstance(error, missing) or isinstance(error.__cause__, missing):
         raise ModelNotFoundError(
-            f"no folder and no reachable hub model is called {name!r} ({_gist(error)}); "
+            f"no folder and no reachable hub model is called {name!r} ({first_line(error)}); "
             "check the name, the network, or give a local folder"
         ) from error
 

@@ -5,8 +5,9 @@ Each name loads on first use: the words for a training need none of it.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from truedraft.lazy import loads
 
 if TYPE_CHECKING:
     from truedraft.training.drafts import DraftConfig as DraftConfig
@@ -49,12 +50,6 @@ _MODULES = {
     "texts.prompts": ("PromptSets",),
     "workspace": ("TimeBudget",),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_HOMES = {name: f"truedraft.training.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its home on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'truedraft.training' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"truedraft.training.{_HOMES[name]}"), name)
+__getattr__ = loads(__name__, _HOMES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from truedraft.drafters.heads.calibration import COUNTED, FACT, LIKELIEST, Calibration
-from truedraft.drafters.heads.guess_trees import FixedTrees, GuessTrees, LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees, fixed_trees
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.options import check_share, check_whole
@@ -80,9 +80,9 @@ class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConf
 
 def _rounds(heads: MedusaHeads, counted: Mapping[str, CountedTree]) -> list[EngineRound]:
     """Trees chosen at each step, and counted ones, of several numbers of nodes, greedily and at temperature 1."""
-    ways: dict[str, GuessTrees] = {
-        LIKELIEST: LikeliestTrees(heads.reach, calibration=Calibration(survival_of(counted))),
-        COUNTED: FixedTrees({kind: each.tree for kind, each in counted.items()}),
+    ways = {
+        LIKELIEST: GuessTrees(heads.reach, calibration=Calibration(survival_of(counted))),
+        COUNTED: fixed_trees({kind: each.tree for kind, each in counted.items()}),
     }
     found = []
     for kind, temperature in TREE_TEMPERATURES.items():

@@ -18,9 +18,8 @@ from truedraft.drafters.heads.calibration import Calibration, tree_curves
 from truedraft.drafters.heads.guess_trees import (
     MOST_CHOSEN_NODES,
     MOST_RANKS,
-    FixedTrees,
     GuessTrees,
-    LikeliestTrees,
+    fixed_trees,
     trees_for,
 )
 from truedraft.errors import CompositionError, ModelError, OptionError
@@ -47,7 +46,7 @@ UNSURE = [[0.3, 0.29], [0.2, 0.1], [0.1, 0.1]]
 
 def test_trees_follow_how_sure_the_heads_are() -> None:
     """Sure: 0.9, 0.72, 0.504 make a chain. Unsure: 0.3, 0.29, then 0.06 below the first."""
-    trees = LikeliestTrees(3).trees(guesses(SURE, UNSURE), [(GREEDY, Budget(3, 2, 3))] * 2)
+    trees = GuessTrees(3).trees(guesses(SURE, UNSURE), [(GREEDY, Budget(3, 2, 3))] * 2)
     assert [(tree.host_ids, tree.shape.parents) for tree in trees] == [
         ([0, 10, 20], (-1, 0, 1)),
         ([100, 101, 110], (-1, -1, 0)),
@@ -61,7 +60,7 @@ def test_where_survival_is_calibrated_it_chooses() -> None:
     At temperature 1 nothing was calibrated. Coupled requests have a calibration of their own, which is raw here.
     """
     calibration = Calibration.of({"greedy": SHARPENED, "coupled": [[0, 0, 0, 1, 0]] * 2})
-    ways = LikeliestTrees(3, calibration=calibration)
+    ways = GuessTrees(3, calibration=calibration)
     requests = [(params, Budget(3, 2, 3)) for params in (GREEDY, SAMPLED, SEEDED)]
     trees = ways.trees(guesses(UNSURE, UNSURE, UNSURE), requests)
     assert [tree.shape.parents for tree in trees] == [(-1, 0, 1), (-1, -1, 0), (-1, -1, 0)]
@@ -105,13 +104,13 @@ def test_the_better_trees_serve() -> None:
         assert tree[1].shape.parents == (-1, 0, 1)
         assert ways.wanted(GREEDY, Budget(3, 2, 3)) == (Budget(2, 2, 3) if fixed else Budget(3, 2, 3))
         if fixed:
-            assert ways.acceptance_curve(GREEDY) == FixedTrees(counted).acceptance_curve(GREEDY)
+            assert ways.acceptance_curve(GREEDY) == fixed_trees(counted).acceptance_curve(GREEDY)
     assert not trees_for(3, {}, {"trees": {"greedy": {"chosen": "counted"}}}).is_fixed(GREEDY), "there is none"
     with pytest.raises(OptionError, match="and there is none"):
-        LikeliestTrees(3, fixed_for=["greedy"])
+        GuessTrees(3, fixed_for=["greedy"])
 
 
-@pytest.mark.parametrize("ways", [LikeliestTrees(3), FixedTrees({"greedy": TREE, "sampled": STAR.first(2)})])
+@pytest.mark.parametrize("ways", [GuessTrees(3), fixed_trees({"greedy": TREE, "sampled": STAR.first(2)})])
 def test_each_request_has_its_own_budget_and_the_tree_that_it_gets_alone(ways: GuessTrees) -> None:
     rows = [SURE, UNSURE, SURE, UNSURE]
     requests = [
@@ -131,7 +130,7 @@ def test_each_request_has_its_own_budget_and_the_tree_that_it_gets_alone(ways: G
 
 
 def test_what_is_wanted_of_the_heads() -> None:
-    chosen, fixed = LikeliestTrees(3), FixedTrees({"greedy": TREE, "sampled": STAR})
+    chosen, fixed = GuessTrees(3), fixed_trees({"greedy": TREE, "sampled": STAR})
     assert chosen.wanted(GREEDY, Budget(9, 9, 4)) == Budget(3, 4, 4)
     assert chosen.wanted(SAMPLED, Budget(2, 3, 40)) == Budget(2, 3, 40)
     assert chosen.wanted(GREEDY, Budget(9, 99, 1)) == Budget(1, 1, 1)
@@ -142,15 +141,15 @@ def test_what_is_wanted_of_the_heads() -> None:
 
 
 def test_extents_are_upper_limits() -> None:
-    assert LikeliestTrees(3).extent(2) == Budget(2, 2, 2)
-    assert LikeliestTrees(3).extent(200) == Budget(3, MOST_RANKS, 200)
-    assert LikeliestTrees(3).extent(0).is_zero
-    assert FixedTrees({"greedy": TREE, "sampled": STAR}).extent(2) == Budget(2, 2, 2)
+    assert GuessTrees(3).extent(2) == Budget(2, 2, 2)
+    assert GuessTrees(3).extent(200) == Budget(3, MOST_RANKS, 200)
+    assert GuessTrees(3).extent(0).is_zero
+    assert fixed_trees({"greedy": TREE, "sampled": STAR}).extent(2) == Budget(2, 2, 2)
     with pytest.raises(OptionError, match=f"at most {MOST_CHOSEN_NODES} nodes, got 257; give fewer, or a fixed tree"):
-        LikeliestTrees(3).extent(257)
+        GuessTrees(3).extent(257)
 
 
-@pytest.mark.parametrize("ways", [LikeliestTrees(3), FixedTrees({"greedy": TREE})])
+@pytest.mark.parametrize("ways", [GuessTrees(3), fixed_trees({"greedy": TREE})])
 def test_guesses_on_a_device_are_read_once_or_not_at_all(ways: GuessTrees, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [(GREEDY, Budget(3, 2, 5)), (SAMPLED, Budget(2, 2, 2))]
     expected = [tree.host_ids for tree in ways.trees(guesses(SURE, UNSURE), requests)]
@@ -159,21 +158,22 @@ def test_guesses_on_a_device_are_read_once_or_not_at_all(ways: GuessTrees, monke
     monkeypatch.setattr(transfers, "waits", lambda device: True)
     monkeypatch.setattr(transfers, "fetch", lambda tensors: reads.append(len(tensors)) or fetch(tensors))
     trees = ways.trees(guesses(SURE, UNSURE), requests)
-    assert reads == ([2] if isinstance(ways, LikeliestTrees) else [])
+    assert reads == ([2] if ways.name == "likeliest" else [])
     assert [tree.on_device for tree in trees] == [not reads] * 2
     assert [tree.host_ids for tree in trees] == expected
 
 
 def test_acceptance_curves() -> None:
-    fixed = FixedTrees({"greedy": TREE, "sampled": STAR})
+    counted = {"greedy": TREE, "sampled": STAR}
+    fixed = fixed_trees(counted)
     assert fixed.acceptance_curve(GREEDY) == AcceptanceCurve(TREE.survival, (0, 1, 2, 2, 2, 3, 3))
     assert fixed.acceptance_curve(SAMPLED) is None, "nobody counted it"
-    assert LikeliestTrees(3).acceptance_curve(GREEDY) is None and LikeliestTrees(3).counted(GREEDY) is None
-    chosen = LikeliestTrees(2, tree_curves(FACTS, 2), fixed)
+    assert GuessTrees(3).acceptance_curve(GREEDY) is None and GuessTrees(3).counted(GREEDY) is None
+    chosen = GuessTrees(2, tree_curves(FACTS, 2), counted)
     curve = chosen.acceptance_curve(GREEDY)
     assert curve is not None and curve.depths == (0, 1, 2, 2, 2)
     assert [curve.tokens(nodes) for nodes in (0, 1, 2, 4, 9)] == pytest.approx([1.0, 1.5, 1.6, 1.8, 1.8])
-    older = LikeliestTrees(2, tree_curves({"steps": 3}, 2), fixed)
+    older = GuessTrees(2, tree_curves({"steps": 3}, 2), counted)
     assert older.acceptance_curve(GREEDY) == fixed.acceptance_curve(GREEDY), (
         "heads that were trained before there were curves"
     )
@@ -198,12 +198,12 @@ def test_curves_are_read_from_facts() -> None:
 
 def test_what_does_not_fit() -> None:
     with pytest.raises(OptionError, match="3 deep needs as many heads, and there are 2"):
-        FixedTrees({"greedy": TREE}).check(2)
+        fixed_trees({"greedy": TREE}).check(2)
     with pytest.raises(CompositionError, match="4 ranks wide needs as many ids, and the target has 3"):
-        FixedTrees({"greedy": STAR}).check(3, 3)
+        fixed_trees({"greedy": STAR}).check(3, 3)
     with pytest.raises(OptionError, match="trees of 3 heads need as many, and there are 2"):
-        LikeliestTrees(3).check(2)
-    LikeliestTrees(3).check(3, 2)
+        GuessTrees(3).check(2)
+    GuessTrees(3).check(3, 2)
     for trees in ({}, {"greeedy": TREE}):
         with pytest.raises(OptionError, match="'greedy' and 'sampled'"):
-            FixedTrees(trees)
+            fixed_trees(trees)

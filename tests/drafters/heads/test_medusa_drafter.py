@@ -20,7 +20,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa, from_spec
 from truedraft.drafters.base import DraftRequest, StepOutcome
-from truedraft.drafters.heads.guess_trees import LikeliestTrees
+from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.heads.medusa import DEFAULT_NODES
 from truedraft.errors import (
     CompositionError,
@@ -184,7 +184,7 @@ def likeliest(
 def test_by_default_the_heads_likeliest_paths_are_drafted(
     target: MarkovWithHead, heads: MedusaHeads, budget: Budget
 ) -> None:
-    drafter = Medusa(heads, LikeliestTrees(3), nodes=12)
+    drafter = Medusa(heads, GuessTrees(3), nodes=12)
     drafter.check(target)
     assert (drafter.limits, drafter.tree_kind) == (Budget(3, 12, 12), "likeliest")
     vectors = [target.vector_after([1, token]) for token in range(4)]
@@ -206,7 +206,7 @@ def test_coupled_requests_get_what_their_noise_makes_likeliest(
     target: MarkovWithHead, heads: MedusaHeads, temperature: float
 ) -> None:
     """The likeliest paths by the softmax of perturbed logits, of all there are; another noise gives others."""
-    drafter = Medusa(heads, LikeliestTrees(3), nodes=12)
+    drafter = Medusa(heads, GuessTrees(3), nodes=12)
     drafter.check(target)
     vector = target.vector_after([1, 2])
     request = begun(drafter, 0, SamplingParams(temperature=temperature, seed=1), vector)
@@ -229,14 +229,14 @@ def test_coupled_requests_get_what_their_noise_makes_likeliest(
 
 
 def test_trees_may_be_chosen_by_fewer_heads(target: MarkovWithHead, heads: MedusaHeads) -> None:
-    drafter = Medusa(heads, LikeliestTrees(2), nodes=40)
+    drafter = Medusa(heads, GuessTrees(2), nodes=40)
     drafter.check(target)
     assert propose(drafter, [begun(drafter, 0, GREEDY, target.vector_after([1, 2]))])[0].tree.shape.depth == 2
     with pytest.raises(OptionError, match="there are 3"):
-        Medusa(heads, LikeliestTrees(4))
+        Medusa(heads, GuessTrees(4))
     with pytest.raises(OptionError, match="at most 256"):
-        Medusa(heads, LikeliestTrees(3), nodes=1000)
-    assert Medusa(heads, LikeliestTrees(3)).tree_for(GREEDY) is None
+        Medusa(heads, GuessTrees(3), nodes=1000)
+    assert Medusa(heads, GuessTrees(3)).tree_for(GREEDY) is None
 
 
 def test_one_tree_serves_both_kinds(heads: MedusaHeads) -> None:

@@ -103,7 +103,7 @@ def test_proposals_answers_and_counts_are_those_of_the_draft_alone(way: str, dra
     answers = Engine(target, watched.drafter, controller="fixed", entropy=3).generate(prompts, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
     assert alike(alone, watched)
-    assert not ahead.holding and not ahead.held.n_bytes
+    assert not ahead.held.requests and not ahead.held.n_bytes
 
 
 def test_a_draft_that_is_always_wrong_never_hits() -> None:
@@ -260,7 +260,7 @@ def test_requests_that_come_and_go_in_the_middle(way: str) -> None:
         third = engine.submit([5, 5], WAYS[way])
         while not (second.closed and third.closed):
             engine.step()
-        assert not drafter.holding
+        assert not drafter.held.requests
         return [each.tokens for each in (first, second, third)]
 
     ahead, worker = beside(near(target), 3)
@@ -285,7 +285,7 @@ def test_memory_that_is_short_puts_requests_back_and_changes_nothing(way: str) -
     engine.listeners.append(look)
     answers = engine.generate(TEXTS[:2], params)
     assert engine.preemptions > 0 and hit_rate(ahead) > 0.0
-    assert not any(each.warnings for each in answers) and sizes and not ahead.holding
+    assert not any(each.warnings for each in answers) and sizes and not ahead.held.requests
     assert all(capacity <= most < key_span(2000) for capacity, most in sizes)
     assert [len(each.token_ids) for each in answers] == [600, 600]
     if way != "sampled":  # which draw gives a token hangs on budgets, and these on the memory

@@ -76,7 +76,7 @@ def wait_until_gone(pid: int) -> bool:
 def drafter() -> Iterator[ParallelDraft]:
     made_drafter, process = made(near_markov)
     yield made_drafter
-    assert process.alive and not made_drafter.holding
+    assert process.alive and not made_drafter.held.requests
     process.close()
 
 
@@ -137,7 +137,7 @@ def test_a_process_that_dies_costs_no_answer() -> None:
         answers = Engine(markov(1), ahead, controller="fixed", entropy=3).generate(TEXTS, params)
     plain = Engine(markov(1), DraftModel(near_markov(), LENGTH), controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, answers)) == list(map(seen, plain))
-    assert len(told) == 1 and not process.alive and not runs(pid) and not ahead.holding
+    assert len(told) == 1 and not process.alive and not runs(pid) and not ahead.held.requests
     assert 0 < ahead.report["proposals"] < sum(each.stats.target_calls for each in answers)
     again = Engine(markov(1), ahead, controller="fixed", entropy=3).generate(TEXTS, params)
     assert list(map(seen, again)) == list(map(seen, plain))
@@ -197,7 +197,7 @@ def test_ctrl_c_while_it_is_waited_for_ends_it(monkeypatch: pytest.MonkeyPatch) 
         while not request.closed:
             engine.step()
     assert request.tokens[3:] == in_turn().generate([1, 2, 3], SAMPLED).token_ids and not request.warnings
-    assert not ahead.holding
+    assert not ahead.held.requests
 
 
 def test_it_ends_with_the_drafter() -> None:

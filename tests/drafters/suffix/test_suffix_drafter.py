@@ -66,7 +66,7 @@ def test_it_drafts_what_others_were_answered() -> None:
     assert chains(drafter, request, Budget(3, 1, 24)) == [(20, 21, 22)]
     assert chains(drafter, request, Budget(0, 0, 0)) == []
     drafter.end(request)
-    assert drafter.holding == frozenset()
+    assert drafter.held.requests == frozenset()
 
 
 def test_hints_tell_long_matches_from_short_ones_and_doubt_from_certainty() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,27 +28,80 @@ MOST_RANKS = 64
 MOST_CHOSEN_NODES = 256
 """Nodes of a tree chosen at each step; the paths to choose from grow faster than these."""
 
+_KINDS = (GREEDY, SAMPLED)
+
 Wanted: TypeAlias = tuple[SamplingParams, Budget]
 
 
-class GuessTrees(ABC):
-    """Makes trees of what heads guess.
+class GuessTrees:
+    """Makes trees of what heads guess: of ranks that were fixed before, or at each step the likeliest rank paths.
+
+    A fixed tree was counted on the target's text, or made by hand. On a device the guesses are not looked at: filling
+    in such a tree takes none of them to the host.
+
+    The likeliest paths are those that are then likeliest to be accepted, as far as is known before: by the product of
+    their tokens' calibrated survivals, or of the heads' own probabilities at temperature 1 where nothing was
+    calibrated. Both are functions of the vector and the token that are known before the draw that judges, so the
+    candidates are as deterministic as fixed ones, and the rule is as exact. On a device the guesses come to the host
+    once: one wait more in a step than with fixed trees.
+
+    Args:
+        heads: that guess.
+        curves: by the kind of requests, "greedy" and "sampled", what nodes of trees chosen at each step bring; where
+            one is missing, the fixed tree's counts stand in for it.
+        fixed: trees of ranks for requests at temperature 0, "greedy", and for others, "sampled"; if one is missing, the
+            other serves for both. None: there are none.
+        calibration: survival of guesses; None takes the heads' probabilities.
+        fixed_for: kinds of requests that get the fixed tree, for it was measured to be the better one, or asked for.
 
     Attributes:
-        name: of the way, for reports and kept costs.
+        name: of the way, for reports and kept costs: "fixed" where every request gets a fixed tree, or "likeliest".
+
+    Raises:
+        OptionError: no tree, one for other requests, or fixed trees are to be used and there are none.
     """
 
-    name: ClassVar[str]
+    def __init__(
+        self,
+        heads: int,
+        curves: Mapping[str, AcceptanceCurve] | None = None,
+        fixed: Mapping[str, RankTree] | None = None,
+        calibration: Calibration | None = None,
+        fixed_for: Collection[str] = (),
+    ) -> None:
+        if fixed is None and fixed_for:
+            raise OptionError(f"requests of the kind {sorted(fixed_for)} get a fixed tree, and there is none; give one")
+        if fixed is not None and (not fixed or set(fixed) - set(_KINDS)):
+            raise OptionError(
+                f"trees of Medusa heads are {GREEDY!r} and {SAMPLED!r}, got {sorted(fixed)}; count them, or give one"
+            )
+        self._heads = heads
+        self._curves = dict(curves or {})
+        self._counted = {} if fixed is None else {kind: fixed.get(kind, next(iter(fixed.values()))) for kind in _KINDS}
+        self._calibration = calibration or Calibration()
+        self._drafted = {kind: tree for kind, tree in self._counted.items() if kind in fixed_for}
+        self._chooses = len(self._drafted) < len(_KINDS)
+        self._cut: dict[tuple[str, int, int, int], RankTree] = {}
+        self.name = "likeliest" if self._chooses else "fixed"
 
-    @abstractmethod
     def extent(self, nodes: int) -> Budget:
         """The largest depth, width and number of nodes of trees of at most so many nodes.
 
         Raises:
             OptionError: more nodes than it can deal with.
         """
+        # Limits of whole trees: cutting is done by order, not by depth or rank.
+        kept = [tree.first(nodes) for tree in self._drafted.values()]
+        limits = [(tree.depth, tree.width, len(tree)) for tree in kept]
+        if self._chooses:
+            if nodes > MOST_CHOSEN_NODES:
+                raise OptionError(
+                    f"a tree chosen at each step has at most {MOST_CHOSEN_NODES} nodes, got {nodes}; give fewer, or a "
+                    "fixed tree"
+                )
+            limits.append((min(self._heads, nodes), min(MOST_RANKS, nodes), nodes))
+        return Budget(*map(max, zip(*limits, strict=True)))
 
-    @abstractmethod
     def check(self, heads: int, vocab_size: int | None = None) -> None:
         """Refuse so few heads, or so few ids of a target.
 
@@ -57,8 +109,20 @@ class GuessTrees(ABC):
             OptionError: there are too few heads.
             CompositionError: the target has too few ids.
         """
+        # Of fewer ids than ranks a tree chosen at each step takes them all.
+        if self._chooses and self._heads > heads:
+            raise OptionError(f"trees of {self._heads} heads need as many, and there are {heads}; choose by fewer")
+        for tree in self._drafted.values():
+            if tree.depth > heads:
+                raise OptionError(
+                    f"a Medusa tree {tree.depth} deep needs as many heads, and there are {heads}; give a shallower tree"
+                )
+            if vocab_size is not None and tree.width > vocab_size:
+                raise CompositionError(
+                    f"a Medusa tree {tree.width} ranks wide needs as many ids, and the target has {vocab_size}; give a "
+                    "narrower tree"
+                )
 
-    @abstractmethod
     def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
         """How many heads (`depth`), guesses (`width`) and nodes a request takes; a budget of zero if it drafts nothing.
 
@@ -66,8 +130,14 @@ class GuessTrees(ABC):
             params: of the request.
             budget: of this step, the drafter's own number of nodes included.
         """
+        if self.is_fixed(params):
+            tree = self._fitting(params, budget)
+            return Budget(tree.depth, tree.width, len(tree))
+        if budget.is_zero:
+            return NO_DRAFT
+        nodes = budget.nodes
+        return Budget(min(budget.depth, self._heads, nodes), min(budget.width, MOST_RANKS, nodes), nodes)
 
-    @abstractmethod
     def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
         """A tree for each request.
 
@@ -75,165 +145,12 @@ class GuessTrees(ABC):
             guesses: `[depth, requests, ranks]`, at least as deep and wide as every request wanted.
             requests: their options and budgets, for which `wanted` is not zero.
         """
-
-    @abstractmethod
-    def counted(self, params: SamplingParams) -> RankTree | None:
-        """The whole tree of ranks for requests with such options; None where there is none."""
-
-    @abstractmethod
-    def is_fixed(self, params: SamplingParams) -> bool:
-        """Whether requests with such options are drafted by the tree that `counted` gives."""
-
-    @abstractmethod
-    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """What nodes are expected to bring to requests with such options; None where nobody measured that."""
-
-
-class FixedTrees(GuessTrees):
-    """Trees of ranks that were fixed before: counted on the target's text, or by hand.
-
-    On a device the guesses are not looked at: filling in a tree takes none of them to the host.
-
-    Args:
-        trees: for requests at temperature 0, "greedy", and for others, "sampled"; if one is missing, the other serves
-            for both.
-
-    Raises:
-        OptionError: no tree, or one for other requests.
-    """
-
-    name: ClassVar[str] = "fixed"
-
-    def __init__(self, trees: Mapping[str, RankTree]) -> None:
-        unknown = set(trees) - {GREEDY, SAMPLED}
-        if unknown or not trees:
-            raise OptionError(
-                f"trees of Medusa heads are {GREEDY!r} and {SAMPLED!r}, got {sorted(trees)}; count them, or give one"
-            )
-        either = next(iter(trees.values()))
-        self._trees = {kind: trees.get(kind, either) for kind in (GREEDY, SAMPLED)}
-        self._cut: dict[tuple[str, int, int, int], RankTree] = {}
-
-    def extent(self, nodes: int) -> Budget:
-        # Limits of whole trees: cutting is done by order, not by depth or rank.
-        kept = [tree.first(nodes) for tree in self._trees.values()]
-        return Budget(max(tree.depth for tree in kept), max(tree.width for tree in kept), max(map(len, kept)))
-
-    def check(self, heads: int, vocab_size: int | None = None) -> None:
-        depth = max(tree.depth for tree in self._trees.values())
-        if depth > heads:
-            raise OptionError(
-                f"a Medusa tree {depth} deep needs as many heads, and there are {heads}; give a shallower tree"
-            )
-        widest = max(tree.width for tree in self._trees.values())
-        if vocab_size is not None and widest > vocab_size:
-            raise CompositionError(
-                f"a Medusa tree {widest} ranks wide needs as many ids, and the target has {vocab_size}; give a "
-                "narrower tree"
-            )
-
-    def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
-        tree = self._fitting(params, budget)
-        return Budget(tree.depth, tree.width, len(tree))
-
-    def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
-        found = []
-        for row, (params, budget) in enumerate(requests):
-            tree = self._fitting(params, budget)
-            found.append(TokenTree(tree.fill(guesses.ids[:, row]), tree.shape))
-        return found
-
-    def counted(self, params: SamplingParams) -> RankTree:
-        return self._trees[kind_of(params)]
-
-    def is_fixed(self, params: SamplingParams) -> bool:
-        return True
-
-    def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
-        """By how often each node was accepted."""
-        tree = self.counted(params)
-        if not tree.survival:
-            return None
-        depths = itertools.accumulate(map(len, tree.paths), max, initial=0)
-        return AcceptanceCurve(tree.survival, tuple(depths))
-
-    def _fitting(self, params: SamplingParams, budget: Budget) -> RankTree:
-        """The part of a request's tree that fits a budget: the first of the nodes that are not too deep or wide."""
-        key = (kind_of(params), budget.depth, budget.width, budget.nodes)
-        if key not in self._cut:
-            kind, depth, width, nodes = key
-            self._cut[key] = self._trees[kind].first(nodes).within(depth, width)
-        return self._cut[key]
-
-
-class LikeliestTrees(GuessTrees):
-    """At each step the rank paths that are then likeliest to be accepted, as far as is known before.
-
-    That is the product of their tokens' calibrated survivals, or of the heads' own probabilities at temperature 1 where
-    nothing was calibrated. Both are functions of the vector and the token that are known before the draw that judges,
-    so the candidates are as deterministic as fixed ones, and the rule is as exact. On a device the guesses come to the
-    host once: one wait more in a step than with fixed trees.
-
-    Args:
-        heads: that guess.
-        curves: by the kind of requests, "greedy" and "sampled", what nodes of such trees bring; where one is
-            missing, the fixed tree's counts stand in for it.
-        fixed: the heads' counted trees, if there are any.
-        calibration: survival of guesses; None takes the heads' probabilities.
-        fixed_for: kinds of requests that get the fixed tree, for it was measured to be the better one.
-
-    Raises:
-        OptionError: fixed trees are to be used, and there are none.
-    """
-
-    name: ClassVar[str] = "likeliest"
-
-    def __init__(
-        self,
-        heads: int,
-        curves: Mapping[str, AcceptanceCurve] | None = None,
-        fixed: FixedTrees | None = None,
-        calibration: Calibration | None = None,
-        fixed_for: Collection[str] = (),
-    ) -> None:
-        if fixed_for and fixed is None:
-            raise OptionError(f"requests of the kind {sorted(fixed_for)} get a fixed tree, and there is none; give one")
-        self._heads = heads
-        self._curves = dict(curves or {})
-        self._fixed = fixed
-        self._calibration = calibration or Calibration()
-        self._fixed_for = frozenset(fixed_for)
-
-    def extent(self, nodes: int) -> Budget:
-        if nodes > MOST_CHOSEN_NODES:
-            raise OptionError(
-                f"a tree chosen at each step has at most {MOST_CHOSEN_NODES} nodes, got {nodes}; give fewer, or a "
-                "fixed tree"
-            )
-        return Budget(min(self._heads, nodes), min(MOST_RANKS, nodes), nodes)
-
-    def check(self, heads: int, vocab_size: int | None = None) -> None:
-        # Of fewer ids than ranks it takes them all.
-        if self._heads > heads:
-            raise OptionError(f"trees of {self._heads} heads need as many, and there are {heads}; choose by fewer")
-
-    def wanted(self, params: SamplingParams, budget: Budget) -> Budget:
-        fixed = self._tree_of(params)
-        if fixed is not None:
-            return fixed.wanted(params, budget)
-        if budget.is_zero:
-            return NO_DRAFT
-        nodes = budget.nodes
-        return Budget(min(budget.depth, self._heads, nodes), min(budget.width, MOST_RANKS, nodes), nodes)
-
-    def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
         found: dict[int, TokenTree] = {}
         alike: dict[tuple[Budget, AcceptanceOdds | None], list[int]] = {}
         for row, (params, budget) in enumerate(requests):
-            fixed = self._tree_of(params)
-            if fixed is not None:
-                own = TopK(guesses.ids[:, row : row + 1], guesses.log_probs[:, row : row + 1])
-                found[row] = fixed.trees(own, [(params, budget)])[0]
+            if self.is_fixed(params):
+                tree = self._fitting(params, budget)
+                found[row] = TokenTree(tree.fill(guesses.ids[:, row]), tree.shape)
             else:
                 alike.setdefault((self.wanted(params, budget), self._calibration(params)), []).append(row)
         if alike:
@@ -244,24 +161,44 @@ class LikeliestTrees(GuessTrees):
                 found.update(zip(rows, _likeliest(ids[within], log_probs[within], wanted.nodes, survival), strict=True))
         return [found[row] for row in range(len(requests))]
 
-    def _tree_of(self, params: SamplingParams) -> FixedTrees | None:
-        """Fixed trees, where requests with such options get one."""
-        return self._fixed if kind_of(params) in self._fixed_for else None
+    def counted(self, params: SamplingParams) -> RankTree | None:
+        """The whole fixed tree of ranks for requests with such options; None where there is none."""
+        return self._counted.get(kind_of(params))
 
     def is_fixed(self, params: SamplingParams) -> bool:
-        return self._tree_of(params) is not None
-
-    def counted(self, params: SamplingParams) -> RankTree | None:
-        return None if self._fixed is None else self._fixed.counted(params)
+        """Whether requests with such options are drafted by the tree that `counted` gives."""
+        return kind_of(params) in self._drafted
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
+        """What nodes are expected to bring to requests with such options; None where nobody measured that."""
         curve = self._curves.get(kind_of(params))
-        if curve is None or self.is_fixed(params):
-            return None if self._fixed is None else self._fixed.acceptance_curve(params)
-        return curve
+        if curve is not None and not self.is_fixed(params):
+            return curve
+        tree = self.counted(params)
+        if tree is None or not tree.survival:
+            return None
+        # By how often each node was accepted.
+        return AcceptanceCurve(tree.survival, tuple(itertools.accumulate(map(len, tree.paths), max, initial=0)))
+
+    def _fitting(self, params: SamplingParams, budget: Budget) -> RankTree:
+        """The part of a request's tree that fits a budget: the first of the nodes that are not too deep or wide."""
+        key = (kind_of(params), budget.depth, budget.width, budget.nodes)
+        if key not in self._cut:
+            kind, depth, width, nodes = key
+            self._cut[key] = self._drafted[kind].first(nodes).within(depth, width)
+        return self._cut[key]
 
 
-def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, Any]) -> LikeliestTrees:
+def fixed_trees(trees: Mapping[str, RankTree]) -> GuessTrees:
+    """Trees of ranks that were fixed before, for every request.
+
+    Raises:
+        OptionError: no tree, or one for other requests.
+    """
+    return GuessTrees(max((tree.depth for tree in trees.values()), default=0), fixed=trees, fixed_for=_KINDS)
+
+
+def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, Any]) -> GuessTrees:
     """What heads draft by unless somebody says otherwise: trees chosen at each step where these were not worse.
 
     Args:
@@ -273,9 +210,8 @@ def trees_for(heads: int, counted: Mapping[str, RankTree], facts: Mapping[str, A
         ModelError: the facts are damaged.
     """
     calibration = Calibration.of(facts.get(FACT, {}))
-    if not counted:
-        return LikeliestTrees(heads, tree_curves(facts, heads), None, calibration)
-    return LikeliestTrees(heads, tree_curves(facts, heads), FixedTrees(counted), calibration, fixed_for(facts))
+    better = fixed_for(facts) if counted else ()
+    return GuessTrees(heads, tree_curves(facts, heads), counted or None, calibration, better)
 
 
 def _likeliest(

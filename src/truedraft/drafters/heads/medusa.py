@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
@@ -17,10 +16,9 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.base import HeadDrafter, SizePlan, TreeFacts
 from truedraft.drafters.heads.calibration import PROMISED_ON, kind_of
-from truedraft.drafters.heads.guess_trees import FixedTrees, GuessTrees, coupled_guesses, trees_for
-from truedraft.drafters.measured_trees import SizePlan, TreeFacts
+from truedraft.drafters.heads.guess_trees import GuessTrees, coupled_guesses, fixed_trees, trees_for
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel
@@ -28,29 +26,6 @@ from truedraft.theory import AcceptanceCurve
 
 DEFAULT_NODES = 16
 """Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """A request that a tree is drafted for.
-
-    Attributes:
-        place: in the batch.
-        params: of the request.
-        noise: of this step.
-        budget: of this step, the drafter's own number of nodes included.
-        extent: how many heads, guesses and nodes it takes.
-        vector: `[width]`: what its heads read.
-        drawn: the token drawn from the vector.
-    """
-
-    place: int
-    params: SamplingParams
-    noise: Noise
-    budget: Budget
-    extent: Budget
-    vector: Tensor
-    drawn: int
 
 
 class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
@@ -65,14 +40,15 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
 
     Args:
         heads: trained for the target.
-        trees: how guesses become trees; a mapping stands for `FixedTrees` of it; None takes what was found best on
+        trees: how guesses become trees; a mapping stands for `fixed_trees` of it; None takes what was found best on
             held-out text, see `trees_for`.
         nodes: most nodes of a proposal; None takes 16 until `with_nodes` says better.
 
     Attributes:
         nodes: most nodes of a proposal.
         nodes_chosen: whether the number of nodes was chosen, by the caller or by measuring.
-        tree_kind: how guesses become trees, "likeliest" or "fixed".
+        guess_trees: how guesses become trees.
+        tree_kind: its name, "likeliest" or "fixed".
 
     Raises:
         OptionError: no tree, one that is deeper than there are heads, or an unusable number of nodes.
@@ -91,36 +67,29 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         super().__init__(heads)
         if trees is None:
             trees = trees_for(heads.reach, heads.record.trees, heads.record.facts)
-        self._trees = trees if isinstance(trees, GuessTrees) else FixedTrees(trees)
-        self._trees.check(heads.reach)
+        self.guess_trees = trees if isinstance(trees, GuessTrees) else fixed_trees(trees)
+        self.guess_trees.check(heads.reach)
         self.nodes_chosen = nodes is not None
         self.nodes = DEFAULT_NODES if nodes is None else nodes
         if self.nodes < 0:
             raise OptionError(f"nodes of a Medusa tree must be 0 or more, got {nodes}")
-        self.limits = self._trees.extent(self.nodes)
-        self.tree_kind = self._trees.name
+        self.limits = self.guess_trees.extent(self.nodes)
+        self.tree_kind = self.guess_trees.name
 
     def with_nodes(self, nodes: int) -> Medusa:
         """The same heads and trees with another number of nodes, as measuring may show it to be best; 0 drafts nothing.
 
         The new drafter has no requests of the old one.
         """
-        return Medusa(self.head, self._trees, nodes=nodes)
+        return Medusa(self.head, self.guess_trees, nodes=nodes)
 
     def tree_for(self, params: SamplingParams) -> RankTree | None:
-        """The whole tree of ranks for requests with these sampling options, all of its nodes; None if there is none.
-
-        Where `is_fixed` says so, it is what they are drafted by; otherwise what was counted for these heads.
-        """
-        return self._trees.counted(params)
-
-    def is_fixed(self, params: SamplingParams) -> bool:
-        """Whether that tree is what requests with these options are drafted by; otherwise each step chooses one."""
-        return self._trees.is_fixed(params)
+        """The whole fixed tree of ranks for requests with these options, all of its nodes; None if there is none."""
+        return self.guess_trees.counted(params)
 
     def acceptance_curve(self, params: SamplingParams) -> AcceptanceCurve | None:
         """What nodes are expected to bring to requests with these options; None where nobody measured it."""
-        curve = self._trees.acceptance_curve(params)
+        curve = self.guess_trees.acceptance_curve(params)
         return None if curve is None else replace(curve, text=str(self.facts.get(PROMISED_ON, "")))
 
     def size_plans(self, params: SamplingParams) -> Sequence[SizePlan]:
@@ -136,11 +105,11 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         if whole is None or not self.nodes:
             return None
         accuracy = self.facts.get("trees", {}).get(kind_of(params), {}).get("rank_accuracy")
-        tree, fixed = whole.first(self.nodes), self.is_fixed(params)
+        tree, fixed = whole.first(self.nodes), self.guess_trees.is_fixed(params)
         return TreeFacts(tree, fixed, self.nodes, self.acceptance_curve(params), accuracy)
 
     def _runner_for(self, target: LanguageModel) -> MedusaRunner:
-        self._trees.check(self.head.reach, target.vocab_size)
+        self.guess_trees.check(self.head.reach, target.vocab_size)
         return MedusaRunner(self.head, target, max(1, self.limits.depth))
 
     def propose(
@@ -148,43 +117,48 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
     ) -> list[Proposal]:
         """A tree for each request, by one pass of the heads over all their vectors."""
         proposals = [Proposal.empty()] * len(batch)
-        # Those alike stand side by side: their guesses are made together, and come to the host together with all.
-        asked = sorted(self._asked(batch, budgets, noise), key=lambda each: each.params.seeded)
+        allowed = [Budget(each.depth, each.width, min(each.nodes, self.nodes)) for each in budgets]
+        wanted = [self.guess_trees.wanted(each.params, own) for each, own in zip(batch, allowed, strict=True)]
+        asked = [
+            place
+            for place, (request, own) in enumerate(zip(batch, wanted, strict=True))
+            if self._vectors.get(request.id) is not None and not own.is_zero
+        ]
         if not asked:
             return proposals
-        trees = self._trees.trees(self._guess(asked), [(each.params, each.budget) for each in asked])
-        for each, tree in zip(asked, trees, strict=True):
-            proposals[each.place] = Proposal.deterministic(tree)
+        # Those alike stand side by side: their guesses are made together, and come to the host together with all.
+        asked.sort(key=lambda place: batch[place].params.seeded)
+        guesses = self._guess(
+            [batch[place] for place in asked], [wanted[place] for place in asked], [noise[place] for place in asked]
+        )
+        trees = self.guess_trees.trees(guesses, [(batch[place].params, allowed[place]) for place in asked])
+        for place, tree in zip(asked, trees, strict=True):
+            proposals[place] = Proposal.deterministic(tree)
         return proposals
 
-    def _asked(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> Iterator[_Asked]:
-        """The requests that have a vector and may draft something."""
-        for place, (request, budget, own) in enumerate(zip(batch, budgets, noise, strict=True)):
-            vector = self._vectors.get(request.id)
-            allowed = Budget(budget.depth, budget.width, min(budget.nodes, self.nodes))
-            extent = self._trees.wanted(request.params, allowed)
-            if vector is not None and not extent.is_zero:
-                yield _Asked(place, request.params, own, allowed, extent, vector, request.tokens[-1])
+    def _guess(self, asked: Sequence[DraftRequest], wanted: Sequence[Budget], noise: Sequence[Noise]) -> TopK:
+        """Guesses `[depth, requests, ranks]` for requests, those that are seeded last; on a device they stay there.
 
-    def _guess(self, asked: Sequence[_Asked]) -> TopK:
-        """Guesses `[depth, requests, ranks]` for requests, those that are seeded last; on a device they stay there."""
+        Args:
+            asked: those that a tree is drafted for.
+            wanted: how many heads, guesses and nodes each takes.
+            noise: of each, at this step.
+        """
         runner, target = self._running
-        depth = max(each.extent.depth for each in asked)
-        ranks = min(max(each.extent.width for each in asked), target.vocab_size)
+        depth = max(each.depth for each in wanted)
+        ranks = min(max(each.width for each in wanted), target.vocab_size)
         alone = sum(not each.params.seeded for each in asked)
-        seeded = asked[alone:]
+        vectors = [vector for each in asked if (vector := self._vectors[each.id]) is not None]
         found = []
         with torch.inference_mode():
-            hidden = torch.stack([each.vector for each in asked])
-            drawn = transfers.upload([each.drawn for each in asked], hidden.device)
+            hidden = torch.stack(vectors)
+            drawn = transfers.upload([each.tokens[-1] for each in asked], hidden.device)
             if alone:
                 found.append(runner.likeliest(hidden[:alone], depth, ranks, drawn[:alone]))
-            if seeded:
+            if alone < len(asked):
                 logits = runner.logits(hidden[alone:], depth, drawn[alone:])
-                temperatures = [each.params.temperature for each in seeded]
-                found.append(coupled_guesses(logits, temperatures, [each.noise for each in seeded], ranks))
+                temperatures = [each.params.temperature for each in asked[alone:]]
+                found.append(coupled_guesses(logits, temperatures, noise[alone:], ranks))
             return found[0] if len(found) == 1 else _side_by_side(found)
 
 

@@ -17,11 +17,10 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, narrowed
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.acceptance import scores_for
-from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.base import HeadDrafter, SizePlan
 from truedraft.drafters.heads.beams import Beams, MergedBeams, beam_search, merge, trees_of, with_dropped
 from truedraft.drafters.heads.calibration import FACT, Calibration, beam_curves
 from truedraft.drafters.heads.sampled_beams import SampledBeams
-from truedraft.drafters.measured_trees import SizePlan
 from truedraft.errors import OptionError
 from truedraft.heads.redrafter import RedrafterHead, RedrafterRunner
 from truedraft.models.base import LanguageModel

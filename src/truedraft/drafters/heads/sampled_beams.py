@@ -26,7 +26,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal
-from truedraft.core.tree import TokenTree, TreeShape
+from truedraft.core.tree import TokenTree, TreeShape, path_to
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_children
 from truedraft.heads.redrafter import RedrafterRunner
@@ -77,15 +77,10 @@ class _BeamTree:
     def shaped(self, logits: Tensor) -> Tensor:
         """Logits `[open nodes, vocab]` as the request's options change them behind the nodes' paths."""
         shaping = self.request.shaping
-        return logits if shaping is None else shaping.of_paths(logits, list(map(self._path, self.open)))
-
-    def _path(self, node: int) -> tuple[int, ...]:
-        """Tokens from the root's child down to a node."""
-        path: list[int] = []
-        while node >= 0:
-            path.append(self.nodes[node].token)
-            node = self.nodes[node].parent
-        return tuple(reversed(path))
+        if shaping is None:
+            return logits
+        paths = (path_to(node, [each.parent for each in self.nodes]) for node in self.open)
+        return shaping.of_paths(logits, [tuple(self.nodes[node].token for node in path) for path in paths])
 
 
 class SampledBeams:

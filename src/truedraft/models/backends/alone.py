@@ -130,9 +130,13 @@ class AloneBackend(Backend):
         if inputs is not None:
             del given["position_ids"]
             given |= on_device(inputs, ids.device, self._model.dtype)
-        given = {name: value for name, value in given.items() if name in self._takes}
-        logits: Tensor = self._model(input_ids=ids, use_cache=True, **given | {self._keyword: past}).logits[0]
+        logits: Tensor = self._called(ids, given, use_cache=True, **{self._keyword: past}).logits[0]
         return logits
+
+    def _called(self, ids: Tensor, given: Mapping[str, Any], **always: Any) -> Any:
+        """What the model's forward gives for ids `[1, tokens]`, and those of `given` that it takes."""
+        taken = {name: value for name, value in given.items() if name in self._takes}
+        return self._model(input_ids=ids, **taken, **always)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
