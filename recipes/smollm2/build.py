@@ -37,7 +37,7 @@ from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.report import HeadResult, write_head_card
-from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
 from truedraft.training.texts.data import Curriculum, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled
 from truedraft.training.texts.questions import ask_itself
@@ -94,15 +94,8 @@ def _write(options: argparse.Namespace) -> None:
     model = load_model(options.target, dtype="bfloat16", device=options.device)
     assert model.tokenizer is not None
     _, prompts = read_data([run / PROMPTS], model.tokenizer.backend)
-    progress = told().on_progress
-    prompts += ask_itself(
-        model,
-        options.questions,
-        run,
-        seed=SEED,
-        batch=options.rows,
-        on_progress=lambda done, total: progress("asking", done, total, ""),
-    )
+    watch = Watch("asking", "questions", told())
+    prompts += ask_itself(model, options.questions, run, seed=SEED, batch=options.rows, watch=watch)
     mixed, held = shuffled(prompts, SEED), TREE_PROMPTS + TEST_PROMPTS
     tree, test, asked = mixed[:TREE_PROMPTS], mixed[TREE_PROMPTS:held], mixed[held:]
     (run / "test.json").write_text(json.dumps(test))
@@ -111,15 +104,8 @@ def _write(options: argparse.Namespace) -> None:
     write_answers(model, [prompt for prompt in tree for _ in heats], run, TREE_TEXT, how)
     # An odd number, so that a question that comes again does so at another temperature.
     questions = list(itertools.islice(itertools.cycle(asked[: len(asked) - 1 | 1]), options.answers))
-    text = write_answers(
-        model,
-        questions,
-        run,
-        TRAIN_TEXT,
-        replace(how, temperatures=TEMPERATURES, seed=SEED + 1),
-        on_progress=lambda done, total: progress("answering", done, total, ""),
-        time_is_up=budget.over,
-    )
+    how, watch = replace(how, temperatures=TEMPERATURES, seed=SEED + 1), Watch("answering", told=told(), budget=budget)
+    text = write_answers(model, questions, run, TRAIN_TEXT, how, watch=watch)
     decode = model.tokenizer.backend.decode
     with (run / "answers.jsonl").open("w") as texts:
         texts.writelines(json.dumps({"text": decode([*each.prompt, *each.answer])}) + "\n" for each in text.records)
