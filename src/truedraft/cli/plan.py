@@ -336,8 +336,8 @@ def _made(
     from truedraft.planning import fitting_drafters, make_plan, ratio_of_steps
 
     typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
-    drafters = [words for each in typed for words in (fitting_drafters(target, warn) if each == "auto" else (each,))]
-    drafters = list(dict.fromkeys(drafters))
+    fitting = fitting_drafters(target, warn) if "auto" in typed else {}
+    drafters = list(dict.fromkeys(words for each in typed for words in (fitting if each == "auto" else (each,))))
     costs = StepCosts(target, refresh=options.what.refresh_costs)
     with terminal.progress("plan", _PARTS) as show:
         show(0, "costs of the target")
@@ -360,6 +360,7 @@ def _made(
             prompts,
             params,
             batch=options.what.batch,
+            made=fitting,
             costs=costs,
             progress=told,
         )
