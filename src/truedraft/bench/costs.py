@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from truedraft.bench.breakdown import CurveCosts
 from truedraft.bench.suite import Suite
 from truedraft.bench.trees import size_trees
 from truedraft.core.params import SamplingParams
 from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
-from truedraft.engine import StepRecord
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.planning import Footprint, footprint_of, ratio_of_steps
@@ -22,40 +21,6 @@ PARTS = 100
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_CONTEXTS = (128, 512, 1024)
-
-
-class CurveCosts:
-    """What the steps of one engine should cost.
-
-    Args:
-        target: V(rows, contexts) of its target.
-        drafting: the cost of each of its drafters' proposals, by name; none without a drafter.
-    """
-
-    def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
-        self._target = target
-        self._drafting = dict(drafting or {})
-        self._of_nodes: dict[tuple[str, int], float] = {}
-
-    def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of one target forward: V(rows, contexts)."""
-        return self._target(rows, contexts)
-
-    def drafting_s(self, step: StepRecord) -> float:
-        """Seconds of drafting: as long as one request's share takes each drafter alone, for a batch is drafted in
-        common forwards.
-        """
-        return sum(self._of(name, step) for name in self._drafting)
-
-    def _of(self, name: str, step: StepRecord) -> float:
-        levels = next((each.levels for each in step.drafting if each.drafter == name), None)
-        if levels is not None:
-            return self._drafting[name](levels)
-        nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
-        each = -(-sum(nodes) // max(1, len(nodes)))
-        if (name, each) not in self._of_nodes:
-            self._of_nodes[name, each] = self._drafting[name].of_nodes(each)
-        return self._of_nodes[name, each]
 
 
 def reads_alike(model: LanguageModel) -> bool:
