@@ -331,7 +331,6 @@ def test_a_command_refuses(
     run: Run, target: str, draft: str, files: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(files)
-    monkeypatch.setattr("truedraft.planning.ratio_of_steps", lambda engine, forwards: 1.0)
     if command in ("certify engine", "certify compare"):
         monkeypatch.setattr("truedraft.models.loading.load_model", crash)
     name, before = command.split(",")[0], sorted(files.rglob("*"))

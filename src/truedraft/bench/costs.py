@@ -8,10 +8,10 @@ from truedraft.bench.breakdown import CurveCosts
 from truedraft.bench.suite import Suite
 from truedraft.bench.trees import size_trees
 from truedraft.core.params import SamplingParams
-from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
+from truedraft.costs import drafter_cost, read_bandwidth, target_cost
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.planning import Footprint, footprint_of, ratio_of_steps
+from truedraft.planning import Footprint, footprint_of, outdated
 from truedraft.progress import Progress
 from truedraft.theory import DraftCost, TargetCost
 
@@ -107,12 +107,8 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
         measured.warnings.append(f"{error}; without it there is no use of memory bandwidth")
     forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=refresh)
     measured.warnings += forwards.warnings
-    ratio = ratio_of_steps(suite.ours[0].engine, forwards.value) if forwards.kept and _is_seen(suite) else None
-    if ratio is not None and parts(ratio):
-        measured.warnings.append(
-            f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say; the "
-            "machine was busier then, or is now"
-        )
+    if forwards.kept and (why := outdated(suite.ours[0].engine, forwards.value)):
+        measured.warnings.append(why)
         refresh = True
         forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=True)
     measured.kept = forwards.kept
@@ -131,11 +127,6 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
         each.engine.measure(params)
     progress(len(suite.ours) * PARTS, "")
     return measured
-
-
-def _is_seen(suite: Suite) -> bool:
-    """Whether the host sees what a forward takes; on a device it is only queued."""
-    return suite.target.device.type == "cpu"
 
 
 def _part(progress: Progress, number: int, first: float = 0.0, share: float = 1.0) -> Progress:
