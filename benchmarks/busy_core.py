@@ -18,11 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Child, Lines
+from common import RESULTS, Child, Lines, be_asked
 from truedraft.bench.turns import Answered, Contest, Stop, middle_by_median
 from truedraft.machine import machine_facts
 
@@ -49,6 +49,7 @@ LOADS = {
     "a loop on each core": _EACH_CORE,
 }
 PLAIN, DEFAULT = "none", "auto"
+FACTS = "facts"
 
 
 def main() -> None:
@@ -64,15 +65,15 @@ def main() -> None:
     parser.add_argument("--as-system", nargs=2, metavar=("SIZE", "DRAFTER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_system:
-        be_measured(options)
+        be_asked(lambda: measured(options))
         return
     found = measure(options)
     Lines(options.out).add(found)
     print(json.dumps(found))
 
 
-def be_measured(options: argparse.Namespace) -> None:
-    """Load a model; then for each line of standard input answer the next prompt, print how many tokens that took."""
+def measured(options: argparse.Namespace) -> Callable[[str], Any]:
+    """What answers how many tokens the next prompt's answer has or, asked for `FACTS`, what runs the model."""
     import torch
 
     from truedraft import Engine, SamplingParams, load_model
@@ -83,9 +84,8 @@ def be_measured(options: argparse.Namespace) -> None:
     params = SamplingParams(max_tokens=ANSWER, temperature=options.temperature, ignore_eos=True)
     engine, prompts = Engine(model, drafter), itertools.cycle(PROMPTS)
     engine.measure(params)
-    print(json.dumps({"fast_paths": model.fast_paths, "dtype": str(model.dtype)}), flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(len(engine.generate(next(prompts), params).token_ids)), flush=True)
+    facts = {"fast_paths": model.fast_paths, "dtype": str(model.dtype)}
+    return lambda asked: facts if asked == FACTS else len(engine.generate(next(prompts), params).token_ids)
 
 
 class System:
@@ -107,7 +107,8 @@ class System:
         environment = dict(os.environ)
         environment.pop("OMP_NUM_THREADS", None)
         self._child = Child([__file__, *map(str, words), "--as-system", size, drafter], environment)
-        self.told = self._child.read()
+        self._child.read()
+        self.told = self._child.ask(FACTS)
 
     def answer(self, turn: str) -> Answered:
         """Answer its next prompt."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from common import RESULTS, Lines, heldout_ids
+from common import RESULTS, Lines, heldout_ids, note
 from truedraft import SamplingParams, load_model
 from truedraft.certify import Part, Report, Stack, Status, certify
 from truedraft.control.specs import controller_from_spec
@@ -130,8 +130,7 @@ def main() -> int:
         kept.add(record)
         statuses.add(1 if record["failures"] else 3 if record["undecided"] else 0)
         times = f"{record['took_s']:.0f} s, {time.perf_counter() - started:.0f} s in all"
-        sys.stderr.write(f"{number} of {len(todo)}: {record['verdict']}; {cell.key}; {times}\n")
-        sys.stderr.flush()
+        note(f"{number} of {len(todo)}: {record['verdict']}; {cell.key}; {times}")
     return 1 if 1 in statuses else max(statuses)
 
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from common import RESULTS, Lines, heldout_ids
-from peers_engines import EngineWay, Running, engine_ways, model_folder, note
+from common import RESULTS, Lines, heldout_ids, note
+from peers_engines import EngineWay, Running, engine_ways, model_folder
 from truedraft import SamplingParams, load_model
 from truedraft.certify.engines import CERTAIN, certify_engine
 from truedraft.errors import TruedraftError
@@ -88,28 +88,20 @@ class Effort:
     seed: int
 
 
-class Kept:
-    """The file of what was found: the last line of a cell counts.
+class Kept(Lines):
+    """The file of what was found."""
 
-    Args:
-        path: of it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = Lines(path)
-        self.lines = {line["cell"]: line for line in self._file.records}
+    @property
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """By cell its last line, which counts."""
+        return {line["cell"]: line for line in self.records}
 
     def done(self, cell: Cell, minutes: float) -> bool:
         """Whether a cell has a verdict, and if that is that the evidence is not enough, had as much time as now."""
-        line = self.lines.get(cell.key)
+        line = self.cells.get(cell.key)
         if line is None or "error" in line:
             return False
         return line["verdict"] != NOT_ENOUGH or line["minutes"] >= minutes
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Write one."""
-        self.lines[line["cell"]] = line
-        self._file.add(line)
 
 
 def main() -> int:
@@ -126,10 +118,10 @@ def main() -> int:
     ]
     left = [cell for _, several in todo for cell in several]
     if asked.cell is not None and not left:
-        sys.stderr.write(f"there is no cell {asked.cell!r} left; --list shows all, --again repeats one\n")
+        note(f"there is no cell {asked.cell!r} left; --list shows all, --again repeats one")
         return 2
     if asked.report:
-        print("\n".join(table(list(kept.lines.values()))))
+        print("\n".join(table(list(kept.cells.values()))))
         return 0
     if asked.list:
         print("\n".join(cell.key for cell in left))
@@ -139,7 +131,7 @@ def main() -> int:
         for line in certified(way, several, bench, effort):
             kept.add(line)
             note(f"{line['cell']}: {line['verdict']}")
-    made = [kept.lines[cell.key] for cell in left if cell.key in kept.lines]
+    made = [kept.cells[cell.key] for cell in left if cell.key in kept.cells]
     return (
         1 if any(line["verdict"] == "deviates" for line in made) else 3 if any("error" in line for line in made) else 0
     )

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common import RESULTS, Lines, note
 from truedraft import __version__
 from truedraft.certify import Part
 from truedraft.certify.e_process import ALARM, CERTAIN
@@ -133,7 +134,7 @@ def _records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         try:
             yield measured(name, options.minutes, options.seed)
         except TruedraftError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            note(f"{name} is left out: {error}")
     if not options.no_power:
         worlds, known = sampler_worlds(), suspects()
         for number in range(len(known)):
@@ -148,14 +149,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-power", action="store_true", help="leave out the known faults")
     parser.add_argument("--append", action="store_true", help="keep the lines that are there")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "certify_samplers.jsonl")
+    parser.add_argument("--out", type=Path, default=RESULTS / "certify_samplers.jsonl")
     options = parser.parse_args()
-    with options.out.open("a" if options.append else "w", encoding="utf-8") as out:
-        for record in _records(options):
-            line = json.dumps(record, allow_nan=False)
-            out.write(line + "\n")
-            out.flush()
-            print(line)
+    if not options.append:
+        options.out.unlink(missing_ok=True)
+    out = Lines(options.out)
+    for record in _records(options):
+        out.add(record)
+        print(json.dumps(record, allow_nan=False))
     return 0
 
 

@@ -11,13 +11,12 @@ cases that are not. Adds a line of JSON to a file. Run it on an otherwise idle m
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import Child, Lines
+from common import Child, Lines, be_asked, note
 from fixed_record import PROMPTS, answers_by
 
 if TYPE_CHECKING:
@@ -39,23 +38,24 @@ Case = tuple[str, str, float, int]
 """Drafter, rule, temperature and requests at once."""
 
 
-def answer_in_turns(size: str) -> None:
-    """Answer what is asked on standard input, a line each; for a process of its own."""
+def answering(size: str) -> Callable[[Case], list[list[int]]]:
+    """What answers a case, in a process of its own."""
     from truedraft import Engine, SamplingParams, load_model
     from truedraft.control import FixedBudget
 
     target = load_model("embedded:target", pad_to=None if size == "own" else size)
     engines: dict[tuple[str, str], Engine] = {}
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        drafter, rule, temperature, batch = json.loads(line)
-        engine = engines.get((drafter, rule)) or engines.setdefault(
-            (drafter, rule), Engine(target, drafter, rule, controller=FixedBudget())
-        )
+
+    def answer(case: Case) -> list[list[int]]:
+        drafter, rule, temperature, batch = case
+        if (drafter, rule) not in engines:
+            engines[drafter, rule] = Engine(target, drafter, rule, controller=FixedBudget())
         tokens = max(1, _TOKENS[size] // (1 if batch == 1 else 2))
         params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
-        answers = answers_by(range(7, 7 + batch), engine, PROMPTS[:batch], params)
-        print(json.dumps([answer.token_ids for answer in answers]), flush=True)
+        found = answers_by(range(7, 7 + batch), engines[drafter, rule], PROMPTS[:batch], params)
+        return [answer.token_ids for answer in found]
+
+    return answer
 
 
 class Checkout:
@@ -100,11 +100,11 @@ def compare(other: Path, size: str, seconds: float) -> dict[str, Any]:
         name = f"{case[0]} | {case[1]} | temperature {case[2]:g} | batch {case[3]}"
         turns = contest.measured.turns
         if not turns:
-            print(f"{size:5s} {name:75s} not measured, the time was over", file=sys.stderr)
+            note(f"{size:5s} {name:75s} not measured, the time was over")
             continue
         same = {"same_tokens": not any(turn.different for turn in turns)}
         found[name] = record = contest.estimates[0].as_dict() | contest.measured.as_dict() | same
-        print(f"{size:5s} {name:75s} {record['ratio']} +- {record['half_width']}", file=sys.stderr)
+        note(f"{size:5s} {name:75s} {record['ratio']} +- {record['half_width']}")
     return found
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--answer", choices=list(_TOKENS), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.answer:
-        answer_in_turns(asked.answer)
+        be_asked(lambda: answering(asked.answer))
         return
     share = asked.minutes * 60.0 / len(asked.sizes)
     record = {size: compare(asked.other, size, share) for size in asked.sizes}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
+ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -23,22 +24,35 @@ class Lines:
 
     Args:
         path: of the file; it need not exist. A line that was torn when a run was killed is left out.
+        own: fields of the lines that are looked at, as a version, which lines that come get too; others are left alone.
+
+    Attributes:
+        path: as given.
+        records: the objects of all these lines.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, **own: Any) -> None:
+        self.path, self._own = path, own
         self.records: list[dict[str, Any]] = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             with contextlib.suppress(ValueError):
-                self.records.append(json.loads(line))
+                record = json.loads(line)
+                if all(record.get(name) == value for name, value in own.items()):
+                    self.records.append(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write one."""
-        self.records.append(dict(record))
+        line = {**self._own, **record}
+        self.records.append(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(("\n" if torn else "") + json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def note(words: str) -> None:
+    """A line on standard error at once: what is waited for, or what came."""
+    print(words, file=sys.stderr, flush=True)
 
 
 class ChildEndedError(SystemExit):
@@ -88,7 +102,7 @@ class Child:
         self._process.wait()
 
 
-def be_asked(make: Callable[[], Callable[[dict[str, Any]], Any]]) -> None:
+def be_asked(make: Callable[[], Callable[[Any], Any]]) -> None:
     """The other end of a `Child`: makes what answers, says that it is ready, and answers lines until input ends.
 
     Whatever libraries print goes to standard error, so that it is not taken for an answer.

@@ -38,7 +38,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from common import Lines
+from common import Lines, note
 from truedraft import SamplingParams, load_model
 from truedraft.certify.checks import Context, Stack
 from truedraft.certify.equality import divergence_point
@@ -565,7 +565,7 @@ def main() -> int:
     for examined in _examined(left, 60 * asked.minutes, every=asked.full):
         for line in examined:
             kept.add(line)
-            sys.stderr.write(f"{line['family']}, {line['dtype']}: {_cell(line)}\n")
+            note(f"{line['family']}, {line['dtype']}: {_cell(line)}")
     places = {name: place for place, name in enumerate(families())}
     lines = sorted(
         kept.records, key=lambda line: (places.get(line["family"], len(places)), DTYPES.index(line["dtype"]))

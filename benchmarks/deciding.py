@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from common import RESULTS, ROOT, note
 from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, parcels
 from deciding_report import markdown
 from truedraft.bench.turns import Clock, Visited, take_turns
 from truedraft.errors import TruedraftError
 
-ROOT = Path(__file__).parent.parent
-OUT = Path(__file__).with_name("results") / "deciding.jsonl"
+OUT = RESULTS / "deciding.jsonl"
 
 
 class Running(Visited, Protocol):
@@ -158,7 +158,7 @@ def _measured(kept: Kept, asked: argparse.Namespace) -> int:
 
     cells = kept.left(all_cells(), asked.only)
     if not cells:
-        print("nothing is left to measure", file=sys.stderr)
+        note("nothing is left to measure")
         return 0
     torch.set_num_threads(asked.threads)
     kept.add({"what": "sitting", "machine": machine_facts(), "threads": asked.threads, "dtype": "bfloat16"})
@@ -168,7 +168,7 @@ def _measured(kept: Kept, asked: argparse.Namespace) -> int:
         functools.partial(begin, Lab()),
         asked.minutes * 60.0,
         time.monotonic,
-        lambda line: print(line, file=sys.stderr, flush=True),
+        note,
     )
 
 

@@ -78,7 +78,7 @@ def parcels(cells: Iterable[Cell]) -> list[list[Cell]]:
     return [list(own) for _, own in groupby(cells, key=lambda cell: (cell.row, cell.size, cell.batch))]
 
 
-class Kept:
+class Kept(Lines):
     """The file of results: a line of JSON for each cell, and one for each sitting, which says where it was measured.
 
     Args:
@@ -87,24 +87,18 @@ class Kept:
     """
 
     def __init__(self, path: Path, key: str) -> None:
-        self.key, self._file = key, Lines(path)
-        self.cells: dict[str, Mapping[str, Any]] = {}
-        self.sittings: list[Mapping[str, Any]] = []
-        for record in self._file.records:
-            if record.get("key") == key:
-                self._take(record)
+        super().__init__(path, key=key)
+        self.key = key
 
-    def _take(self, record: Mapping[str, Any]) -> None:
-        if "cell" in record:
-            self.cells[record["cell"]] = record
-        else:
-            self.sittings.append(record)
+    @property
+    def cells(self) -> dict[str, Mapping[str, Any]]:
+        """Records by cell."""
+        return {record["cell"]: record for record in self.records if "cell" in record}
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Write a line."""
-        line = {"key": self.key, **record}
-        self._file.add(line)
-        self._take(line)
+    @property
+    def sittings(self) -> list[Mapping[str, Any]]:
+        """Records of sittings."""
+        return [record for record in self.records if "cell" not in record]
 
     def left(self, cells: Sequence[Cell], only: Sequence[str] = ()) -> list[Cell]:
         """What is not done, and what that needs, in the order of the table.
@@ -117,7 +111,8 @@ class Kept:
         for cell in cells:
             if not only or any(word in cell.name for word in only):
                 wanted += [cell] if cell.needs is None else [cell.needs, cell]
-        return [cell for cell in cells if cell in wanted and cell.name not in self.cells]
+        done = self.cells
+        return [cell for cell in cells if cell in wanted and cell.name not in done]
 
 
 def last_key(path: Path) -> str | None:

@@ -12,9 +12,9 @@ from common import heldout_texts
 from deciding_cells import Cell
 from deciding_sets import MIX, PROSE, SetRequest, groups_of, prompt_sets
 from truedraft import Engine, load_model
+from truedraft.bench import OurEngine
 from truedraft.bench.turns import Answered, Contest, Stop, estimate, one_round, ratios
 from truedraft.control import FixedBudget
-from truedraft.engine import StepRecord
 from truedraft.errors import ModelError
 from truedraft.models.base import LanguageModel
 
@@ -46,7 +46,7 @@ class EngineSystem:
     """
 
     def __init__(self, name: str, engine: Engine) -> None:
-        self.name, self.engine = name, engine
+        self.name, self.engine, self._ours = name, engine, OurEngine(name, engine)
 
     def answer(self, group: Sequence[SetRequest]) -> Answered:
         """Answer a group together.
@@ -54,24 +54,11 @@ class EngineSystem:
         Raises:
             ModelError: a request failed, or went on undrafted.
         """
-        prefill_s: list[float] = []
-
-        def listen(record: StepRecord) -> None:
-            if record.prefill:
-                prefill_s.append(record.total_s)
-
-        self.engine.listeners.append(listen)
-        try:
-            answers = self.engine.generate([list(asked.prompt) for asked in group], [asked.params for asked in group])
-        finally:
-            self.engine.listeners.remove(listen)
-        broken = next(
-            (text for answer in answers for text in (answer.error, *answer.warnings) if text is not None), None
-        )
-        if broken is not None:
-            raise ModelError(broken)
+        output = self._ours.answer([asked.prompt for asked in group], [asked.params for asked in group])
+        if output.warnings:
+            raise ModelError(output.warnings[0])
         greedy = [number for number, asked in enumerate(group) if asked.params.greedy]
-        return Answered([answer.token_ids for answer in answers], sum(prefill_s), greedy)
+        return Answered([list(ids) for ids in output.token_ids], output.prefill_s, greedy)
 
 
 class Lab:

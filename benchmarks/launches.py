@@ -11,10 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import ROOT
 from servers import PORT, Launch
 
 SERVED_NAME = "model"
 """What servers call the model they serve."""
+VLLM, LLAMA_CPP = ROOT / ".venv-vllm", ROOT / ".venv-llamacpp"
+LLAMA_SERVER = LLAMA_CPP / "build" / "bin" / "llama-server"
+PATIENCE_S = 1200.0
+"""vLLM compiles before it answers, which takes minutes where others use the cores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from common import exported
-from launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
+from common import ROOT, exported, note
+from launches import LLAMA_CPP, LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, llamacpp_launch, vllm_launch
 from relabelled import save_relabelled
 from servers import Launch, serving
 from truedraft.errors import PeerError
@@ -28,12 +27,7 @@ from truedraft.peers.endpoint import Endpoint
 from truedraft.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way, universal_way
 from truedraft.text import Tokenizer
 
-ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "peers"
-VLLM = ROOT / ".venv-vllm"
-LLAMA_CPP = ROOT / ".venv-llamacpp"
-PATIENCE_S = 1200.0
-"""vLLM compiles before it answers, which takes minutes where others use the cores."""
 DRAFT_TOKENS = 3
 NGRAM = 2
 OTHER_MERGES = 2000
@@ -74,26 +68,29 @@ class EngineWay:
 
 
 def engine_ways() -> list[EngineWay]:
-    """All of them."""
-    drafted, copied = "draft model", "n-grams"
+    """All of them; models are made when a way is opened."""
+    drafts: dict[str, Callable[[Callable[[str], Path]], Drafting | None]] = {
+        "plain": lambda model: None,
+        "draft model": lambda model: Drafting(DRAFT_TOKENS, model("draft"), NGRAM),
+        "n-grams": lambda model: Drafting(DRAFT_TOKENS, None, NGRAM),
+    }
+    ways: dict[str, Callable[[], Way]] = {
+        "plain": Way,
+        "prompt lookup": lookup_way,
+        "assisted": lambda: assisted_way(stock("draft"), SETTING),
+        "assisted, other tokenizer": universal,
+    }
     return [
-        EngineWay("vllm", "plain", partial(served, partial(vllm, "plain", None))),
-        EngineWay("vllm", drafted, partial(served, partial(vllm, "draft", lambda: model_folder("draft")))),
-        EngineWay("vllm", copied, partial(served, partial(vllm, "ngram", lambda: None))),
-        EngineWay("llama.cpp", "plain", partial(served, partial(llamacpp, "plain", None))),
-        EngineWay("llama.cpp", drafted, partial(served, partial(llamacpp, "draft", lambda: gguf("draft")))),
-        EngineWay("llama.cpp", copied, partial(served, partial(llamacpp, "ngram", lambda: None))),
-        EngineWay("transformers", "plain", partial(in_process, Way)),
-        EngineWay("transformers", "prompt lookup", partial(in_process, lookup_way), (1,)),
-        EngineWay("transformers", "assisted", partial(in_process, assisted), (1,)),
-        EngineWay("transformers", "assisted, other tokenizer", partial(in_process, universal), (1,)),
+        *(EngineWay("vllm", way, partial(served, partial(vllm, way, drafting))) for way, drafting in drafts.items()),
+        *(
+            EngineWay("llama.cpp", way, partial(served, partial(llamacpp, way, drafting)))
+            for way, drafting in drafts.items()
+        ),
+        *(
+            EngineWay("transformers", name, partial(in_process, way), (1, 8) if name == "plain" else (1,))
+            for name, way in ways.items()
+        ),
     ]
-
-
-def note(words: str) -> None:
-    """Say what is waited for."""
-    sys.stderr.write(f"{words}\n")
-    sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -114,8 +111,7 @@ def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Runn
 @contextlib.contextmanager
 def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Running]:
     """transformers, in this process."""
-    made = way()
-    model = stock("target")
+    made, model = way(), stock("target")
 
     def peer(together: int, seed: int) -> Peer:
         return Generate(model, target.eos_token_ids, made, together=together, seed=seed)
@@ -123,21 +119,15 @@ def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Runnin
     yield Running(peer, lambda: None)
 
 
-def vllm(name: str, draft: Callable[[], Path | None] | None) -> Launch:
+def vllm(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None]) -> Launch:
     """vLLM's server; the prompt cache is switched off, as a cached prompt is computed in other shapes."""
-    drafting = None if draft is None else Drafting(DRAFT_TOKENS, draft(), NGRAM)
-    return vllm_launch(f"vllm {name}", VLLM, model_folder("target"), drafting, ["--no-enable-prefix-caching"])
+    how, more = drafting(model_folder), ["--no-enable-prefix-caching"]
+    return vllm_launch(f"vllm {way}", VLLM, model_folder("target"), how, more)
 
 
-def llamacpp(name: str, draft: Callable[[], Path | None] | None) -> Launch:
+def llamacpp(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None]) -> Launch:
     """llama.cpp's server."""
-    drafting = None if draft is None else Drafting(DRAFT_TOKENS, draft(), NGRAM)
-    return llamacpp_launch(f"llama.cpp {name}", LLAMA_CPP / "build" / "bin" / "llama-server", gguf("target"), drafting)
-
-
-def assisted() -> Way:
-    """Assisted by the embedded draft."""
-    return assisted_way(stock("draft"), SETTING)
+    return llamacpp_launch(f"llama.cpp {way}", LLAMA_SERVER, gguf("target"), drafting(gguf))
 
 
 def universal() -> Way:

@@ -25,13 +25,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ChildEndedError, Lines
-from peers_engines import LLAMA_CPP, ROOT, note
-from peers_ways import DRAFTED, OURS, Asked, Engines, Weights, asked_once, opened
+from common import RESULTS, ROOT, ChildEndedError, Lines, note
+from launches import LLAMA_CPP, LLAMA_SERVER
+from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, asked_once, opened
 from real_prompts import SETS, TEMPERATURES
 from truedraft.bench.prompts import read_questions, spread
 from truedraft.bench.turns import rotated
@@ -48,59 +48,20 @@ LONG = 1000
 LONG_TEXTS = ("summarization", "rag")
 PIECES, PIECE_TOKENS = 2, 256
 """Of each text whose perplexity is measured, as of `quantised_weights.py`."""
-Key = tuple[str, str, str, float, int]
+KEY = ("cell", "weights", "name", "temperature", "round")
+"""Fields of a line that are unique in a file for one commit."""
+Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What all engines do, one behind the other.
-
-    Attributes:
-        cell: of `CELLS`.
-        name: of its prompts.
-        prompts: token ids, answered together.
-        asked: how.
-        number: of the round.
-        alone: what is timed before, with one token alone: the first tokens.
-    """
-
-    cell: str
-    name: str
-    prompts: Sequence[Sequence[int]]
-    asked: Asked
-    number: int
-    alone: bool = False
-
-    def key(self, weights: Weights) -> Key:
-        """Unique in a file for one commit."""
-        return self.cell, weights.name, self.name, self.asked.temperature, self.number
+def done(kept: Lines) -> set[Key]:
+    """Keys of what is there."""
+    return {tuple(line[field] for field in KEY) for line in kept.records}
 
 
-class Kept:
-    """The file of what was measured.
-
-    Args:
-        path: of it.
-        commit: whose turns are not measured again.
-    """
-
-    def __init__(self, path: Path, commit: str) -> None:
-        self._file, self._commit = Lines(path), commit
-        self.lines = [line for line in self._file.records if line["commit"] == commit]
-
-    @property
-    def done(self) -> set[Key]:
-        """Turns that are there."""
-        fields = ("cell", "weights", "name", "temperature", "round")
-        return {tuple(line[field] for field in fields) for line in self.lines if "ways" in line}  # type: ignore[misc]
-
-    def add(self, key: Key, found: Mapping[str, Any], **more: Any) -> None:
-        """Write a turn."""
-        cell, weights, name, temperature, number = key
-        where = {"cell": cell, "weights": weights, "name": name, "temperature": temperature, "round": number}
-        line = {**where, "commit": self._commit, **more, "ways": found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")}
-        self.lines.append(line)
-        self._file.add(line)
+def keep(kept: Lines, key: Key, found: Mapping[str, Any], **more: Any) -> None:
+    """Write a line."""
+    fields = dict(zip(KEY, key, strict=True))
+    kept.add(fields | more | {"ways": found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def turns(engines: Engines, weights: Weights, asked: argparse.Namespace) -> Iterator[Turn]:
@@ -109,17 +70,16 @@ def turns(engines: Engines, weights: Weights, asked: argparse.Namespace) -> Iter
     ids = dict(zip(names, engines.encoded(texts, chat=weights.chat), strict=True))
     mixed = engines.encoded([text for _, text in questions(asked.prompts, 8 // len(SETS))], chat=weights.chat)
     long = (engines.encoded(["\n".join(texts) * 4], chat=weights.chat)[0] * LONG)[:LONG]
-    whole = Asked(asked.max_tokens)
+    most = asked.max_tokens
     for number in range(asked.rounds):
         for heat in TEMPERATURES:
-            decoded = Asked(asked.max_tokens, heat, True, number)
-            yield Turn("decode", "one", mixed[:1], decoded, number, alone=True)
-            yield Turn("decode", "eight", mixed, decoded, number, alone=True)
-        yield Turn("first", f"{LONG} tokens", [long], Asked(1, ignore_eos=True), number)
+            for name, prompts in {"one": mixed[:1], "eight": mixed}.items():
+                yield Turn("decode", name, prompts, most, heat, ignore_eos=True, number=number, alone=True)
+        yield Turn("first", f"{LONG} tokens", [long], 1, ignore_eos=True, number=number)
     for number in range(asked.whole_rounds):
         for heat in TEMPERATURES:
             for name, prompt in ids.items():
-                yield Turn("requests", name, [prompt], replace(whole, temperature=heat, seed=number), number)
+                yield Turn("requests", name, [prompt], most, heat, number=number)
 
 
 def questions(folder: Path, limit: int) -> list[tuple[str, str]]:
@@ -141,10 +101,10 @@ def taken(turn: Turn, engines: Engines) -> dict[str, dict[str, Any]]:
             first_s = None
             if turn.alone:
                 began = time.perf_counter()
-                way.tokens(turn.prompts, replace(turn.asked, max_tokens=1))
+                way.tokens(replace(turn, max_tokens=1))
                 first_s = time.perf_counter() - began
             began = time.perf_counter()
-            tokens = way.tokens(turn.prompts, turn.asked)
+            tokens = way.tokens(turn)
             found[name] = {"tokens": tokens, "seconds": time.perf_counter() - began, "first_s": first_s}
         except (PeerError, ChildEndedError, OSError) as error:
             found[name] = {"error": str(error)}
@@ -152,31 +112,33 @@ def taken(turn: Turn, engines: Engines) -> dict[str, dict[str, Any]]:
     return {name: found[name] for name, _ in able}
 
 
-def measure(weights: Weights, kept: Kept, asked: argparse.Namespace, left_s: Callable[[], float]) -> None:
+def measure(weights: Weights, kept: Lines, asked: argparse.Namespace, left_s: Callable[[], float]) -> None:
     """All turns of some weights that are not there yet."""
     if not {"decode", "first", "requests"} & {*asked.only} or left_s() < 0:
         return
     with opened(weights, asked.threads, asked.engines) as engines:
-        todo = [turn for turn in turns(engines, weights, asked) if turn.cell in asked.only]
+        every = [turn for turn in turns(engines, weights, asked) if turn.cell in asked.only]
         if weights.draft is None:  # plain decoding alone, of a base model
-            todo = [turn for turn in todo if turn.cell != "requests" and turn.asked.temperature == 0.0]
-        todo = [turn for turn in todo if turn.key(weights) not in kept.done]
+            every = [turn for turn in every if turn.cell != "requests" and turn.temperature == 0.0]
+        keys = [(turn.cell, weights.name, turn.name, turn.temperature, turn.number) for turn in every]
+        there = done(kept)
+        todo = [(key, turn) for key, turn in zip(keys, every, strict=True) if key not in there]
         if not todo:
             return
         settings = {"machine": machine_facts(), "threads": asked.threads, "drafted": DRAFTED, "engines": engines.facts}
-        kept.add(("settings", weights.name, "", 0.0, 0), {}, settings=settings)
+        keep(kept, ("settings", weights.name, "", 0.0, 0), {}, settings=settings)
         for way in engines.ways.values():  # what happens once, as compiling, falls outside
             with contextlib.suppress(PeerError):  # what fails here is told when it is measured
-                way.tokens(todo[0].prompts, replace(todo[0].asked, max_tokens=16))
-        for place, turn in enumerate(todo):
+                way.tokens(replace(todo[0][1], max_tokens=16))
+        for place, (key, turn) in enumerate(todo):
             if left_s() < 0:
                 note(f"the time is over; {len(todo) - place} turns of {weights.name} are left")
                 return
             lengths = [len(prompt) for prompt in turn.prompts]
-            kept.add(turn.key(weights), taken(turn, engines), prompt_tokens=lengths, max_tokens=turn.asked.max_tokens)
+            keep(kept, key, taken(turn, engines), prompt_tokens=lengths, max_tokens=turn.max_tokens)
 
 
-def once(weights: Weights, kept: Kept, asked: argparse.Namespace) -> None:
+def once(weights: Weights, kept: Lines, asked: argparse.Namespace) -> None:
     """Cells of a file that are measured once: `batched`, `perplexity` and `memory`."""
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "batched": lambda: batched(weights.path, asked.threads),
@@ -185,16 +147,16 @@ def once(weights: Weights, kept: Kept, asked: argparse.Namespace) -> None:
     }
     for cell, way in ways.items():
         key = (cell, weights.name, "", 0.0, 0)
-        if cell in asked.only and key not in kept.done and (cell != "perplexity" or asked.texts):
+        if cell in asked.only and key not in done(kept) and (cell != "perplexity" or asked.texts):
             try:
-                kept.add(key, way())
+                keep(kept, key, way())
             except (PeerError, ChildEndedError, OSError, subprocess.CalledProcessError) as error:
                 note(f"{cell} of {weights.name} is left out: {error}")
 
 
 def batched(file: Path, threads: int) -> dict[str, Any]:
     """What `llama-batched-bench` says of one and of eight prompts of 256 tokens and answers of 128."""
-    program = LLAMA_CPP / "build" / "bin" / "llama-batched-bench"
+    program = LLAMA_SERVER.with_name("llama-batched-bench")
     shape = ["-npp", "256", "-ntg", "128", "-npl", "1,8", "-c", "4096", "-t", str(threads), "-tb", str(threads)]
     command = [str(program), "-m", str(file), *shape, "--output-format", "jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -206,9 +168,9 @@ def perplexities(file: Path, texts: Sequence[Path], threads: int) -> dict[str, A
     """Ours and llama.cpp's, of the same pieces."""
     parts = [text.read_text(encoding="utf-8")[: 8 * PIECES * PIECE_TOKENS] for text in texts]
     what = {"texts": parts, "pieces": PIECES, "tokens": PIECE_TOKENS}
-    ours = asked_once([str(OURS), "perplexity", str(threads), str(file)], what)
+    ours = asked_once([OURS, "perplexity", str(threads), str(file)], what)
     words = [str(Path(__file__).with_name("peers_llamacpp.py")), str(file), str(threads)]
-    places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_CPP / "build" / "bin")}
+    places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_SERVER.parent)}
     theirs = asked_once(words, {"pieces": ours["pieces"]}, LLAMA_CPP / "bin" / "python", os.environ | places)
     mine = math.exp(ours["surprise"])
     return {"truedraft": {"perplexity": mine}, "llama.cpp": {"perplexity": math.exp(theirs)}}
@@ -216,7 +178,7 @@ def perplexities(file: Path, texts: Sequence[Path], threads: int) -> dict[str, A
 
 def remembered(file: Path, threads: int) -> dict[str, Any]:
     """Memory and loading, in a process of its own."""
-    found: dict[str, Any] = asked_once([str(OURS), "memory", str(threads), str(file), str(LONG), "128"], {})
+    found: dict[str, Any] = asked_once([OURS, "memory", str(threads), str(file), str(LONG), "128"], {})
     own = found["peak_bytes"] - found["imported_bytes"] - found["cache_bytes"]
     return found | {"over_file": own / found["file_bytes"]}
 
@@ -279,8 +241,8 @@ def main() -> None:
     """Measure and write, and report."""
     asked = _asked()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
-    kept = Kept(asked.out, asked.commit or commit())
-    end, before = time.monotonic() + 60 * asked.minutes, len(kept.lines)
+    kept = Lines(asked.out, commit=asked.commit or commit())
+    end, before = time.monotonic() + 60 * asked.minutes, len(kept.records)
     every = [Weights("q4_1", asked.file, asked.draft_file)] if asked.file else []
     every += [Weights("bf16", asked.folder, asked.draft)] if asked.folder and asked.draft else []
     every += [Weights("gemma q4_k_m", asked.gemma, chat=False)] if asked.gemma else []
@@ -288,9 +250,9 @@ def main() -> None:
         measure(weights, kept, asked, lambda: end - time.monotonic())
         if weights.is_file and time.monotonic() < end:
             once(weights, kept, asked)
-    found = [line for line in kept.lines if line["cell"] not in ("settings", "summary")]
-    if len(kept.lines) > before:
-        kept.add(("summary", "", "", 0.0, 0), {}, rows=rows(found))
+    found = [line for line in kept.records if line["cell"] not in ("settings", "summary")]
+    if len(kept.records) > before:
+        keep(kept, ("summary", "", "", 0.0, 0), {}, rows=rows(found))
     print(report(found))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from common import Child, ChildEndedError
-from launches import SERVED_NAME, Drafting, llamacpp_launch, vllm_launch
-from peers_engines import LLAMA_CPP, NGRAM, PATIENCE_S, ROOT, VLLM, note
+from common import ROOT, Child, ChildEndedError, note
+from launches import LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, llamacpp_launch, vllm_launch
 from peers_ours import ASSISTED
 from servers import Launch, serving
 from truedraft import SamplingParams
@@ -21,37 +20,11 @@ from truedraft.peers.endpoint import Endpoint
 
 RUNS = ROOT / "runs" / "peers_real"
 OPENVINO = ROOT / ".venv-openvino"
-OURS = Path(__file__).with_name("peers_ours.py")
+OURS = str(Path(__file__).with_name("peers_ours.py"))
 DRAFTED = {"llama.cpp": 4, "OpenVINO": 4, "vLLM": 4}
 """Tokens that engines draft at a time with our draft model, which keeps 2.9 of four and one, and with n-grams."""
 VLLM_CACHE_GB = "1"
 NEVER = -100.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How prompts are to be answered.
-
-    Attributes:
-        max_tokens: of each answer.
-        temperature: of it.
-        ignore_eos: whether it goes on behind the token that ends it.
-        seed: for engines that would answer alike without one.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    seed: int = 0
-
-
-class Way(Protocol):
-    """A way of answering; `most` is how many prompts it takes at once."""
-
-    most: int
-
-    def tokens(self, prompts: Sequence[Sequence[int]], asked: Asked) -> int:
-        """Answer prompts together, and say how many new tokens that were."""
 
 
 @dataclass(frozen=True)
@@ -77,146 +50,166 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What all engines do, one behind the other.
+
+    Attributes:
+        cell: of the record.
+        name: of its prompts.
+        prompts: token ids, answered together.
+        max_tokens: of each answer.
+        temperature: of it.
+        ignore_eos: whether it goes on behind the token that ends it.
+        number: of the round, and the seed for engines that would answer alike without one.
+        alone: what is timed before, with one token alone: the first tokens.
+    """
+
+    cell: str
+    name: str
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    number: int = 0
+    alone: bool = False
+
+
+@dataclass(frozen=True)
 class InProcess:
-    """A way of a child process."""
+    """A way of a child process; `most` is how many prompts it takes at once."""
 
     child: Child
     way: str
     eos: Sequence[int]
     most: int = 8
 
-    def tokens(self, prompts: Sequence[Sequence[int]], asked: Asked) -> int:
-        """As of `Way`."""
-        words = {"way": self.way, "prompts": [list(prompt) for prompt in prompts], "eos": list(self.eos)}
-        return int(self.child.ask(words | asdict(asked)))
+    def tokens(self, turn: Turn) -> int:
+        """Answer prompts together, and say how many new tokens that were."""
+        how = {"max_tokens": turn.max_tokens, "temperature": turn.temperature, "seed": turn.number}
+        what = {"way": self.way, "prompts": [list(prompt) for prompt in turn.prompts], "eos": list(self.eos)}
+        return int(self.child.ask(what | how | {"ignore_eos": turn.ignore_eos}))
 
 
 @dataclass(frozen=True)
 class Served:
-    """A way of a server."""
+    """A way of a server; likewise."""
 
     endpoint: Endpoint
     eos: Sequence[int]
     most: int = 8
 
-    def tokens(self, prompts: Sequence[Sequence[int]], asked: Asked) -> int:
-        """As of `Way`; where a server does not go on behind an end, the end is forbidden."""
+    def tokens(self, turn: Turn) -> int:
+        """Likewise; where a server does not go on behind an end, the end is forbidden."""
         end: dict[str, Any] = {"ignore_eos": True}
         if "ignore_eos" not in self.endpoint.facts.takes:
             end = {"logit_bias": dict.fromkeys(self.eos, NEVER)}
-        params = SamplingParams(asked.max_tokens, asked.temperature, **(end if asked.ignore_eos else {}))
-        replies = self.endpoint.ask([Question(tuple(prompt), params) for prompt in prompts])
-        for reply in replies:
+        params = SamplingParams(turn.max_tokens, turn.temperature, **(end if turn.ignore_eos else {}))
+        total = 0
+        for reply in self.endpoint.ask([Question(tuple(prompt), params) for prompt in turn.prompts]):
             if isinstance(reply, PeerError):
                 raise reply
-        return sum(len(reply.token_ids) for reply in replies if not isinstance(reply, PeerError))
+            total += len(reply.token_ids)
+        return total
 
 
+Way: TypeAlias = InProcess | Served
+
+
+@dataclass(frozen=True)
 class Engines:
     """Engines over some weights.
 
-    Args:
-        stack: ends them.
-        weights: of them.
-        threads: that each computes on.
-        only: engines; truedraft is always there.
-
     Attributes:
-        ways: by name; an engine that cannot be opened is told of and left out.
+        ours: the process of truedraft.
         facts: about ours, and the versions and commands of the others.
+        ways: by name; an engine that cannot be opened is told of and left out.
     """
 
-    def __init__(self, stack: contextlib.ExitStack, weights: Weights, threads: int, only: Sequence[str]) -> None:
-        self._stack, self._weights, self._threads = stack, weights, threads
-        self.ways: dict[str, Way] = {}
-        which = "all" if weights.draft else "plain"
-        self._ours = self._child([str(OURS), "truedraft", str(threads), str(weights.path), which])
-        self.facts: dict[str, Any] = {"ours": self._ours.ask({"texts": [], "chat": False})}
-        self._in_process("truedraft", self._ours, ["plain", "auto"] if weights.draft else ["plain"])
-        for engine, opened in {"llama.cpp": self._llamacpp, "OpenVINO": self._openvino, "vLLM": self._vllm,
-                               "transformers": self._transformers}.items():  # fmt: skip
-            if engine in only:
-                try:
-                    opened()
-                except (PeerError, ChildEndedError, OSError) as error:
-                    note(f"{engine} is left out: {error}")
-
-    @property
-    def _eos(self) -> Sequence[int]:
-        return list(self.facts["ours"]["eos"])
+    ours: Child
+    facts: dict[str, Any]
+    ways: dict[str, Way]
 
     def encoded(self, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
         """Texts as token ids."""
-        found: list[list[int]] = self._ours.ask({"texts": list(texts), "chat": chat})["ids"]
+        found: list[list[int]] = self.ours.ask({"texts": list(texts), "chat": chat})["ids"]
         return found
 
-    def _child(self, words: list[str], python: Path | None = None) -> Child:
-        child = Child(words, python=python)
-        self._stack.callback(child.close)
-        child.read()
-        return child
 
-    def _in_process(self, engine: str, child: Child, ways: Sequence[str], alone: Sequence[str] = ()) -> None:
-        for way in ways:
-            self.ways[f"{engine} {way}"] = InProcess(child, way, self._eos, 1 if way in alone else 8)
+@contextlib.contextmanager
+def opened(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[Engines]:
+    """truedraft and the engines that are asked for over some weights, which end with the block."""
+    drafting = weights.draft is not None
+    with contextlib.ExitStack() as stack:
+        ours = _started(stack, [OURS, "truedraft", str(threads), str(weights.path), "all" if drafting else "plain"])
+        facts = ours.ask({"texts": [], "chat": False})
+        eos = list(facts["eos"])
+        ways: dict[str, Way] = {
+            f"truedraft {way}": InProcess(ours, way, eos) for way in ("plain", "auto")[: 1 + drafting]
+        }
+        found = Engines(ours, {"ours": facts}, ways)
+        for launch in _servers(weights, threads, only):
+            with _left_out(launch.name):
+                server = stack.enter_context(serving(launch, RUNS, note, PATIENCE_S))
+                endpoint = Endpoint.open(
+                    server.url, SERVED_NAME, vocab_size=facts["vocab_size"], eos_token_ids=eos, timeout_s=PATIENCE_S
+                )
+                stack.callback(endpoint.close)
+                ways[launch.name] = Served(endpoint, eos)
+                found.facts[launch.name] = {"version": endpoint.facts.version, "command": " ".join(launch.words)}
+        if "OpenVINO" in only and weights.is_file:
+            with _left_out("OpenVINO"):
+                child = _started(stack, _openvino(weights, threads), OPENVINO / "bin" / "python")
+                names = ["plain", "lookup", "draft"] if drafting else ["plain"]
+                ways |= {f"OpenVINO {way}": InProcess(child, way, eos) for way in names}
+                found.facts["OpenVINO"] = {"version": package_version(OPENVINO / "bin" / "python", "openvino-genai")}
+        if "transformers" in only and not weights.is_file:
+            with _left_out("transformers"):
+                child = _started(stack, [OURS, "transformers", str(threads), str(weights.path), str(weights.draft)])
+                ways["transformers plain"] = InProcess(child, "plain", eos)
+                ways |= {f"transformers {way}": InProcess(child, way, eos, 1) for way in ("lookup", *ASSISTED)}
+        yield found
 
-    def _served(self, name: str, launch: Launch) -> None:
-        """One that cannot be opened leaves the engine's others."""
-        try:
-            server = self._stack.enter_context(serving(launch, RUNS, note, PATIENCE_S))
-        except PeerError as error:
-            note(f"{name} is left out: {error}")
-            return
-        facts = self.facts["ours"]
-        endpoint = Endpoint.open(
-            server.url, SERVED_NAME, vocab_size=facts["vocab_size"], eos_token_ids=facts["eos"], timeout_s=PATIENCE_S
-        )
-        self._stack.callback(endpoint.close)
-        self.ways[name] = Served(endpoint, self._eos)
-        self.facts[name] = {"version": endpoint.facts.version, "command": " ".join(launch.words)}
 
-    def _llamacpp(self) -> None:
-        if not self._weights.is_file:
-            return
-        server = LLAMA_CPP / "build" / "bin" / "llama-server"
-        threads = str(self._threads)
-        # Behind the launch's own words: all cores, and nothing kept of an earlier prompt.
-        more = ["--threads", threads, "--threads-batch", threads, "--no-cache-prompt", "--cache-ram", "0"]
-        tokens, draft = DRAFTED["llama.cpp"], self._weights.draft
-        ways = {"plain": None, "ngram": Drafting(tokens, None, NGRAM), "draft": Drafting(tokens, draft)}
-        for way, drafting in ways.items() if draft else [("plain", None)]:
-            name = f"llama.cpp {way}"
-            self._served(name, llamacpp_launch(name, server, self._weights.path, drafting, more))
+@contextlib.contextmanager
+def _left_out(name: str) -> Iterator[None]:
+    """What cannot be opened is said, and leaves the others."""
+    try:
+        yield
+    except (PeerError, ChildEndedError, OSError) as error:
+        note(f"{name} is left out: {error}")
 
-    def _vllm(self) -> None:
-        if self._weights.is_file:
-            return
-        tokens = DRAFTED["vLLM"]
-        ways = {"plain": None, "ngram": Drafting(tokens), "draft": Drafting(tokens, self._weights.draft)}
-        for way, drafting in ways.items():
-            name = f"vLLM {way}"
-            launch = vllm_launch(name, VLLM, self._weights.path, drafting, ["--no-enable-prefix-caching"])
-            environment = {**launch.environment, "VLLM_CPU_KVCACHE_SPACE": VLLM_CACHE_GB}
-            self._served(name, replace(launch, environment=environment))
 
-    def _openvino(self) -> None:
-        if not self._weights.is_file:
-            return
-        python, draft = OPENVINO / "bin" / "python", self._weights.draft
-        if not python.exists():
-            raise PeerError(f"there is no {python}; `make bench-peers` makes it")
-        script = Path(__file__).with_name("peers_openvino.py")
-        words = [str(script), str(self._weights.path), str(draft or "-"), str(self._threads), str(DRAFTED["OpenVINO"])]
-        child = self._child([*words, str(RUNS / "openvino")], python)
-        self._in_process("OpenVINO", child, ["plain", "lookup", "draft"] if draft else ["plain"])
-        self.facts["OpenVINO"] = {"version": package_version(python, "openvino-genai")}
+def _started(stack: contextlib.ExitStack, words: list[str], python: Path | None = None) -> Child:
+    child = Child(words, python=python)
+    stack.callback(child.close)
+    child.read()
+    return child
 
-    def _transformers(self) -> None:
-        if self._weights.is_file:
-            return
-        words = [str(OURS), "transformers", str(self._threads), str(self._weights.path), str(self._weights.draft)]
-        drafting = ["lookup", *ASSISTED]
-        self._in_process("transformers", self._child(words), ["plain", *drafting], drafting)
+
+def _servers(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[Launch]:
+    """llama.cpp's server for a file and vLLM's for a folder: plain and, with a draft model, drafting both ways."""
+    engine, draft = "llama.cpp" if weights.is_file else "vLLM", weights.draft
+    if engine not in only:
+        return
+    tokens, ngram = DRAFTED[engine], 2 if weights.is_file else 3
+    ways = {"plain": None, "ngram": Drafting(tokens, None, ngram), "draft": Drafting(tokens, draft)}
+    for way, drafting in ways.items() if draft else [("plain", None)]:
+        name = f"{engine} {way}"
+        if weights.is_file:
+            # Behind the launch's own words: all cores, and nothing kept of an earlier prompt.
+            more = ["--threads", str(threads), "--threads-batch", str(threads), "--no-cache-prompt", "--cache-ram", "0"]
+            yield llamacpp_launch(name, LLAMA_SERVER, weights.path, drafting, more)
+        else:
+            launch = vllm_launch(name, VLLM, weights.path, drafting, ["--no-enable-prefix-caching"])
+            yield replace(launch, environment={**launch.environment, "VLLM_CPU_KVCACHE_SPACE": VLLM_CACHE_GB})
+
+
+def _openvino(weights: Weights, threads: int) -> list[str]:
+    """The words of its script."""
+    if not (OPENVINO / "bin" / "python").exists():
+        raise PeerError(f"there is no {OPENVINO / 'bin' / 'python'}; `make bench-peers` makes it")
+    script, draft = str(Path(__file__).with_name("peers_openvino.py")), str(weights.draft or "-")
+    return [script, str(weights.path), draft, str(threads), str(DRAFTED["OpenVINO"]), str(RUNS / "openvino")]
 
 
 def package_version(python: Path, package: str) -> str:
@@ -238,10 +231,3 @@ def asked_once(
         return child.ask(what)
     finally:
         child.close()
-
-
-@contextlib.contextmanager
-def opened(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[Engines]:
-    """Engines over some weights, which end with the block."""
-    with contextlib.ExitStack() as stack:
-        yield Engines(stack, weights, threads, only)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Lines
+from common import RESULTS, Lines, note
 
 SETS = ("mt_bench", "humaneval", "gsm8k", "spec_bench")
 TEMPERATURES = (0.0, 0.8)
@@ -44,7 +44,7 @@ def measured(options: argparse.Namespace, name: str, temperature: float) -> dict
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     for system in record["systems"]:
         del system["decisions"]
-    print(f"{name}, temperature {temperature:g}: {record['speedup']:.2f} times plain", file=sys.stderr)
+    note(f"{name}, temperature {temperature:g}: {record['speedup']:.2f} times plain")
     return record
 
 

@@ -28,12 +28,11 @@ from typing import Any
 import httpx2
 import psutil
 
-from common import RESULTS, Child, Lines, exported, heldout_texts
-from launches import SERVED_NAME, Drafting, vllm_launch
+from common import RESULTS, ROOT, Child, Lines, exported, heldout_texts, note
+from launches import SERVED_NAME, VLLM, Drafting, vllm_launch
 from servers import PORT, Launch, Server
 from serving_load import Load, LoadResult, Request, ask, closed_loop, open_loop
 
-ROOT = Path(__file__).parent.parent
 OUT = RESULTS / "serving.jsonl"
 RUNS = ROOT / "runs" / "serving"
 SIZE = "500M"
@@ -71,7 +70,7 @@ class Measured(Server):
 
     def warm(self) -> None:
         """Wait until it is healthy, and answer a request."""
-        self.wait(lambda words: print(words, file=sys.stderr))
+        self.wait(note)
         asyncio.run(closed_loop(self.port, Load([Request("x", 2)], 1)))
 
     def main_thread_s(self) -> float:
@@ -111,24 +110,16 @@ def prompts(count: int, tokens: int | None = None) -> list[str]:
     return ["\n\n".join(chance.sample(texts * 20, 20 * len(texts)))[: 3 * tokens] for _ in range(count)]
 
 
-class Kept:
-    """The file of what was measured.
-
-    Args:
-        path: of it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = Lines(path)
-        self.lines = self._file.records
+class Kept(Lines):
+    """The file of what was measured."""
 
     def turns(self, cell: Cell) -> int:
         """How many there are of a cell."""
-        return sum((line["row"], line["name"]) == (cell.row, cell.name) for line in self.lines)
+        return sum((line["row"], line["name"]) == (cell.row, cell.name) for line in self.records)
 
-    def add(self, cell: Cell, found: Mapping[str, Any]) -> None:
+    def keep(self, cell: Cell, found: Mapping[str, Any]) -> None:
         """Write a turn."""
-        self._file.add({**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
+        self.add({**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def loads(clients: int, temperature: float, each: int = 4) -> Load:
@@ -165,7 +156,7 @@ def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) 
             server.warm()
         for cell, work in _cells(row, kept):
             while kept.turns(cell) < (BATCH_TURNS if row == "batch" else TURNS) and left_s() > 0:
-                kept.add(cell, {server.name: asdict(work(server.port)) for server in servers})
+                kept.keep(cell, {server.name: asdict(work(server.port)) for server in servers})
     finally:
         for server in servers:
             server.stop()
@@ -203,7 +194,7 @@ def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], LoadRes
 
 def _capacity(kept: Kept, way: str) -> float:
     """Tokens per second of the slower server with 16 clients, from the row closed."""
-    lines = [line for line in kept.lines if line["row"] == "closed" and line["name"] == f"16 clients, {way}"]
+    lines = [line for line in kept.records if line["row"] == "closed" and line["name"] == f"16 clients, {way}"]
     if not lines:
         raise RuntimeError("the row open needs the row closed")
     return min(statistics.median(line[name]["tokens_per_s"] for line in lines) for name in ("ours", "vllm"))
@@ -219,6 +210,7 @@ def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
     server = ours("--prefix-cache-bytes", "0")
     child = Child([str(Path(__file__).with_name("serving_engine.py"))])
     try:
+        child.read()
         server.warm()
         for clients in (1, 8):
             cell, load = Cell("engine", f"{clients} clients, greedy"), loads(clients, 0.0)
@@ -230,7 +222,7 @@ def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
                 outside = (server.main_thread_s() - before) / wall
                 engine = child.ask({"load": asdict(load), "burn": client_share})
                 shares = {"client_share": client_share, "outside_share": outside}
-                kept.add(cell, {"ours": served, "engine": engine, **shares})
+                kept.keep(cell, {"ours": served, "engine": engine, **shares})
     finally:
         server.stop()
         child.close()
@@ -248,7 +240,7 @@ def prefix_row(kept: Kept, left_s: Callable[[], float]) -> None:
             shared = [chance.randrange(300, 8000) for _ in range(1500)]
             ends = [[chance.randrange(300, 8000) for _ in range(100)] for _ in range(2)]
             found = [asdict(run(closed_loop(server.port, Load([Request([*shared, *end], 2)], 1)))) for end in ends]
-            kept.add(cell, {"cold": found[0], "warm": found[1]})
+            kept.keep(cell, {"cold": found[0], "warm": found[1]})
     finally:
         server.stop()
 
@@ -278,7 +270,7 @@ def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
                 for name, fields in asked.items():
                     load = Load([Request(text, 128, 0.0, fields) for text in texts], clients)
                     found[name] = asdict(run(closed_loop(8101, load)))
-                kept.add(cell, found)
+                kept.keep(cell, found)
     finally:
         server.stop()
 
@@ -295,7 +287,7 @@ def hostile_row(kept: Kept, left_s: Callable[[], float]) -> None:
         cell = Cell("hostile", "20 schemas")
         for turn in range(kept.turns(cell), TURNS):
             if left_s() > 0:
-                kept.add(cell, asyncio.run(_beside_hostile(server, turn)))
+                kept.keep(cell, asyncio.run(_beside_hostile(server, turn)))
     finally:
         server.stop()
 
@@ -355,7 +347,7 @@ async def _told(schema: Mapping[str, Any]) -> int:
 def summary(kept: Kept) -> Iterator[dict[str, Any]]:
     """The medians of all cells, and between which values the turns lay."""
     cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for line in kept.lines:
+    for line in kept.records:
         cells[line["row"], line["name"]].append(line)
     for (row, name), turns in sorted(cells.items(), key=lambda cell: list(ROWS).index(cell[0][0])):
         for what, values in _figures(row, turns):
@@ -411,7 +403,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--minutes", type=float, default=75.0)
-    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm")
+    parser.add_argument("--vllm", type=Path, default=VLLM)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report", action="store_true")
     asked = parser.parse_args()
@@ -428,7 +420,7 @@ def main() -> int:
         elif (asked.vllm / "bin" / "vllm").exists():
             against_vllm(row, asked.vllm, kept, left_s)
         else:
-            sys.stderr.write(f"{row} is left out: there is no vLLM in {asked.vllm}\n")
+            note(f"{row} is left out: there is no vLLM in {asked.vllm}")
     figures = list(summary(kept))
     asked.out.with_name(f"{asked.out.stem}_summary.jsonl").write_text(
         "".join(f"{json.dumps(each)}\n" for each in figures)

@@ -1,14 +1,15 @@
-"""The engine without a server, for `serving.py`: reads loads, a line of JSON each, and writes what came of them."""
+"""The engine without a server, for `serving.py`: is asked with loads, and answers with what came of them."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from common import be_asked
 from serving_load import Answered, LoadResult
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.prediction import with_own_drafts
@@ -48,22 +49,22 @@ def answer(engine: Engine, load: dict[str, Any]) -> LoadResult:
     return LoadResult.of(found, seconds)
 
 
-def main() -> None:
-    """Until standard input ends."""
+def answering() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What answers loads, beside a process that burns."""
     target = load_model("embedded:target", pad_to="500M")
     engine = Engine(target, with_own_drafts(from_spec("draft,num_speculative_tokens=12", target)), prefix_cache_bytes=0)
     engine.measure()
-    for line in sys.stdin:
-        asked = json.loads(line)
+
+    def ask(asked: dict[str, Any]) -> dict[str, Any]:
         burner = subprocess.Popen([sys.executable, "-c", _BURN, str(asked["burn"])])
         try:
-            found = answer(engine, asked["load"])
+            return asdict(answer(engine, asked["load"]))
         finally:
             burner.kill()
             burner.wait()
-        sys.stdout.write(json.dumps(asdict(found)) + "\n")
-        sys.stdout.flush()
+
+    return ask
 
 
 if __name__ == "__main__":
-    main()
+    be_asked(answering)

@@ -1,4 +1,4 @@
-"""What all recipes share: a command, lines of progress, and language models from scratch with their tokenizers."""
+"""What recipes share: a command, lines of progress, and language models from scratch with their tokenizers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from truedraft.errors import TruedraftError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.training.drafts import DraftConfig, stream_loop
-from truedraft.training.loop import StepRecord, TrainingLoop
+from truedraft.training.loop import Callbacks, StepRecord, TrainingLoop
 from truedraft.training.losses import CrossEntropy
 
 ROOT = Path(__file__).parents[1]
 END_OF_TEXT = "<|endoftext|>"
+_EVERY_S = 10.0  # between two lines of progress
 
 # How text is cut before merging. A line break keeps the indentation after it, since in source code the two
 # are decided together; a word keeps one sign before it (`.append`, `(self`); numbers come in threes.
@@ -72,6 +73,19 @@ def run_loop(
             say(f"{name}: step {record.step + 1}/{last} {values} ({rate:.0f} tokens/s)")
 
     loop.run(until=until, on_step=report)
+
+
+def told() -> Callbacks:
+    """A line on each kind of work every ten seconds and at its end, and notes and plans as they come."""
+    last = 0.0
+
+    def progress(what: str, done: int, total: int, remark: str) -> None:
+        nonlocal last
+        if done == total or time.monotonic() - last > _EVERY_S:
+            last = time.monotonic()
+            say(f"{what}: {done:,} of {total:,} {remark}")
+
+    return Callbacks(on_progress=progress, on_note=say, on_plan=say)
 
 
 def pretraining_loop(shape: LlamaShape, config: DraftConfig, stream: NDArray[np.uint32], folder: Path) -> TrainingLoop:

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoConfig
 
-from recipes.common import ROOT, command, say
+from recipes.common import ROOT, command, say, told
 from recipes.smollm2.pack import read_draft, write_gguf
 from recipes.smollm2.prompts import written_prompts
 from truedraft.bench.prompts import read_questions
@@ -34,12 +33,11 @@ from truedraft.training.heads import (
     forecast,
     train_stage_1,
 )
-from truedraft.training.loop import Callbacks
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.redrafter import RedrafterTrainingConfig
 from truedraft.training.report import HeadResult, write_head_card
-from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
 from truedraft.training.texts.data import Curriculum, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled
 from truedraft.training.texts.questions import ask_itself
@@ -96,15 +94,8 @@ def _write(options: argparse.Namespace) -> None:
     model = load_model(options.target, dtype="bfloat16", device=options.device)
     assert model.tokenizer is not None
     _, prompts = read_data([run / PROMPTS], model.tokenizer.backend)
-    progress = _told().on_progress
-    prompts += ask_itself(
-        model,
-        options.questions,
-        run,
-        seed=SEED,
-        batch=options.rows,
-        on_progress=lambda done, total: progress("asking", done, total, ""),
-    )
+    watch = Watch("asking", "questions", told())
+    prompts += ask_itself(model, options.questions, run, seed=SEED, batch=options.rows, watch=watch)
     mixed, held = shuffled(prompts, SEED), TREE_PROMPTS + TEST_PROMPTS
     tree, test, asked = mixed[:TREE_PROMPTS], mixed[TREE_PROMPTS:held], mixed[held:]
     (run / "test.json").write_text(json.dumps(test))
@@ -113,15 +104,8 @@ def _write(options: argparse.Namespace) -> None:
     write_answers(model, [prompt for prompt in tree for _ in heats], run, TREE_TEXT, how)
     # An odd number, so that a question that comes again does so at another temperature.
     questions = list(itertools.islice(itertools.cycle(asked[: len(asked) - 1 | 1]), options.answers))
-    text = write_answers(
-        model,
-        questions,
-        run,
-        TRAIN_TEXT,
-        replace(how, temperatures=TEMPERATURES, seed=SEED + 1),
-        on_progress=lambda done, total: progress("answering", done, total, ""),
-        time_is_up=budget.over,
-    )
+    how, watch = replace(how, temperatures=TEMPERATURES, seed=SEED + 1), Watch("answering", told=told(), budget=budget)
+    text = write_answers(model, questions, run, TRAIN_TEXT, how, watch=watch)
     decode = model.tokenizer.backend.decode
     with (run / "answers.jsonl").open("w") as texts:
         texts.writelines(json.dumps({"text": decode([*each.prompt, *each.answer])}) + "\n" for each in text.records)
@@ -169,7 +153,7 @@ def _draft(options: argparse.Namespace) -> None:
         [options.run / "answers.jsonl"],
         options.run / "draft",
         config,
-        callbacks=_told(),
+        callbacks=told(),
         budget=TimeBudget(options.minutes),
     )
     say(json.dumps(result.as_dict()))
@@ -207,25 +191,13 @@ def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
     sets = PromptSets(
         kept, [r.prompt for r in tree.records], test, np.zeros(0, np.uint32), source="chats that it was not trained on"
     )
-    job = HeadJob(str(options.target), sets, config, _told(), TimeBudget(options.minutes), "its own answers to chats")
+    job = HeadJob(str(options.target), sets, config, told(), TimeBudget(options.minutes), "its own answers to chats")
     (out / WORK).mkdir(parents=True, exist_ok=True)
     job = forecast(job, out / WORK)
     text = TargetText(train, tree, abouts[TRAIN_TEXT]["target"])
     result = HeadResult(out, *train_stage_1(job, text, out, out / WORK))
     write_head_card(result, config.head.kind, str(options.target), job.data, config.device)
     say(json.dumps(result.report.as_dict()))
-
-
-def _told() -> Callbacks:
-    """Lines now and then."""
-    last = [0.0]
-
-    def progress(what: str, done: int, total: int, remark: str) -> None:
-        if time.monotonic() - last[0] > 10.0 or done == total:
-            last[0] = time.monotonic()
-            say(f"{what}: {done:,} of {total:,} {remark}")
-
-    return Callbacks(on_progress=progress, on_note=say, on_plan=say)
 
 
 STAGES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.common import ROOT, command, say
-from recipes.stdlib.publish_heads import Published, publish_heads
+from recipes.common import ROOT, command, say, told
+from recipes.stdlib.publish import LICENSE_NOTE, keep_log
 from recipes.stdlib.sources import load_sources
+from truedraft.heads import Head
+from truedraft.machine import describe_machine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.heads import train_heads
-from truedraft.training.loop import Callbacks
+from truedraft.training.report import Card, evaluation_facts, training_facts
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.data import as_stream
 from truedraft.training.texts.prompts import PromptSets, cut_prompts, shipped_prompts, without_pieces
@@ -25,22 +28,29 @@ from truedraft.training.workspace import WORK
 TARGET = "embedded:target"
 TEXT: dict[str, Any] = {"tokens": 1_000_000, "writing": WritingConfig(temperatures=(0.0, 1.0, 1.0))}
 """How much the target writes, and how; the same for all kinds of heads, so that it writes once."""
+_WEIGHTS = "heads.safetensors"
 
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """How one kind of embedded heads is made.
+    """How one kind of embedded heads is made, and what is said about them.
 
     Attributes:
-        name: of the kind: of the folder in the package, under `runs/stdlib`, and of the results file.
+        name: of the kind: of the folder in the package, under `runs/stdlib`, of the results file, and of the kept log.
+        command: the module that makes them.
         settings: from a device to every number of the training.
-        published: what is shipped of a folder of trained heads.
+        title: of the card.
+        summary: of the card.
+        files: that are shipped.
         text: a folder whose answers by the target are taken, where there are any.
     """
 
     name: str
+    command: str
     settings: Callable[[str], HeadTrainingConfig]
-    published: Callable[[Path], Published]
+    title: str
+    summary: str
+    files: tuple[str, ...]
     text: Path | None = None
 
     def main(self, arguments: list[str] | None = None) -> int:
@@ -61,13 +71,57 @@ class HeadRecipe:
         config = self.settings(options.device)
         if options.text is not None:
             share_text(options.text, options.out)
-        result = train_heads(TARGET, prompts(config), options.out, config, callbacks=Callbacks(Show()))
+        result = train_heads(TARGET, prompts(config), options.out, config, callbacks=told())
         # A run that goes on from a checkpoint counts what its steps took before.
         total_s = max(time.time() - started, float(result.as_dict().get("elapsed_s", 0.0)))
         say(f"finished after {total_s / 60:.1f} minutes: {result.as_dict()}")
         if options.publish is not None:
-            heads = self.published(options.out)
-            publish_heads(heads, options.publish, options.results, total_s=total_s, device=options.device)
+            self.publish(options.out, options.publish, options.results, total_s=total_s, device=options.device)
+
+    def publish(self, folder: Path, destination: Path, results: Path, *, total_s: float, device: str) -> None:
+        """Copy trained heads, with their card, to `destination` (replaced), and write down what was measured of them.
+
+        Args:
+            folder: where they lie.
+            destination: the folder of the package.
+            results: what was measured, for docs: one JSON object.
+            total_s: seconds from the first prompt to the last measurement.
+            device: where they were trained.
+        """
+        heads = self.settings(device).head.load(folder)
+        parameters = sum(weight.numel() for weight in heads.parameters())
+        partial = destination.with_name(f".{destination.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name in self.files:
+            shutil.copy(folder / name, partial / name)
+        self._card(heads, parameters, total_s, device).write(partial)
+        shutil.rmtree(destination, ignore_errors=True)
+        partial.replace(destination)
+        size = (destination / _WEIGHTS).stat().st_size
+        record = {"command": self.command, "parameters": parameters, "bytes": size, "total_s": total_s}
+        record |= {"machine": describe_machine(device), **heads.record.facts}
+        results.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        keep_log(folder / WORK / "log.jsonl", self.name)
+
+    def _card(self, heads: Head, parameters: int, total_s: float, device: str) -> Card:
+        facts = heads.record.facts
+        rows = training_facts(
+            parameters=parameters,
+            data=f"{facts['written_tokens']:,} tokens that the target wrote, at temperatures 0 and 1",
+            steps=facts["steps"],
+            tokens=facts["positions"],
+            elapsed_s=facts["elapsed_s"],
+            machine=describe_machine(device),
+        )
+        rows["from the first prompt to the last measurement"] = f"{total_s / 60:.0f} minutes"
+        rows["finished"] = time.strftime("%Y-%m-%d")
+        return Card(
+            title=self.title,
+            summary=self.summary,
+            facts=rows | evaluation_facts(facts["served"]),
+            notes="Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE,
+        )
 
 
 def share_text(written: Path, folder: Path) -> None:
@@ -93,16 +147,3 @@ def prompts(config: HeadTrainingConfig) -> PromptSets:
         as_stream(held_out, tokenizer),
         source="Python's standard library",
     )
-
-
-class Show:
-    """A line every twenty seconds."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def __call__(self, what: str, done: int, total: int, remark: str) -> None:
-        """See `OnProgress`."""
-        if done == total or time.time() - self._last > 20.0:
-            self._last = time.time()
-            say(f"{what}: {done} of {total} {remark}")

@@ -6,12 +6,9 @@ What the target wrote for the Medusa heads is taken where it is there.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from recipes.common import ROOT
 from recipes.stdlib.head_recipe import TEXT, HeadRecipe
-from recipes.stdlib.publish_heads import Published
-from truedraft.heads import RedrafterHead
 from truedraft.training.redrafter import RedrafterTrainingConfig
 
 
@@ -31,22 +28,15 @@ def settings(device: str = "cpu") -> RedrafterTrainingConfig:
     )
 
 
-def published(folder: Path) -> Published:
-    """A trained head, with what is said about it."""
-    checkpoint = RedrafterHead.load(folder)
-    return Published(
-        folder,
-        name="redrafter",
-        command="recipes.stdlib.redrafter",
-        title="truedraft embedded recurrent head",
-        summary="A recurrent head on the embedded target's last vector (ReDrafter): `--drafter redrafter`.",
-        files=("config.json", "heads.safetensors", "facts.json"),
-        parameters=sum(weight.numel() for weight in checkpoint.parameters()),
-        facts=checkpoint.record.facts,
-    )
-
-
-RECIPE = HeadRecipe("redrafter", settings, published, text=ROOT / "runs" / "stdlib" / "medusa")
+RECIPE = HeadRecipe(
+    "redrafter",
+    "recipes.stdlib.redrafter",
+    settings,
+    title="truedraft embedded recurrent head",
+    summary="A recurrent head on the embedded target's last vector (ReDrafter): `--drafter redrafter`.",
+    files=("config.json", "heads.safetensors", "facts.json"),
+    text=ROOT / "runs" / "stdlib" / "medusa",
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.main())

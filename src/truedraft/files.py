@@ -103,12 +103,33 @@ def text_of(path: Path, what: str) -> str:
     except FileNotFoundError as error:
         raise DataError(f"there is no {what} {str(path)!r}; check the path") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"the {what} {str(path)!r} is not UTF-8 text (byte {error.start})") from error
+        raise DataError(f"the {what} {str(path)!r} is not UTF-8 text (byte {error.start}); convert it") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"cannot unpack the {what} {str(path)!r}: {error}; fetch it again") from error
     except OSError as error:
         raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror or error}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def json_in(text: str, place: str, hint: str = "") -> Any:
+    """What is written in JSON.
+
+    Args:
+        text: as it was read.
+        place: of it, for messages.
+        hint: what to do where it is none, likewise.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        told = f"{place}: not JSON ({error.msg} at {where})"
+        raise DataError(f"{told}; {hint}" if hint else told) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
 
 
 def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
@@ -122,12 +143,7 @@ def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
     Raises:
         DataError: it is none.
     """
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
-        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
+    record = json_in(line, place)
     if not isinstance(record, dict):
         raise DataError(f"{place}: a {type(record).__name__}, not an object with {holding} in it")
     return record

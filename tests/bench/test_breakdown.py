@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from support.records import step_record
-from truedraft.bench.breakdown import Breakdown, break_down, known_share, shares
-from truedraft.bench.costs import CurveCosts, MachineCosts, shown_points
+from truedraft.bench.breakdown import Breakdown, CurveCosts, break_down, known_share, shares
+from truedraft.bench.costs import MachineCosts, shown_points
 from truedraft.bench.suite import Suite
 from truedraft.core.stats import DraftShare, RequestStep, StepRecord
 from truedraft.testing import MarkovModel
@@ -18,8 +18,11 @@ PREFILL = step_record(20, 0, prefill=True, target_s=0.9, verify_s=0.05, total_s=
 STEP = step_record(5, 20, 4, draft_s=0.4, target_s=1.1, verify_s=0.1, total_s=1.7)
 
 
-class FlatCosts:
+class FlatCosts(CurveCosts):
     """A forward costs 1 s and 0.01 s a row; a drafted node 0.1 s."""
+
+    def __init__(self) -> None:
+        pass
 
     def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
         return 1.0 + 0.01 * rows

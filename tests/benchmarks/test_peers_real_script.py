@@ -14,7 +14,7 @@ import pytest
 
 import peers_real
 from common import Child
-from peers_ways import NEVER, Asked, Served, Weights
+from peers_ways import NEVER, Served, Turn, Weights
 from truedraft import SamplingParams
 from truedraft.errors import PeerError
 from truedraft.peers import PeerFacts, Question, Reply
@@ -27,14 +27,14 @@ class Way:
 
     def __init__(self, per_token: float, most: int = 8) -> None:
         self.per_token, self.most = per_token, most
-        self.asked: list[tuple[int, Asked]] = []
+        self.asked: list[Turn] = []
 
-    def tokens(self, prompts: Sequence[Sequence[int]], asked: Asked) -> int:
-        self.asked.append((len(prompts), asked))
+    def tokens(self, turn: Turn) -> int:
+        self.asked.append(turn)
         if self.per_token < 0:
             raise PeerError("it died")
-        CLOCK.now += 1 + self.per_token * (asked.max_tokens - 1)
-        return len(prompts) * asked.max_tokens
+        CLOCK.now += 1 + self.per_token * (turn.max_tokens - 1)
+        return len(turn.prompts) * turn.max_tokens
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_all_engines_take_turns_and_figures_are_medians(
                      "other": pytest.approx(101 / 5)}  # fmt: skip
     assert figures["q4_1, first token of 1000 tokens, s"] == dict.fromkeys(ways, pytest.approx(1.0))
     assert "truedraft auto" in capsys.readouterr().out
-    ended = [asked.ignore_eos for count, asked in ways["other"].asked[1:] if asked.max_tokens == 101]
+    ended = [turn.ignore_eos for turn in ways["other"].asked[1:] if turn.max_tokens == 101]
     assert True in ended and False in ended  # decoding goes on behind ends, whole requests do not
 
 
@@ -128,9 +128,9 @@ def test_a_server_that_knows_no_going_on_is_forbidden_to_end() -> None:
         return [Reply((5, 6))] * len(questions)
 
     served = Served(SimpleNamespace(facts=PeerFacts("llama.cpp"), ask=ask), [2])  # type: ignore[arg-type]
-    assert served.tokens([[1], [3, 4]], Asked(2, 0.8, ignore_eos=True)) == 4
+    assert served.tokens(Turn("decode", "two", [[1], [3, 4]], 2, 0.8, ignore_eos=True)) == 4
     assert asked[1] == Question((3, 4), SamplingParams(2, 0.8, logit_bias={2: NEVER}))
-    served.tokens([[1]], Asked(2))
+    served.tokens(Turn("first", "one", [[1]], 2))
     assert asked[-1].params == SamplingParams(2, 0.0)
 
 

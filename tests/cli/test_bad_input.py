@@ -272,7 +272,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--tokens", "20000"], "tokens by the target, and 20,000 are asked for: give more text, or ask for fewer"),
         (["--clean"], "holds no working files of a training; there is nothing to remove"),
         (["--resume"], "holds no training to go on with; leave --resume out"),
-        (["--data", "nowhere.txt"], "cannot read the data file nowhere.txt"),
+        (["--data", "nowhere.txt"], "there is no data file 'nowhere.txt'"),
     ],
     "train redrafter": [
         (["--length", "0"], "--length must be a whole number of 1 or more, got 0"),
@@ -331,7 +331,6 @@ def test_a_command_refuses(
     run: Run, target: str, draft: str, files: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(files)
-    monkeypatch.setattr("truedraft.planning.ratio_of_steps", lambda engine, forwards: 1.0)
     if command in ("certify engine", "certify compare"):
         monkeypatch.setattr("truedraft.models.loading.load_model", crash)
     name, before = command.split(",")[0], sorted(files.rglob("*"))

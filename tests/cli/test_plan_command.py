@@ -23,12 +23,6 @@ NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 
 
 @pytest.fixture
-def quick(quick_curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs of one round, kept in a folder of the test's own, which are believed."""
-    monkeypatch.setattr(planning, "ratio_of_steps", lambda engine, forwards: 1.0)
-
-
-@pytest.fixture
 def prompts(tmp_path: Path) -> str:
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"def f{n}(x):{'y' * n}\n" for n in range(8)))
@@ -36,7 +30,7 @@ def prompts(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def written(quick: None, run: Run, target: str, prompts: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def written(quick_curves: Path, run: Run, target: str, prompts: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """A plan with everything, and the record that was printed."""
     words = ("--model", target, "--drafter", "prompt-lookup,min_ngram=1", "--prompts", prompts, "--runs", "1")
     result = run("plan", *words, "--max-tokens", "24", "--out", str(tmp_path / "out"), "--json")
@@ -67,7 +61,9 @@ def test_a_plan(written: tuple[Path, dict[str, Any]]) -> None:
     assert len(list(folder.glob("*.png"))) == 3
 
 
-def test_a_table_for_people(quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
+def test_a_table_for_people(
+    quick_curves: Path, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
+) -> None:
     words = ("--model", target, "--drafter", f"draft:{draft}", "--drafter", "prompt-lookup", "--prompts", prompts)
     out = tmp_path / "mine.json"
     more = ("--limit", "4", "--runs", "1", "--max-tokens", "8", "--temperature", "1")
@@ -87,14 +83,20 @@ def test_a_table_for_people(quick: None, run: Run, target: str, draft: str, prom
     assert plan["sampling"]["temperature"] == 1.0
 
 
-def test_without_words_what_fits_is_tried(quick: None, run: Run, target: str, prompts: str) -> None:
+def test_without_words_what_fits_is_tried(quick_curves: Path, run: Run, target: str, prompts: str) -> None:
     result = run("plan", "--model", target, "--prompts", prompts, "--runs", "1", "--max-tokens", "6", "--json")
     assert [each["drafter"].partition(",")[0] for each in result.record["predicted"]] == ["prompt-lookup"]
 
 
 @pytest.mark.parametrize("measured", [0.96, 1.2])
 def test_the_measured_figure_decides(
-    quick: None, run: Run, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: float
+    quick_curves: Path,
+    run: Run,
+    target: str,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    measured: float,
 ) -> None:
     """What was predicted to gain and was run at 0.96 of plain decoding is not recommended, here nor to --plan."""
     monkeypatch.setattr(planning, "ratio_of_rates", lambda ours, others: Interval(measured, 0.9, 1.3))
@@ -124,7 +126,9 @@ def gaining(found: Prediction) -> Prediction:
     return dataclasses.replace(found, speedup=Interval(1.54, 1.5, 1.6))
 
 
-def test_trees_of_a_draft_model(quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
+def test_trees_of_a_draft_model(
+    quick_curves: Path, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
+) -> None:
     words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
     result = run("plan", *words, "--max-tokens", "6", "--out", str(tmp_path / "plan.json"))
     assert result.status == 0, result.err
@@ -135,7 +139,7 @@ def test_trees_of_a_draft_model(quick: None, run: Run, target: str, draft: str, 
 
 
 def test_chains_and_trees_are_weighed_at_a_temperature(
-    quick: None, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
+    quick_curves: Path, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
 ) -> None:
     words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
     more = ("--max-tokens", "6", "--temperature", "1", "--out", str(tmp_path / "plan.json"), "--json")
@@ -225,7 +229,7 @@ def test_formulas_where_nothing_pays(run: Run) -> None:
     assert "no length pays" in result.out
 
 
-def test_drafts_that_never_fit_cost_nothing(run: Run, target: str, tmp_path: Path, quick: None) -> None:
+def test_drafts_that_never_fit_cost_nothing(run: Run, target: str, tmp_path: Path, quick_curves: Path) -> None:
     """Answers of one token leave nothing to plan."""
     (tmp_path / "some.txt").write_text("a\nb\nc\nd\n")
     result = run("plan", "--model", target, "--prompts", str(tmp_path / "some.txt"), "--max-tokens", "1")

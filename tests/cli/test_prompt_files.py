@@ -94,13 +94,13 @@ def test_a_json_list_holds_texts_ids_and_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "phrase"),
     [
-        ("[1", "is not JSON (Expecting ',' delimiter"),
+        ("[1", "not JSON (Expecting ',' delimiter"),
         ('{"prompt": "x"}', "must hold a list, as ["),
         ("[]", "holds no prompt"),
         ('["x", 7]', "entry 2: a prompt is a text, a list of token ids or an object, got 7"),
         ('["x", ""]', "entry 2: the prompt is empty"),
         ('["x", {"prompt": "y", "n": 2}]', "entry 2: 'n' is no option of a line"),
-        ("[" * 100_000, "is not JSON"),
+        ("[" * 100_000, "JSON that nobody can read"),
     ],
 )
 def test_what_a_json_list_cannot_say(tmp_path: Path, content: str, phrase: str) -> None:

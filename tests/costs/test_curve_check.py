@@ -22,7 +22,8 @@ from truedraft.costs import (
     parts,
     target_cost,
 )
-from truedraft.planning import ratio_of_steps
+from truedraft.planning import sizes
+from truedraft.planning.sizes import ratio_of_steps
 from truedraft.testing import MarkovModel
 from truedraft.theory import TargetCost
 
@@ -130,7 +131,7 @@ def test_a_benchmark_measures_kept_curves_again_where_plain_steps_part(
 
     monkeypatch.setattr(bench_costs, "target_cost", curve)
     monkeypatch.setattr(bench_costs, "read_bandwidth", lambda device: 1e10)
-    monkeypatch.setattr(bench_costs, "ratio_of_steps", lambda engine, forwards: ratio)
+    monkeypatch.setattr(sizes, "ratio_of_steps", lambda engine, forwards: ratio)
     suite = Suite(kept.model, lossless=True, ours=[OurEngine("plain", Engine(kept.model))])
     found = bench_costs.measure_costs(suite, SamplingParams(), lambda done, label: None)
     assert asked == [False, True][:measured]

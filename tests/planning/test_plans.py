@@ -121,13 +121,13 @@ def test_both_widths_of_weights_are_tried() -> None:
 
 
 def test_what_is_tried_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fitting_drafters(packed("llama")) == ("prompt-lookup",)
+    assert list(fitting_drafters(packed("llama"))) == ["prompt-lookup"]
     embedded = MarkovModel.random(3, seed=0)
     embedded.name = "embedded:target padded to 110M"
-    assert fitting_drafters(embedded)[0] == "prompt-lookup"
+    assert next(iter(fitting_drafters(embedded))) == "prompt-lookup"
     monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
     target = HuggingFaceModel(build(LlamaConfig(**GROUPED), seed=3), None, "tiny", fused_backend)
-    assert fitting_drafters(target) == ("prompt-lookup", "self:int4"), "as auto takes it"
+    assert list(fitting_drafters(target)) == ["prompt-lookup", "self:int4"], "as auto takes it"
 
 
 def test_a_kind_alone_names_what_auto_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_a_kind_alone_names_what_auto_took(monkeypatch: pytest.MonkeyPatch) -> N
     for newest, words in (("new", "draft:old"), ("old", "draft")):
         found = [SimpleNamespace(kind="draft", folder=name) for name in dict.fromkeys((newest, "old"))]
         monkeypatch.setattr(f"{place}.find_drafters", lambda _, found=found: found)
-        assert fitting_drafters(target) == (words,)
+        assert list(fitting_drafters(target)) == [words]
     with pytest.raises(UnknownOptionError):
         candidates_of("nobody", packed("llama"), GREEDY)
 

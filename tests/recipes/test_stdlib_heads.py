@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from recipes.stdlib import heads as medusa
 from recipes.stdlib import redrafter
-from recipes.stdlib.head_recipe import HeadRecipe, prompts, share_text
-from recipes.stdlib.publish_heads import publish_heads
+from recipes.stdlib.head_recipe import prompts, share_text
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.embedded import heldout_prompts_file
@@ -41,7 +41,7 @@ def test_what_is_published_is_what_was_trained(tmp_path: Path, trained: Path) ->
     served = [FACTS["served"][0] | {"trees": trees} for trees in ("likeliest", "counted")]
     trees = {"greedy": RankTree.cartesian((2, 1))}
     heads.save(trained, HeadRecord("some target", "f" * 32, trees, FACTS | {"served": served}))
-    publish_heads(medusa.published(trained), destination, tmp_path / "results.json", total_s=300.0, device="cpu")
+    medusa.RECIPE.publish(trained, destination, tmp_path / "results.json", total_s=300.0, device="cpu")
     assert {path.name for path in destination.iterdir()} == {
         "README.md", "config.json", "heads.safetensors", "trees.json",
     }  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_recurrent_head_is_published_by_the_same_code(tmp_path: Path, trained:
     served = [{"temperature": 1.0, "nodes": 32, "mean_acceptance_length": 1.875}]
     head.save(trained, HeadRecord("some target", "f" * 32, facts=FACTS | {"served": served}))
     destination = tmp_path / "redrafter"
-    publish_heads(redrafter.published(trained), destination, tmp_path / "results.json", total_s=300.0, device="cpu")
+    redrafter.RECIPE.publish(trained, destination, tmp_path / "results.json", total_s=300.0, device="cpu")
     assert RedrafterHead.load(destination).record.facts["served"] == served
     assert "| tokens per target call, temperature 1, 32 nodes | 1.88 |" in (destination / "README.md").read_text()
     assert (destination / "heads.safetensors").stat().st_size < 4_000_000
@@ -83,7 +83,7 @@ def test_a_recipe_trains_on_the_text_that_is_there(tmp_path: Path, monkeypatch: 
         return Finished()
 
     monkeypatch.setattr("recipes.stdlib.head_recipe.train_heads", train)
-    recipe = HeadRecipe("redrafter", redrafter.settings, redrafter.published, tmp_path / "written")
+    recipe = replace(redrafter.RECIPE, text=tmp_path / "written")
     arguments = ["--out", str(tmp_path / "out"), "--threads", str(torch.get_num_threads())]
     assert recipe.main(arguments) == 0
     assert seen == [("out", redrafter.settings(), "answers")]

@@ -9,6 +9,7 @@ import pytest
 
 from truedraft.bench import costs
 from truedraft.costs import Effort, kept, store
+from truedraft.planning import sizes
 
 
 def measure_quickly(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -17,7 +18,7 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(costs, "target_cost", functools.partial(costs.target_cost, effort=effort))
     monkeypatch.setattr(costs, "drafter_cost", functools.partial(costs.drafter_cost, effort=effort))
     monkeypatch.setattr(costs, "read_bandwidth", functools.partial(costs.read_bandwidth, size_bytes=1 << 20))
-    monkeypatch.setattr(costs, "ratio_of_steps", lambda engine, forwards: 1.0)  # whatever else runs on this machine
+    monkeypatch.setattr(sizes, "ratio_of_steps", lambda engine, forwards: 1.0)  # whatever else runs on this machine
     monkeypatch.setattr(kept, "_SHORT_TARGET", effort)
     monkeypatch.setattr(kept, "_SHORT_DRAFTER", effort)
     monkeypatch.setattr(store, "cache_folder", lambda: folder)

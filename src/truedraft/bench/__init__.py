@@ -1,6 +1,7 @@
 """Benchmarks one can believe: systems under test, paired runs, tables, plots, one JSON line last."""
 
-from truedraft.bench.costs import PARTS, CurveCosts, MachineCosts, measure_costs
+from truedraft.bench.breakdown import CurveCosts
+from truedraft.bench.costs import PARTS, MachineCosts, measure_costs
 from truedraft.bench.differences import Difference, find_difference
 from truedraft.bench.prompts import is_question_file, read_questions, spread
 from truedraft.bench.record import Circumstances, bench_record

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from truedraft.engine import StepRecord
+from truedraft.theory import DraftCost, TargetCost
 
 _ROUNDING = 0.005  # of a share that is shown with two digits
 
 
-class StepCosts(Protocol):
-    """What a step should cost, from curves measured before and without the engine."""
+class CurveCosts:
+    """What the steps of one engine should cost.
+
+    Args:
+        target: V(rows, contexts) of its target.
+        drafting: the cost of each of its drafters' proposals, by name; none without a drafter.
+    """
+
+    def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
+        self._target = target
+        self._drafting = dict(drafting or {})
+        self._of_nodes: dict[tuple[str, int], float] = {}
 
     def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of one target forward over `rows` tokens, for requests with so many cached tokens each: V."""
+        """Seconds of one target forward: V(rows, contexts)."""
+        return self._target(rows, contexts)
 
     def drafting_s(self, step: StepRecord) -> float:
-        """Seconds of drafting what a step drafted, for its requests together, catch-up included."""
+        """Seconds of drafting: as long as one request's share takes each drafter alone, for a batch is drafted in
+        common forwards.
+        """
+        return sum(self._of(name, step) for name in self._drafting)
+
+    def _of(self, name: str, step: StepRecord) -> float:
+        levels = next((each.levels for each in step.drafting if each.drafter == name), None)
+        if levels is not None:
+            return self._drafting[name](levels)
+        nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
+        each = -(-sum(nodes) // max(1, len(nodes)))
+        if (name, each) not in self._of_nodes:
+            self._of_nodes[name, each] = self._drafting[name].of_nodes(each)
+        return self._of_nodes[name, each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +119,7 @@ def known_share(share: float | None) -> float | None:
     return None if share is None or share > 1.0 + _ROUNDING else share
 
 
-def break_down(steps: Sequence[StepRecord], total_s: float, costs: StepCosts | None) -> Breakdown:
+def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | None) -> Breakdown:
     """Sum the decoding steps of one run.
 
     Args:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from truedraft.bench.breakdown import CurveCosts
 from truedraft.bench.suite import Suite
 from truedraft.bench.trees import size_trees
 from truedraft.core.params import SamplingParams
-from truedraft.costs import drafter_cost, parts, read_bandwidth, target_cost
-from truedraft.engine import StepRecord
+from truedraft.costs import drafter_cost, read_bandwidth, target_cost
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.planning import Footprint, footprint_of, ratio_of_steps
+from truedraft.planning import Footprint, footprint_of, outdated
 from truedraft.progress import Progress
 from truedraft.theory import DraftCost, TargetCost
 
@@ -22,40 +21,6 @@ PARTS = 100
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_CONTEXTS = (128, 512, 1024)
-
-
-class CurveCosts:
-    """What the steps of one engine should cost.
-
-    Args:
-        target: V(rows, contexts) of its target.
-        drafting: the cost of each of its drafters' proposals, by name; none without a drafter.
-    """
-
-    def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
-        self._target = target
-        self._drafting = dict(drafting or {})
-        self._of_nodes: dict[tuple[str, int], float] = {}
-
-    def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
-        """Seconds of one target forward: V(rows, contexts)."""
-        return self._target(rows, contexts)
-
-    def drafting_s(self, step: StepRecord) -> float:
-        """Seconds of drafting: as long as one request's share takes each drafter alone, for a batch is drafted in
-        common forwards.
-        """
-        return sum(self._of(name, step) for name in self._drafting)
-
-    def _of(self, name: str, step: StepRecord) -> float:
-        levels = next((each.levels for each in step.drafting if each.drafter == name), None)
-        if levels is not None:
-            return self._drafting[name](levels)
-        nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
-        each = -(-sum(nodes) // max(1, len(nodes)))
-        if (name, each) not in self._of_nodes:
-            self._of_nodes[name, each] = self._drafting[name].of_nodes(each)
-        return self._of_nodes[name, each]
 
 
 def reads_alike(model: LanguageModel) -> bool:
@@ -142,12 +107,8 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
         measured.warnings.append(f"{error}; without it there is no use of memory bandwidth")
     forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=refresh)
     measured.warnings += forwards.warnings
-    ratio = ratio_of_steps(suite.ours[0].engine, forwards.value) if forwards.kept and _is_seen(suite) else None
-    if ratio is not None and parts(ratio):
-        measured.warnings.append(
-            f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say; the "
-            "machine was busier then, or is now"
-        )
+    if forwards.kept and (why := outdated(suite.ours[0].engine, forwards.value)):
+        measured.warnings.append(why)
         refresh = True
         forwards = target_cost(suite.target, progress=_part(progress, 0), refresh=True)
     measured.kept = forwards.kept
@@ -166,11 +127,6 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
         each.engine.measure(params)
     progress(len(suite.ours) * PARTS, "")
     return measured
-
-
-def _is_seen(suite: Suite) -> bool:
-    """Whether the host sees what a forward takes; on a device it is only queued."""
-    return suite.target.device.type == "cpu"
 
 
 def _part(progress: Progress, number: int, first: float = 0.0, share: float = 1.0) -> Progress:

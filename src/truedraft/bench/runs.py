@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from truedraft.bench.breakdown import Breakdown, StepCosts, break_down
+from truedraft.bench.breakdown import Breakdown, CurveCosts, break_down
 from truedraft.bench.turns import rotated
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
@@ -215,7 +215,7 @@ def run_all(
     *,
     runs: int,
     context_length: int,
-    costs: Mapping[str, StepCosts] | None = None,
+    costs: Mapping[str, CurveCosts] | None = None,
     keep: Callable[[Row], None] = lambda row: None,
     progress: Progress = unwatched,
 ) -> Results:
@@ -256,7 +256,7 @@ def run_all(
     return results
 
 
-def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs: StepCosts | None = None) -> Row:
+def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs: CurveCosts | None = None) -> Row:
     """Let one system answer one group, timed.
 
     Raises:

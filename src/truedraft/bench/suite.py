@@ -46,7 +46,10 @@ class OurEngine(System):
         self.name = name
         self.engine = engine
 
-    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
+    def answer(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> SystemOutput:
+        """Likewise; each prompt may have options of its own."""
         steps: list[StepRecord] = []
         self.engine.listeners.append(steps.append)
         try:

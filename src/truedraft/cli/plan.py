@@ -331,22 +331,20 @@ def _made(
     terminal: Terminal,
 ) -> Plan:
     """The plan; costs that were kept are held to some steps first."""
-    from truedraft.costs import StepCosts, parts
+    from truedraft.costs import StepCosts
     from truedraft.engine import Engine
-    from truedraft.planning import fitting_drafters, make_plan, ratio_of_steps
+    from truedraft.planning import fitting_drafters, make_plan, outdated
 
     typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
-    drafters = [words for each in typed for words in (fitting_drafters(target, warn) if each == "auto" else (each,))]
-    drafters = list(dict.fromkeys(drafters))
+    fitting = fitting_drafters(target, warn) if "auto" in typed else {}
+    drafters = list(dict.fromkeys(words for each in typed for words in (fitting if each == "auto" else (each,))))
     costs = StepCosts(target, refresh=options.what.refresh_costs)
     with terminal.progress("plan", _PARTS) as show:
         show(0, "costs of the target")
         forwards = costs.forwards()
-        if costs.measuring_s == 0.0 and target.device.type == "cpu":
-            ratio = ratio_of_steps(Engine(target), forwards)
-            if ratio is not None and parts(ratio):
-                warn(f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say")
-                costs = StepCosts(target, refresh=True)
+        if costs.measuring_s == 0.0 and (why := outdated(Engine(target), forwards)):
+            warn(why)
+            costs = StepCosts(target, refresh=True)
         said = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_USUAL_CONTEXT]))])
 
         def told(done: float, remark: str) -> None:
@@ -360,6 +358,7 @@ def _made(
             prompts,
             params,
             batch=options.what.batch,
+            made=fitting,
             costs=costs,
             progress=told,
         )

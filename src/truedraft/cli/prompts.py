@@ -14,7 +14,7 @@ from truedraft.cli.streams import typed_text
 from truedraft.core.params import SamplingParams
 from truedraft.embedded import heldout_prompts_file
 from truedraft.errors import DataError, OptionError, PromptError, errors_about
-from truedraft.files import object_in, text_of, user_path
+from truedraft.files import json_in, object_in, text_of, user_path
 from truedraft.options import flag, option
 
 if TYPE_CHECKING:
@@ -172,12 +172,7 @@ def _json_lines(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], st
 
 def _json_list(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     """The entries of a list, of which texts and lists of token ids are prompts alone, and where each stands."""
-    try:
-        entries = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"the prompts file {file!r} is not JSON ({error}); for an object a line name it .jsonl"
-        ) from error
+    entries = json_in(content, f"the prompts file {file!r}", "for an object a line name it .jsonl")
     if not isinstance(entries, list):
         raise DataError(f'the prompts file {file!r} must hold a list, as ["a prompt", {{"prompt": "another"}}]')
     for number, entry in enumerate(entries, start=1):

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 _ANSWERED = "Text by the target, where --data has prompts"
 _WHAT, _TEXT, _HEADS, _RUN = "What to train, on what", "Text by the target", "Heads", "Training"
-_WORK = "work"  # what is in the folder that is written once a training has started
 _KEPT = ("answers.json", "questions.json")  # of what the target wrote to train on
-_CHECKPOINTS = (Path(_WORK) / "joint", Path("stage-1") / _WORK, Path(_WORK))  # the latest stage first
 _QUIET_S = 120.0  # between two lines on one kind of work, where there is no terminal
 _LENGTH, _DECAY_LENGTH, _DECAY_SHARE = 512, 2048, 0.2  # of a draft
 
@@ -382,7 +380,7 @@ def _run(
     Raises:
         TruedraftError: it cannot be trained.
     """
-    from truedraft.training.workspace import TimeBudget
+    from truedraft.training.workspace import WORK, TimeBudget
 
     budget = TimeBudget(options.run.minutes)  # before what takes seconds to import
     from truedraft.cli import train_report
@@ -406,7 +404,7 @@ def _run(
             result = train(model, told, budget, device)
     except KeyboardInterrupt as stop:
         terminal.end_line()
-        kept = kind != "draft" or any((job.out / _WORK / name).is_file() for name in _KEPT)
+        kept = kind != "draft" or any((job.out / WORK / name).is_file() for name in _KEPT)
         say(how_to_go_on(job, keeps_answers=kept))
         if options.report.json:
             terminal.json(error_record(f"train {kind}", stop))
@@ -448,15 +446,15 @@ def _check_folder(kind: str, job: JobOptions) -> None:
         OptionError: says what is in the way: also another process that is training there.
     """
     from truedraft.drafters.registry import TABLE
-    from truedraft.training.workspace import refuse_busy
+    from truedraft.training.workspace import WORK, refuse_busy
 
     out, resume, table = job.out, job.resume, kind == "ngram"
     problem = None
     if out.exists() and not out.is_dir():
         raise OptionError(f"{str(out)!r} is a file; name a folder", field="out")
-    refuse_busy(out / _WORK)
+    refuse_busy(out / WORK)
     names = ("checkpoint.pt", *_KEPT) if kind == "draft" else ("",)
-    started = any((out / _WORK / name).exists() for name in names)
+    started = any((out / WORK / name).exists() for name in names)
     if started and not resume:
         problem = "holds a training; add --resume to go on with it, or name a new folder"
     if resume and not started:
@@ -529,9 +527,10 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
         keeps_answers: whether answers of the target are kept where there is no checkpoint yet.
     """
     from truedraft.training.loop import CHECKPOINT, checkpoint_of
+    from truedraft.training.workspace import PLACES, WORK
 
     same = "the same command" if job.resume else "the same command with --resume"
-    for place in (job.out / each for each in _CHECKPOINTS):
+    for place in (job.out / each for each in PLACES):
         try:
             found = checkpoint_of(place)
         except TrainingError as error:
@@ -541,7 +540,7 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
             return f"interrupted; {where}; {same} goes on from there"
     if not keeps_answers:
         return "interrupted before the first checkpoint; the same command begins again"
-    if not (job.out / _WORK).is_dir():
+    if not (job.out / WORK).is_dir():
         return "interrupted before anything was written; the same command begins again"
     return f"interrupted; {same} goes on, with the answers that are written"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from truedraft.machine import in_bytes, machine_facts
-from truedraft.training.workspace import duration
+from truedraft.training.workspace import PLACES, WORK, duration
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from truedraft.training.ngrams import NgramResult
     from truedraft.training.report import Effort, HeadReport, HeadResult
 
-_LOG = Path("work") / "log.jsonl"
+_LOG = "log.jsonl"
 _KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
 _TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
 
@@ -33,7 +33,7 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
     report = result.report
     lines = (
         f"trained {result.steps:,} steps, {result.tokens:,} tokens, in {duration(result.elapsed_s)}; "
-        f"log: {result.folder / _LOG}",
+        f"log: {result.folder / WORK / _LOG}",
         f"on {report.tokens:,} held-out tokens: alpha {report.alpha:.3f} (the share of single drafted tokens that the "
         f"target accepts at temperature 1), greedy agreement {report.greedy_agreement:.3f}, "
         f"loss {report.draft_loss:.3f} nats per token",
@@ -49,7 +49,7 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
 
 
 def _medusa(terminal: Terminal, model: str, result: HeadResult) -> None:
-    log = result.folder / (_LOG if result.joint is None else Path("work") / "joint" / "log.jsonl")
+    log = result.folder / (WORK if result.joint is None else PLACES[0]) / _LOG
     _effort(terminal, result.effort, log)
     _heads(terminal, result.report)
     if result.joint is not None:
@@ -101,7 +101,7 @@ def _heads(terminal: Terminal, heads: HeadReport) -> None:
 
 def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
     head = result.report
-    _effort(terminal, result.effort, result.folder / _LOG)
+    _effort(terminal, result.effort, result.folder / WORK / _LOG)
     shares = iter(head.facts["accuracy"].values())
     pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
     _say(terminal, f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}")

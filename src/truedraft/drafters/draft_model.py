@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -71,9 +71,9 @@ class DraftModel(Drafter):
         self.held = Held([ModelCaches(model, self.caches, self.prefixes, self.limits.nodes)])
         self._hears = model.opening_inputs is not None
 
-    def with_chains(self, chains: int, length: int) -> DraftModel:
-        """The same model with so many chains of one length; the new drafter has no requests of the old one."""
-        return DraftModel(self.model, length, min_probability=self.limits.min_probability, chains=chains)
+    def resized(self, **sizes: Any) -> DraftModel:
+        """The same model with other sizes, parameters of the class; the new drafter has no requests of the old one."""
+        return DraftModel(self.model, min_probability=self.limits.min_probability, **sizes)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:

@@ -14,7 +14,7 @@ from truedraft.planning.predictions import (
     ratio_of_rates,
 )
 from truedraft.planning.replay import Trace
-from truedraft.planning.sizes import NodeBudget, node_options, nodes_for, ratio_of_steps, sized
+from truedraft.planning.sizes import NodeBudget, node_options, nodes_for, outdated, sized
 from truedraft.planning.traces import StepWatcher, outputs_along
 
 __all__ = [
@@ -41,10 +41,10 @@ __all__ = [
     "make_plan",
     "node_options",
     "nodes_for",
+    "outdated",
     "outputs_along",
     "prediction_record",
     "ratio_of_rates",
-    "ratio_of_steps",
     "read_plan",
     "replay_beams",
     "sized",

@@ -20,13 +20,14 @@ from truedraft.planning.walks import check_walkable
 
 if TYPE_CHECKING:
     from truedraft.drafters.draft_model import DraftModel
+    from truedraft.drafters.heads.medusa import Medusa
     from truedraft.drafters.heads.redrafter import Redrafter
 
 LONGEST = 12
 """Longest chain that is tried where nobody chose a length."""
 _LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
 _BEAMS, _PATHS = "beams", "length"
-_CHAINS, _SAMPLED = "chains", "sampled"
+_CHAINS, _SAMPLED, _TREE = "chains", "sampled", "tree"
 _COUNTS = (2, 3, 4)
 _TREES = ("2-1-1-1", "2-2-1-1", "3-2-1")
 _WIDTHS = (1, 2, 4, 8)
@@ -56,8 +57,8 @@ class Candidate:
         return tuple(self.words)
 
 
-def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnings.warn) -> tuple[str, ...]:
-    """The words of drafters that are known to fit a target: what `auto` chooses among, and more of a kind if there are.
+def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnings.warn) -> dict[str, Drafter]:
+    """Drafters that are known to fit a target, by their words: what `auto` chooses among, and more of a kind if any.
 
     The newest of a kind that was trained for the target is that kind's word alone, unless `auto` leaves that one
     out; the others have their folders.
@@ -66,20 +67,28 @@ def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnin
         target: that they draft for.
         tell: as of `auto_members`.
     """
-    found: list[str] = []
+    found: list[tuple[str, Drafter]] = []
     newest = {each.kind: str(each.folder) for each in reversed(find_drafters(target))}
-    for words, _ in auto_members(target, tell=tell, most=_MOST_OF_A_KIND):
+    for words, drafter in auto_members(target, tell=tell, most=_MOST_OF_A_KIND):
         is_newest = words.path is not None and words.path == newest.get(words.kind)
-        found.append(words.kind if is_newest else spelled(replace(words, options={}), {}))
-    return tuple(reversed(found))
+        found.append((words.kind if is_newest else spelled(replace(words, options={}), {}), drafter))
+    return dict(reversed(found))
 
 
-def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
+def candidates_of(
+    typed: str, target: LanguageModel, params: SamplingParams, made: Drafter | None = None
+) -> list[Candidate]:
     """The candidates that the words of one drafter leave open; one that has its sizes chosen is one candidate.
 
     What is tried where nothing was chosen: chains of 1 to 12 tokens, of a draft model also a few trees and, where
     chance decides, two to four chains at once; trees of heads of 1 to 64 nodes; beams of a recurrent head, 1 to 8 of
     them of every length that it was trained for; of drafts made of the target both widths of weights.
+
+    Args:
+        typed: the words.
+        target: that it drafts for.
+        params: how answers are drawn.
+        made: the drafter, of any sizes, where somebody has it; its model or heads are not loaded again.
 
     Raises:
         TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
@@ -90,7 +99,7 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
     if paths:
         spelt = [spelled(replace(words, path=path), {}) for path in paths]
         return [replace(each, typed=typed) for full in spelt for each in candidates_of(full, target, params)]
-    base = from_spec(typed, target)
+    base = made or from_spec(typed, target)
     known = KINDS[words.kind].options if words.kind in KINDS else {}
     chosen = set(words.options)
     if _BEAMS in known and is_drawn(params):
@@ -103,7 +112,9 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
             return [_whole(typed, base, spelled(words, {}))]
         return _beams(words, typed, cast("Redrafter", base), target, params)
     if _NODES in known and _NODES not in chosen:
-        largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
+        is_medusa = _TREE in known and not chosen & {_TREE, _BRANCHING}
+        full = spelled(words, {_NODES: CURVE_NODES[-1]})
+        largest = cast("Medusa", base).with_nodes(CURVE_NODES[-1]) if is_medusa else from_spec(full, target)
         most = largest.limits.nodes
         trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
         return [Candidate(typed, largest, largest, trees)]
@@ -113,16 +124,11 @@ def candidates_of(typed: str, target: LanguageModel, params: SamplingParams) -> 
             f"{spelled(replace(words, options={n: v for n, v in words.options.items() if n != 'async'}), {})!r}, and "
             "compare both by truedraft generate --compare"
         )
-    if _CHAINS in chosen and not chosen & {_LENGTH, _BRANCHING}:
-        return [_chains(words, typed, cast("DraftModel", base), int(words.options[_CHAINS]), target)]
-    if _LENGTH in known and not chosen & {_LENGTH, _BRANCHING}:
+    if _CHAINS in known and not chosen & {_LENGTH, _BRANCHING}:
+        return _drafts(words, typed, cast("DraftModel", base), params)
+    if _LENGTH in known and _LENGTH not in chosen:
         longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
-        lengths = {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
-        widths = [spelled(words, {_BRANCHING: each}) for each in (_TREES if _BRANCHING in known else ())]
-        found = [Candidate(typed, longest, longest, lengths), *(_whole(typed, from_spec(w, target), w) for w in widths)]
-        if _CHAINS in known and is_drawn(params):
-            found += [_chains(words, typed, cast("DraftModel", base), count, target) for count in _COUNTS]
-        return found
+        return [Candidate(typed, longest, longest, _lengths(words))]
     return [_whole(typed, base)]
 
 
@@ -131,12 +137,30 @@ def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
     return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
 
 
-def _chains(words: Words, typed: str, base: DraftModel, count: int, target: LanguageModel) -> Candidate:
+def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) -> list[Candidate]:
+    """Of a draft model a chain, trees and, where chance decides, several chains; or so many chains as were chosen."""
+    if _CHAINS in words.options:
+        return [_chains(words, typed, base, int(words.options[_CHAINS]))]
+    longest = base.resized(num_speculative_tokens=LONGEST)
+    found = [Candidate(typed, longest, longest, _lengths(words))]
+    for tree in _TREES:
+        drafter = base.resized(branching=tuple(map(int, tree.split("-"))))
+        found.append(_whole(typed, drafter, spelled(words, {_BRANCHING: tree})))
+    if is_drawn(params):
+        found += [_chains(words, typed, base, count) for count in _COUNTS]
+    return found
+
+
+def _chains(words: Words, typed: str, base: DraftModel, count: int) -> Candidate:
     """So many chains at once, of every length: a budget of `count` nodes for each level keeps the first levels."""
-    drafter = base.with_chains(count, LONGEST)
-    drafter.check(target)
+    drafter = base.resized(num_speculative_tokens=LONGEST, chains=count)
     lengths = {count * length: spelled(words, {_CHAINS: count, _LENGTH: length}) for length in range(1, LONGEST + 1)}
     return Candidate(typed, drafter, drafter, lengths)
+
+
+def _lengths(words: Words) -> dict[int, str]:
+    """The words of chains of every length."""
+    return {length: spelled(words, {_LENGTH: length}) for length in range(1, LONGEST + 1)}
 
 
 def _settled(words: Words, base: Redrafter, target: LanguageModel, params: SamplingParams) -> tuple[Redrafter, Words]:

@@ -190,6 +190,7 @@ def make_plan(
     params: SamplingParams,
     *,
     batch: int = 1,
+    made: Mapping[str, Drafter] | None = None,
     costs: StepCosts | None = None,
     progress: Callable[[float, str], None] = lambda done, remark: None,
 ) -> Plan:
@@ -201,6 +202,7 @@ def make_plan(
         prompts: to plan with.
         params: how answers are drawn; the prompts' own differ in the seed at most.
         batch: requests that will be answered together.
+        made: drafters that are there already, by their words, so that their models are not loaded again.
         costs: of the target's steps; None takes those that are kept, or measures.
         progress: is called with the share that is done and what is being done.
 
@@ -211,7 +213,7 @@ def make_plan(
     """
     costs = costs or StepCosts(target)
     progress(0.0, "loading drafters")
-    candidates = _candidates(drafters, target, params)
+    candidates = _candidates(drafters, target, params, made or {})
     progress(0.05, "the target's answers")
     traces = trace_answers(
         target,
@@ -241,13 +243,15 @@ def make_plan(
     )
 
 
-def _candidates(drafters: Sequence[str], target: LanguageModel, params: SamplingParams) -> list[Candidate]:
+def _candidates(
+    drafters: Sequence[str], target: LanguageModel, params: SamplingParams, made: Mapping[str, Drafter]
+) -> list[Candidate]:
     """What the drafters' words stand for, where it can be replayed."""
     if params.shapes_logits:
         raise OptionError(
             "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
         )
-    found = [each for words in drafters for each in candidates_of(words, target, params)]
+    found = [each for words in drafters for each in candidates_of(words, target, params, made.get(words))]
     if not found:
         raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from truedraft.core.params import SamplingParams
-from truedraft.costs import STEPS, CurveCheck, StepCosts
+from truedraft.costs import STEPS, CurveCheck, StepCosts, parts
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.heads.base import SizePlan
 from truedraft.drafters.portfolio import with_members
@@ -143,6 +143,24 @@ def sized(
             budget = budgets[name] = nodes_for(target, member, params, requests=requests, costs=costs)
             members[name] = budget.plan.with_nodes(budget.nodes)
     return with_members(drafter, members) if budgets else drafter, budgets
+
+
+def outdated(engine: Engine, forwards: TargetCost) -> str | None:
+    """Why kept curves are to be measured again, in a sentence; None where steps that are made now take what they say.
+
+    On a device nothing is known: forwards are only queued there, and the host does not see what they take.
+
+    Args:
+        engine: plain decoding, which does nothing else.
+        forwards: V of its target, as it was kept.
+    """
+    ratio = ratio_of_steps(engine, forwards) if engine.target.device.type == "cpu" else None
+    if ratio is None or not parts(ratio):
+        return None
+    return (
+        f"the kept cost curves are measured again, for plain steps take {ratio:.2f} times what they say; the machine "
+        "was busier then, or is now"
+    )
 
 
 def ratio_of_steps(engine: Engine, forwards: TargetCost) -> float | None:

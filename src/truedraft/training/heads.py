@@ -25,7 +25,7 @@ from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.head_objective import head_loop
 from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
-from truedraft.training.texts.answer_writer import write_answers
+from truedraft.training.texts.answer_writer import Watch, write_answers
 from truedraft.training.texts.answered import Writing
 from truedraft.training.texts.data import read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
@@ -280,19 +280,11 @@ def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    told = job.told
-    train = write_answers(
-        model,
-        job.prompts.train,
-        folder,
-        TRAIN_TEXT,
-        job.config.writing,
-        on_progress=lambda done, total: told.on_progress("writing text", done, total, f"answers by {model.name}"),
-        on_forecast=lambda left_s: _say_what_fits(job, left_s),
-        time_is_up=_time_is_up(job, folder, _TRAIN_WRITTEN),
-    )
+    watch = replace(_watch(job, folder, _TRAIN_WRITTEN), on_forecast=lambda left_s: _say_what_fits(job, left_s))
+    train = write_answers(model, job.prompts.train, folder, TRAIN_TEXT, job.config.writing, watch=watch)
     if len(train.records) < len(job.prompts.train):
-        told.on_note(f"in the time given the target wrote {len(train.tokens):,} of about {job.config.tokens:,} tokens")
+        got = f"{len(train.tokens):,} of about {job.config.tokens:,} tokens"
+        job.told.on_note(f"in the time given the target wrote {got}")
     return TargetText(train, write_tree_text(job, model, folder, TREE_TEXT), model.fingerprint)
 
 
@@ -319,17 +311,14 @@ def write_tree_text(job: HeadJob, model: LanguageModel, folder: Path, name: str)
     prompts = list(itertools.chain.from_iterable([prompt] * len(temperatures) for prompt in job.prompts.tree))
     config = replace(job.config.writing, temperatures=temperatures, seed=job.config.writing.seed + 1)
 
-    def follow(done: int, total: int) -> None:
-        job.told.on_progress("writing text for trees", done, total, f"answers by {model.name}")
-
-    over = _time_is_up(job, folder, WRITTEN)
-    return write_answers(model, prompts, folder, name, config, on_progress=follow, time_is_up=over)
+    watch = replace(_watch(job, folder, WRITTEN), what="writing text for trees", on_forecast=lambda left_s: None)
+    return write_answers(model, prompts, folder, name, config, watch=watch)
 
 
-def _time_is_up(job: HeadJob, folder: Path, share: float) -> Callable[[], bool]:
-    """Whether writing must end. What a training that goes on was begun with stays as it is."""
+def _watch(job: HeadJob, folder: Path, share: float) -> Watch:
+    """Of writing until a share of the time is over. What a training that goes on was begun with stays as it is."""
     begun = job.budget.limited and (folder / CHECKPOINT).is_file()
-    return lambda: begun or job.budget.over(share)
+    return Watch(told=job.told, budget=job.budget, share=share, begun=begun)
 
 
 def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tuple[HeadReport, Effort]:

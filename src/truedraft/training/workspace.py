@@ -21,12 +21,13 @@ from truedraft.options import check_positive
 
 WORK = "work"
 """Working files, inside the folder that a training writes."""
+PLACES = (f"{WORK}/joint", f"stage-1/{WORK}", WORK)
+"""Where working files may lie in it, those of the latest stage first."""
 WRITTEN, TRAINED = 0.4, 0.75
 """Shares of the time: by then the target has written, and training is over; the rest is for measuring."""
 _MARGIN = 0.9  # of the time for steps: now and then something is measured between them
 _LEAST_STEPS, _FEW_STEPS = 5, 100  # of a training: with fewer it is noise, with fewer than the second it brings little
 _LOCK, _OWNER = "lock", "pid"  # of who trains in a folder
-_PLACES = ("work/joint", "stage-1/work", "work")  # of working files inside the folder that a training writes
 _WORKING = (
     "checkpoint.pt*",
     "log.jsonl*",
@@ -123,11 +124,11 @@ def clear_work(out: Path) -> int:
         OptionError: there are none, or another process is training there.
         TrainingError: they cannot be removed.
     """
-    places = [out / place for place in _PLACES if (out / place).is_dir()]
+    places = [out / place for place in PLACES if (out / place).is_dir()]
     files = [path for place in places for pattern in _WORKING for path in place.glob(pattern) if path.is_file()]
     if not files:
         raise OptionError(f"{str(out)!r} holds no working files of a training; there is nothing to remove")
-    work = out / _PLACES[-1]
+    work = out / WORK
     with alone_in(work):
         freed = sum(path.stat().st_size for path in files)
         with writing(out):

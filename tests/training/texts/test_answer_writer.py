@@ -12,8 +12,10 @@ import torch
 
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import DataError, OptionError, TrainingError
+from truedraft.training.loop import Callbacks
 from truedraft.training.texts import answer_writer
-from truedraft.training.texts.answer_writer import WritingConfig, hidden_of, write_answers
+from truedraft.training.texts.answer_writer import Watch, WritingConfig, hidden_of, write_answers
+from truedraft.training.workspace import TimeBudget
 
 CONFIG = WritingConfig(answer_tokens=12, temperatures=(0.0, 1.0), batch=3, seed=5)
 PROMPTS = [[5 + number, 40, 7 * number + 1, 33] for number in range(8)]
@@ -95,7 +97,8 @@ def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkey
         patch.setattr(answer_writer.AnswerFiles, "append", kill)
         write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     done = []
-    write_answers(model, PROMPTS, tmp_path, "train", CONFIG, on_progress=lambda *counts: done.append(counts))
+    told = Callbacks(on_progress=lambda what, *counts: done.append(counts[:2]))
+    write_answers(model, PROMPTS, tmp_path, "train", CONFIG, watch=Watch(told=told))
     assert contents(tmp_path) == contents(whole)
     assert done[0] == (kept, len(PROMPTS)) and done[-1] == (len(PROMPTS), len(PROMPTS))
 
@@ -104,7 +107,8 @@ def test_answers_that_run_when_the_time_is_up_are_kept_as_far_as_they_are(model,
     """With vectors, in the order of their prompts; what goes on later begins behind them."""
     long = replace(CONFIG, answer_tokens=60)
     asked = iter(range(10**6))
-    text = write_answers(model, PROMPTS, tmp_path, "train", long, time_is_up=lambda: next(asked) >= 20)
+    budget = TimeBudget(20 / 60, lambda: next(asked))  # a second for each time that it is asked
+    text = write_answers(model, PROMPTS, tmp_path, "train", long, watch=Watch(budget=budget))
     assert 2 <= len(text.records) < len(PROMPTS)
     cut = [record for record in text.records if not record.stopped and len(record.answer) < 60]
     assert cut and all(len(record.answer) >= 16 for record in cut)

@@ -12,6 +12,7 @@ from truedraft import load_model
 from truedraft.errors import DataError
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.texts import answer_writer
+from truedraft.training.texts.answer_writer import Watch
 from truedraft.training.texts.questions import ASKED, ask_itself, distinct, opening_of
 
 TEMPLATE = (
@@ -81,7 +82,7 @@ def test_it_asks_by_its_template_and_goes_on_after_a_kill(
 
 
 def test_a_few_are_asked_however_little_time_there_is_and_none_is_cut(chatty: Any, tmp_path: Any) -> None:
-    ask_itself(chatty, 100, tmp_path, seed=4, batch=8, time_is_up=lambda: True)
+    ask_itself(chatty, 100, tmp_path, seed=4, batch=8, watch=Watch(begun=True))
     records = [json.loads(line) for line in (tmp_path / f"{ASKED}.jsonl").read_text().splitlines()]
     assert 16 <= len(records) < 100
     assert all(record["stopped"] or len(record["answer"]) >= 120 for record in records)

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,10 +23,11 @@ from truedraft.engine.request import Request
 from truedraft.errors import OptionError, TrainingError
 from truedraft.models.base import LanguageModel
 from truedraft.planning import StepWatcher, outputs_along
-from truedraft.training.loop import identity_of
+from truedraft.training.loop import Callbacks, identity_of
 from truedraft.training.options import WritingOptions
 from truedraft.training.texts.prompts import prompts_hash
 from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
+from truedraft.training.workspace import TimeBudget, duration
 
 _TRIED_STEPS = 25  # that are timed together
 _TRIED_TURNS = 3
@@ -66,6 +67,46 @@ class WritingConfig(WritingOptions):
         return SamplingParams(max_tokens=self.answer_tokens, temperature=temperature, seed=seed)
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Who is told how far a target has written, and when it must stop.
+
+    Attributes:
+        what: is being done, as "writing text".
+        written: what is written, as "answers".
+        told: whom.
+        budget: the time for all of the training.
+        share: of the budget, by which the writing is over.
+        begun: whether there is a training on what is written, so that nothing is added.
+        on_forecast: given once, after the first steps, the seconds that the rest will take at the most; None tells of
+            those that the budget has.
+    """
+
+    what: str = "writing text"
+    written: str = "answers"
+    told: Callbacks = field(default_factory=Callbacks)
+    budget: TimeBudget = field(default_factory=TimeBudget)
+    share: float = 1.0
+    begun: bool = False
+    on_forecast: Callable[[float], None] | None = None
+
+    def over(self) -> bool:
+        """Whether it must stop."""
+        return self.begun or self.budget.over(self.share)
+
+    def came(self, done: int, total: int, name: str) -> None:
+        """So many texts by a target of this name are on disk, of all."""
+        self.told.on_progress(self.what, done, total, f"{self.written} by {name}")
+
+    def forecast(self, left_s: float) -> None:
+        """The rest will take so many seconds at the most."""
+        if self.on_forecast is not None:
+            self.on_forecast(left_s)
+        else:
+            within_s = min(left_s, self.budget.left_s(self.share))
+            self.told.on_plan(f"{self.what.partition(' ')[0]} takes about {duration(within_s)}")
+
+
 def write_answers(
     target: LanguageModel,
     prompts: Sequence[Sequence[int]],
@@ -73,12 +114,10 @@ def write_answers(
     name: str,
     config: WritingConfig,
     *,
+    watch: Watch | None = None,
     width: int | None = None,
     least: int | None = None,
     least_tokens: int = _LEAST_CUT,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_forecast: Callable[[float], None] = lambda left_s: None,
-    time_is_up: Callable[[], bool] = lambda: False,
 ) -> SelfDistillationData:
     """Let the target answer the prompts, or go on where an interruption stopped; the files come out the same.
 
@@ -88,13 +127,11 @@ def write_answers(
         folder: where the files lie.
         name: of the files, see `AnswerFiles`.
         config: how it writes.
+        watch: who is told of it, and when it must stop: then what is written is all, and running answers end where they
+            are. None is nobody, and never.
         width: entries of each vector that are kept; None are all that heads read, 0 keeps none.
         least: answers that are written however little time there is; None is one at each temperature.
         least_tokens: of an answer that is kept while it runs.
-        on_progress: called with the number of answers that are on disk, and of all.
-        on_forecast: called once, after the first steps, with the seconds that the rest will take at the most.
-        time_is_up: asked after each step; where it says so, what is written then is all, and running answers end where
-            they are.
 
     Raises:
         OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
@@ -108,16 +145,17 @@ def write_answers(
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
     answering = _Answering(target, _fitting(prompts, target, config), config, files, width)
-    trial, pace = ThreadTrial(target.device), _Pace(on_forecast)
-    on_progress(len(files.records), len(prompts))
+    watch = watch or Watch()
+    trial, pace = ThreadTrial(target.device), _Pace(watch.forecast)
+    watch.came(len(files.records), len(prompts), target.name)
     try:
         while (written := len(files.records)) < len(prompts):
-            if time_is_up() and written + len(whole := answering.long_enough(least_tokens)) >= least:
+            if watch.over() and written + len(whole := answering.long_enough(least_tokens)) >= least:
                 answering.keep(whole)
                 break
             pace.stepped(trial.run(answering.step))
             if len(files.records) > written:
-                on_progress(len(files.records), len(prompts))
+                watch.came(len(files.records), len(prompts), target.name)
     finally:
         trial.stop()
         answering.close()

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
 from truedraft.training.texts.data import read_data, read_texts
 from truedraft.training.texts.prompts import shuffled
 from truedraft.training.texts.questions import SELF, ask_itself
-from truedraft.training.workspace import WRITTEN, TimeBudget, duration
+from truedraft.training.workspace import WRITTEN, TimeBudget
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -77,16 +77,9 @@ class Writing:
 
     def ask(self, model: LanguageModel, count: int) -> list[list[int]]:
         """What the target asks itself; nothing more is asked once answers are written."""
-        answered = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
-        return ask_itself(
-            model,
-            count,
-            self.folder,
-            seed=self.how.seed + 2,
-            on_progress=lambda done, total: self._follow("asking", done, total, f"questions by {model.name}"),
-            on_forecast=lambda left_s: self._say("asking", left_s, _ASKED),
-            time_is_up=lambda: answered or self.budget.over(_ASKED),
-        )
+        begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
+        watch = Watch("asking", "questions", self.told, self.budget, _ASKED, begun)
+        return ask_itself(model, count, self.folder, seed=self.how.seed + 2, watch=watch)
 
     def answers(self, model: LanguageModel, prompts: Sequence[Sequence[int]], asks: bool) -> list[WrittenAnswer]:
         """The target's answers to prompts, and to as many questions of its own as are missing, half of all at least."""
@@ -96,24 +89,9 @@ class Writing:
         prompts = shuffled(prompts, self.how.seed)[:wanted] if asks or self.budget.limited else prompts[:wanted]
         if len(prompts) < _SHORT * wanted:
             self.told.on_note(f"there are {len(prompts):,} prompts, and {wanted:,} are asked for with --tokens")
-        written = write_answers(
-            model,
-            prompts,
-            self.folder,
-            _ANSWERS,
-            self.how,
-            width=0,
-            on_progress=lambda done, total: self._follow("writing text", done, total, f"answers by {model.name}"),
-            on_forecast=lambda left_s: self._say("writing", left_s, WRITTEN),
-            time_is_up=lambda: self.begun or self.budget.over(WRITTEN),
-        )
+        watch = Watch(told=self.told, budget=self.budget, share=WRITTEN, begun=self.begun)
+        written = write_answers(model, prompts, self.folder, _ANSWERS, self.how, watch=watch, width=0)
         if len(written.records) < len(prompts):
             got = f"{len(written.tokens):,} of about {self.tokens:,} tokens"
             self.told.on_note(f"in the time given the target wrote {got}")
         return written.records
-
-    def _follow(self, what: str, done: int, total: int, remark: str) -> None:
-        self.told.on_progress(what, done, total, remark)
-
-    def _say(self, what: str, left_s: float, share: float) -> None:
-        self.told.on_plan(f"{what} takes about {duration(min(left_s, self.budget.left_s(share)))}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from truedraft.errors import DataError, TrainingError
-from truedraft.files import written_whole
+from truedraft.files import json_in, text_of, written_whole
 from truedraft.models.loading import quiet_transformers
 from truedraft.training.loop import Phase
 from truedraft.training.optimizer import WarmupStableDecay
@@ -73,10 +72,10 @@ def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
     """Each document or prompt of a file, a string where it is a text as it stands, with its place for errors."""
     content = _content(path)
     if path.suffix == ".jsonl":
-        for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), start=1):
+        for number, line in enumerate(content.split("\n"), start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield _read_json(line, place, "a .jsonl file has an object a line"), place
+                yield json_in(line, place, "a .jsonl file has an object a line"), place
     elif path.suffix == ".json":
         for number, entry in enumerate(_entries(content, path), start=1):
             yield entry, f"{path}, entry {number}"
@@ -85,16 +84,7 @@ def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
 
 
 def _content(path: Path) -> str:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"cannot read the data file {path}: {error.strerror or error}; name a file of text that exists"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"the data file {path} is not UTF-8 text (byte {error.start}): convert it, or leave it out"
-        ) from error
+    content = text_of(path, "data file")
     if "\0" in content:
         place = content.index("\0")
         raise DataError(
@@ -106,20 +96,11 @@ def _content(path: Path) -> str:
 
 def _entries(content: str, path: Path) -> list[Any]:
     """The entries of a `.json` file; one chat that is the whole file is one entry."""
-    found = _read_json(content.removeprefix("\ufeff"), str(path), _AS_TEXT) if content.strip() else []
+    found = json_in(content, str(path), _AS_TEXT) if content.strip() else []
     if not isinstance(found, list):
         raise DataError(f"{path}: a .json file of training data is an array of texts or chats; {_AS_TEXT}")
     is_one_chat = found and all(isinstance(each, dict) and ("role" in each or "from" in each) for each in found)
     return [found] if is_one_chat else found
-
-
-def _read_json(text: str, place: str, hint: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg}); {hint}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
-        raise DataError(f"{place}: JSON that nobody can read ({str(error).partition(';')[0]})") from error
 
 
 def _text_of(entry: object, place: str, chats: ChatTexts) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.errors import DataError, PromptError, TrainingError
-from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -60,9 +60,7 @@ def ask_itself(
     *,
     seed: int = 0,
     batch: int = 64,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_forecast: Callable[[float], None] = lambda left_s: None,
-    time_is_up: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
 ) -> list[list[int]]:
     """Let an instruct model write questions, or go on where an interruption stopped; as prompts by its chat template.
 
@@ -72,9 +70,7 @@ def ask_itself(
         folder: where the files `ASKED` lie.
         seed: of the noise.
         batch: questions written at once.
-        on_progress: as of `write_answers`.
-        on_forecast: likewise.
-        time_is_up: likewise.
+        watch: as of `write_answers`.
 
     Raises:
         DataError: the target has no chat template.
@@ -90,12 +86,10 @@ def ask_itself(
         folder,
         ASKED,
         WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed),
+        watch=watch,
         width=0,
         least=_FEWEST,
         least_tokens=LONGEST,  # without its end it is no question
-        on_progress=on_progress,
-        on_forecast=on_forecast,
-        time_is_up=time_is_up,
     )
     ended = (tokenizer.decode(record.answer[:-1]) for record in written.records if record.stopped)
     found = distinct(ended)[:count]

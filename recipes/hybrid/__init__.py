@@ -1,1 +1,0 @@
-"""A small hybrid of gated delta nets and attention, and a draft for it."""
