@@ -102,6 +102,21 @@ class Child:
         self._process.wait()
 
 
+def asked_once(
+    words: Sequence[str],
+    what: Mapping[str, Any],
+    python: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """What a child process answers to one question."""
+    child = Child(words, environment, python)
+    try:
+        child.read()
+        return child.ask(what)
+    finally:
+        child.close()
+
+
 def be_asked(make: Callable[[], Callable[[Any], Any]]) -> None:
     """The other end of a `Child`: makes what answers, says that it is ready, and answers lines until input ends.
 

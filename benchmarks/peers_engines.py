@@ -6,8 +6,9 @@ Models are exported into runs/peers, once; logs of servers lie beside them.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from common import ROOT, exported, note
+from common import ROOT, asked_once, exported, note
 from launches import LLAMA_CPP, LLAMA_SERVER, PATIENCE_S, SERVED_NAME, VLLM, Drafting, llamacpp_launch, vllm_launch
 from relabelled import save_relabelled
 from servers import Launch, serving
@@ -176,3 +177,15 @@ def gguf(name: str) -> Path:
             out.unlink(missing_ok=True)
             raise PeerError(f"llama.cpp's script made no {out}: {done.stderr.strip().splitlines()[-1:]}")
     return out
+
+
+def llamacpp_surprise(file: Path, pieces: Sequence[Sequence[int]], threads: int) -> float:
+    """The mean of minus the log probability that llama.cpp gives each token of a GGUF file's pieces of text.
+
+    Raises:
+        ChildEndedError: it died; its message is on standard error.
+    """
+    words = [str(Path(__file__).with_name("peers_llamacpp.py")), str(file), str(threads)]
+    places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_SERVER.parent)}
+    found: float = asked_once(words, {"pieces": pieces}, LLAMA_CPP / "bin" / "python", os.environ | places)
+    return found

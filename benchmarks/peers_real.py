@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import signal
 import statistics
 import subprocess
@@ -29,9 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, ChildEndedError, Lines, note
-from launches import LLAMA_CPP, LLAMA_SERVER
-from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, asked_once, opened
+from common import RESULTS, ROOT, ChildEndedError, Lines, asked_once, note
+from launches import LLAMA_SERVER
+from peers_engines import llamacpp_surprise
+from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, opened
 from real_prompts import SETS, TEMPERATURES
 from truedraft.bench.prompts import read_questions, spread
 from truedraft.bench.turns import rotated
@@ -169,9 +169,7 @@ def perplexities(file: Path, texts: Sequence[Path], threads: int) -> dict[str, A
     parts = [text.read_text(encoding="utf-8")[: 8 * PIECES * PIECE_TOKENS] for text in texts]
     what = {"texts": parts, "pieces": PIECES, "tokens": PIECE_TOKENS}
     ours = asked_once([OURS, "perplexity", str(threads), str(file)], what)
-    words = [str(Path(__file__).with_name("peers_llamacpp.py")), str(file), str(threads)]
-    places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_SERVER.parent)}
-    theirs = asked_once(words, {"pieces": ours["pieces"]}, LLAMA_CPP / "bin" / "python", os.environ | places)
+    theirs = llamacpp_surprise(file, ours["pieces"], threads)
     mine = math.exp(ours["surprise"])
     return {"truedraft": {"perplexity": mine}, "llama.cpp": {"perplexity": math.exp(theirs)}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -216,18 +216,3 @@ def package_version(python: Path, package: str) -> str:
     """Of a package in another environment."""
     words = [str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     return subprocess.run(words, capture_output=True, text=True).stdout.strip()
-
-
-def asked_once(
-    words: Sequence[str],
-    what: Mapping[str, Any],
-    python: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Any:
-    """What a child process answers to one question."""
-    child = Child(words, environment, python)
-    try:
-        child.read()
-        return child.ask(what)
-    finally:
-        child.close()

@@ -3,7 +3,8 @@
 The reference is the file dequantised to float32, run by transformers' own modules. Beside it: the file's codes by the
 native forward in both dtypes, which quantises inputs of products to 8 bits, and the dequantised weights rounded to
 bfloat16, as a Hugging Face folder of them would be run. Every text is read in pieces of so many tokens, each from an
-empty cache. Adds a line of JSON for each file.
+empty cache. llama.cpp's perplexity of the same pieces stands beside ours where its environment is there. Adds a line
+of JSON for each file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,15 +43,20 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", type=Path, required=True, help="files of plain text")
     parser.add_argument("--pieces", type=int, default=2, help="of each text")
     parser.add_argument("--tokens", type=int, default=256, help="of a piece")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="the first is always among them"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "quantised_weights.jsonl")
     options = parser.parse_args()
     for file in options.files:
-        found = measure(file, options.texts, options.pieces, options.tokens)
+        found = measure(file, options.texts, options.pieces, options.tokens, options.ways)
         Lines(options.out).add(found)
         print(json.dumps(found))
 
 
-def measure(file: Path, texts: Sequence[Path], pieces: int, tokens: int) -> dict[str, Any]:
+def measure(
+    file: Path, texts: Sequence[Path], pieces: int, tokens: int, names: Sequence[str] = tuple(WAYS)
+) -> dict[str, Any]:
     """What `main` writes of a file: by way mean and largest KL divergence from the reference, and perplexity."""
     reference = load_model(file, **WAYS[REFERENCE])
     assert reference.tokenizer is not None
@@ -57,19 +64,43 @@ def measure(file: Path, texts: Sequence[Path], pieces: int, tokens: int) -> dict
     read = [torch.tensor(each[at * tokens : (at + 1) * tokens]) for each in ids for at in range(pieces)]
     expected = [log_probabilities(reference, piece) for piece in read]
     ways: dict[str, dict[str, Any]] = {}
-    for name, how in WAYS.items():
-        model = reference if name == REFERENCE else load_model(file, **how)
+    for name in dict.fromkeys((REFERENCE, *names)):
+        model = reference if name == REFERENCE else load_model(file, **WAYS[name])
         ways[name] = compared([log_probabilities(model, piece) for piece in read], expected, read)
         ways[name] |= {"fast_paths": model.fast_paths, "weight_bytes": model.weight_bytes}
         del model
     return {
         "file": file.name,
+        "types": shares(file),
         "texts": [text.name for text in texts],
         "pieces": len(read),
         "tokens": tokens,
         "ways": ways,
+        "llama.cpp": by_llamacpp(file, read),
         "machine": machine_facts(),
     }
+
+
+def shares(file: Path) -> dict[str, float]:
+    """Which part of a file's weights each type has, norms left out."""
+    from gguf import GGUFReader  # here and below: peers_ours.py measures memory over what it imports of this file
+
+    held: Counter[str] = Counter()
+    for tensor in GGUFReader(file).tensors:
+        if len(tensor.shape) > 1:
+            held[tensor.tensor_type.name] += int(tensor.n_elements)
+    return {kind: count / held.total() for kind, count in held.most_common()}
+
+
+def by_llamacpp(file: Path, read: Sequence[Tensor]) -> dict[str, float] | None:
+    """Perplexity of the same pieces; None where llama.cpp was not built."""
+    from launches import LLAMA_CPP
+    from peers_engines import llamacpp_surprise
+
+    if not (LLAMA_CPP / "build").exists():
+        return None
+    surprise = llamacpp_surprise(file, [piece.tolist() for piece in read], torch.get_num_threads())
+    return {"perplexity": math.exp(surprise)}
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -131,6 +132,14 @@ def test_info_says_what_exact_means_of_quantised_weights(
     said = result.record["runs"]["quantised"]
     assert "plain decoding of these quantised weights" in said and said in " ".join(result.out.split())
     assert run("info", "--model", target, "--json").record["runs"]["quantised"] is None
+
+
+def test_divergences_that_info_tells_are_those_that_were_measured() -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "quantised_weights.jsonl"
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    found = {each["file"].split(".")[-2].split("-")[-1]: each["ways"]["codes, bfloat16"]["mean_kl"] for each in records}
+    told = dict(re.findall(r"(\w+) (0\.\d{4})", info._OF_CODES))
+    assert told == {kind: f"{divergence:.4f}" for kind, divergence in found.items()}
 
 
 def test_the_main_job(run: Run) -> None:

@@ -1,0 +1,86 @@
+"""Tokens for each call of the target, by drafter, on questions of published sets: counts and no times.
+
+    python benchmarks/acceptance.py MODEL DRAFTER... --prompts FOLDER
+
+A drafter drafts at every step what its options say (controller "fixed"), for all questions at once, so what comes of it
+hangs on no machine's speed; name the nodes of heads, which costs would choose. Questions are messages of a user where
+the model has a chat template; long ones are cut. Adds a line of JSON for each drafter and temperature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, Lines
+from real_prompts import SETS, TEMPERATURES
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.bench.prompts import read_questions, spread
+from truedraft.core.stats import Counters
+from truedraft.drafters.specs import from_spec
+from truedraft.machine import dtype_name
+from truedraft.models.base import LanguageModel
+
+LONGEST = 1500
+"""Characters of a question that are asked."""
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("drafters", nargs="+", metavar="DRAFTER")
+    parser.add_argument("--prompts", type=Path, required=True, help="a folder with a folder for each set")
+    parser.add_argument("--sets", nargs="+", default=list(SETS), help="folders of it")
+    parser.add_argument("--limit", type=int, default=6, help="prompts of a set")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--entropy", type=int, default=1, help="fixes the noise of sampled answers")
+    parser.add_argument("--out", type=Path, default=RESULTS / "acceptance.jsonl")
+    options = parser.parse_args()
+    target, lines = load_model(options.model), Lines(options.out)
+    asked = {name: encoded(target, options.prompts / name, options.limit) for name in options.sets}
+    for word in options.drafters:
+        drafter = from_spec(word, target)
+        for temperature in TEMPERATURES:
+            engine = Engine(target, drafter, controller="fixed", entropy=options.entropy)
+            found = measured(engine, asked, SamplingParams(options.max_tokens, temperature))
+            how = {"prompts": options.limit, "max_tokens": options.max_tokens, "entropy": options.entropy}
+            who = {"model": target.name, "dtype": dtype_name(target.dtype), "drafter": word}
+            lines.add({**who, "temperature": temperature, **how, **found})
+            print(json.dumps(lines.records[-1]), flush=True)
+
+
+def encoded(target: LanguageModel, folder: Path, limit: int) -> list[list[int]]:
+    """Questions of a set as token ids."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    texts = [question.text[:LONGEST] for question in spread(read_questions(folder)[1], limit)]
+    if tokenizer.chat_template:
+        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def measured(engine: Engine, asked: Mapping[str, list[list[int]]], params: SamplingParams) -> dict[str, Any]:
+    """By set, and the mean over sets; what an engine warned of is told."""
+    answers = iter(engine.generate([ids for prompts in asked.values() for ids in prompts], params))
+    sets = {}
+    for name, prompts in asked.items():
+        counted = Counters()
+        for _ in prompts:
+            answer = next(answers)
+            counted += answer.stats
+            print(*answer.warnings, sep="\n", end="", file=sys.stderr)
+        counts = asdict(counted)
+        kept = ("target_calls", "emitted_tokens", "draft_tokens", "accepted_tokens")
+        sets[name] = {"tokens_per_call": counted.mean_acceptance_length} | {each: counts[each] for each in kept}
+    return {"sets": sets, "tokens_per_call": statistics.fmean(each["tokens_per_call"] for each in sets.values())}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""`benchmarks/acceptance.py`: counts by set, of plain decoding and a drafter, which a second run repeats."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import acceptance
+from support.embedded_models import share_embedded
+
+QUESTIONS = {
+    "mt_bench": {"question_id": 81, "turns": ["class Stack:"], "category": "coding"},
+    "gsm8k": {"question": "import os", "answer": "4"},
+}
+
+
+def test_counts_are_told_by_set_and_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_embedded(monkeypatch)
+    for name, question in QUESTIONS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "questions.jsonl").write_text(2 * (json.dumps(question) + "\n"))
+    out = tmp_path / "out.jsonl"
+    words = ["embedded:target", "none", "draft,num_speculative_tokens=3", "--prompts", str(tmp_path), "--limit", "1"]
+    words += ["--sets", *QUESTIONS, "--max-tokens", "12", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", *words])
+    acceptance.main()
+    acceptance.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines[:4] == lines[4:], "noise is fixed"
+    plain, drafted = lines[0], lines[2]
+    assert [line["temperature"] for line in lines[:4]] == [0.0, 0.8] * 2 and drafted["drafter"] == words[2]
+    assert plain["tokens_per_call"] == 1.0 < drafted["tokens_per_call"] <= 4.0
+    found = [each["tokens_per_call"] for each in drafted["sets"].values()]
+    assert [*drafted["sets"]] == [*QUESTIONS] and drafted["tokens_per_call"] == pytest.approx(sum(found) / 2)
+    for name in QUESTIONS:
+        assert drafted["sets"][name]["emitted_tokens"] == plain["sets"][name]["emitted_tokens"] > 0
+        assert drafted["sets"][name]["accepted_tokens"] <= drafted["sets"][name]["draft_tokens"]
