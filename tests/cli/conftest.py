@@ -32,8 +32,8 @@ def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _one_embedded_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_embedded(monkeypatch)
+def _models_are_loaded_once(monkeypatch: pytest.MonkeyPatch, target: str, draft: str, chat_target: str) -> None:
+    share_embedded(monkeypatch, target, draft, chat_target)
 
 
 @pytest.fixture(autouse=True)

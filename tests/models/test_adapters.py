@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from support.pairwise import some_of
 from support.tiny_models import PROMPTS, VOCAB, build, gpt2, llama, mistral, noisy, stock_greedy
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DraftModel
@@ -45,7 +46,7 @@ def by_peft(family: str, folder: Path) -> list[list[int]]:
     return [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.fixture(params=sorted(TARGETS))
+@pytest.fixture(params=some_of(sorted(TARGETS), ["gpt2", "llama"]))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -128,7 +128,7 @@ def test_coupled_answers_do_not_depend_on_drafts(family: str, tmp_path: Path) ->
     assert len({tuple(tokens) for tokens in expected}) == 3
 
 
-@pytest.mark.parametrize(("family", "room"), [("qwen2_vl", 1.6), ("qwen3_5", 2.2)])
+@pytest.mark.parametrize(("family", "room"), [("qwen2_vl", 1.6), pytest.param("qwen3_5", 2.2, marks=pytest.mark.slow)])
 def test_a_request_that_gave_its_room_back_reads_its_image_again(family: str, room: float, tmp_path: Path) -> None:
     target = loaded(family, tmp_path)
     prompts = [FAMILIES[family].prompt(seed) for seed in range(4)]
