@@ -191,10 +191,15 @@ def stock_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> l
 
 
 @cache
+def reference_with_lead(family: str, count: int = 128) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Transformers' greedy answers to PROMPTS, and the smallest lead of a chosen token over the next."""
+    answers, lead = greedy_with_lead(stock(family), count)
+    return tuple(map(tuple, answers)), lead
+
+
 def reference(family: str, count: int = 128) -> tuple[tuple[int, ...], ...]:
     """Transformers' greedy answers to PROMPTS."""
-    model = stock(family)
-    return tuple(tuple(stock_greedy(model, prompt, count)) for prompt in PROMPTS)
+    return reference_with_lead(family, count)[0]
 
 
 @torch.inference_mode()
