@@ -12,6 +12,7 @@ from support.answers import count_moves
 from support.pairwise import by_turns
 from support.tiny_models import (
     CONTEXT,
+    COUNT,
     FAMILIES,
     PROMPTS,
     VOCAB,
@@ -42,7 +43,6 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.training import count_ngrams
 
-COUNT = 128
 GAMMA = 4
 NOISE = {"gemma3": 0.06}
 PARAMS = SamplingParams(max_tokens=COUNT)

@@ -47,7 +47,7 @@ def by_turns(rows: Iterable[Any], columns: Iterable[Any], always: Iterable[Any] 
     Every row keeps what stands in `always` and, of the other columns, every third: others than its neighbours. Where
     there are two others it keeps one.
     """
-    kept, columns = set(always), list(columns)
+    kept, columns = list(always), list(columns)
     others = [column for column in columns if column not in kept]
     turns = min(3, len(others))
     return [
