@@ -32,7 +32,13 @@ def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _models_are_loaded_once(monkeypatch: pytest.MonkeyPatch, target: str, draft: str, chat_target: str) -> None:
+def _one_embedded_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_embedded(monkeypatch)
+
+
+@pytest.fixture
+def loaded_once(monkeypatch: pytest.MonkeyPatch, target: str, draft: str, chat_target: str) -> None:
+    """Tiny models too, for files of many commands that leave them as they are."""
     share_embedded(monkeypatch, target, draft, chat_target)
 
 
