@@ -16,7 +16,6 @@ from truedraft.bench.runs import SystemOutput
 from truedraft.cli.compare import Comparison, Pair, Sides, repeated_ngrams
 from truedraft.core.stats import Counters
 
-pytestmark = pytest.mark.usefixtures("loaded_once")
 WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
 
 

@@ -17,7 +17,6 @@ from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.verification import LenientSampling, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.specs import rule_from_spec
 
-pytestmark = pytest.mark.usefixtures("loaded_once")
 RATES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
 WORDS = ("--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
 LOSSY = ["typical,epsilon=0.01,delta=0.01", "speculative,lenience=0.01"]

@@ -95,7 +95,7 @@ class EveryNoise:
 
 
 def dist_of_answers(
-    monkeypatch: pytest.MonkeyPatch, every: EveryNoise, target: MarkovModel, draft: MarkovModel, length: int = LENGTH
+    monkeypatch: pytest.MonkeyPatch, every: EveryNoise, target: MarkovModel, draft: MarkovModel
 ) -> tuple[dict[tuple[int, ...], float], float]:
     """Of all runs: the distribution of answers, and how many proposals of a run were hits in the mean."""
     monkeypatch.setattr(KeyedNoise, "uniform", lambda *given: every.uniform(*given))
@@ -103,7 +103,7 @@ def dist_of_answers(
     hits = 0.0
     ahead, worker = beside(draft, 1, pickled=False)  # there are tens of thousands of messages
     engine = Engine(target, ahead, controller="fixed")
-    params = SamplingParams(max_tokens=length, temperature=1.0)
+    params = SamplingParams(max_tokens=LENGTH, temperature=1.0)
     for _ in itertools.count():
         worker.replies.clear()
         answer = engine.generate(PROMPT, params)
@@ -127,6 +127,6 @@ def test_the_distribution_of_answers_is_the_targets(monkeypatch: pytest.MonkeyPa
 def test_noise_that_decided_another_token_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting for an outcome with the number that draws it, which a careless drafter might."""
     target, draft = quarters(2), halves(12)
-    dist, hits = dist_of_answers(monkeypatch, EveryNoise(shares=True), target, draft, LENGTH - 1)
+    dist, hits = dist_of_answers(monkeypatch, EveryNoise(shares=True), target, draft)
     assert sum(dist.values()) == pytest.approx(1.0, abs=1e-12) and hits > 0.0
-    assert distance(dist, target_dist(lambda prefix: target.probs_after([*PROMPT, *prefix]), LENGTH - 1)) > 0.01
+    assert distance(dist, target_dist(lambda prefix: target.probs_after([*PROMPT, *prefix]), LENGTH)) > 0.01
