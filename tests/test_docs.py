@@ -5,22 +5,29 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from support.embedded_models import share_embedded
+from support.embedded_models import share_embedded, shared_model
 from support.multimodal_models import save_that_hears, save_with_processor
 from support.quick_costs import measure_quickly
 from support.real_models import needs_smollm2
+from support.virtual_time import VirtualTime
+from truedraft import Engine, load_model
 from truedraft.cli.main import main
+from truedraft.drafters.prediction import with_own_drafts
+from truedraft.drafters.specs import from_spec
 from truedraft.models import smollm2
+from truedraft.training import evaluate, ngrams
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/LOG.md"]
@@ -41,16 +48,20 @@ def commands() -> Iterator[tuple[str, str]]:
                     yield page.name, line.split("  #")[0].strip()
 
 
-PROCESS = next(line for _, line in commands() if line.startswith("truedraft generate "))
-"""The first answer of the README is got as its reader gets it, in a process of its own; others in this one."""
+PROCESS = next(line for _, line in commands() if line.startswith("truedraft generate ") and "embedded:" in line)
+"""One answer is got as readers get it, in a process of its own; others in this one."""
+STEP_S = 0.05
+"""That a step takes by the clock of a stack's certificate: a few dozen steps are enough to see that it works."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_pages_share(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Models that are loaded once for all, and the costs of this machine, of one round."""
+    """Models that are loaded once for all, the costs of this machine, of one round, and short measurements."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         share_embedded(monkeypatch)
         measure_quickly(monkeypatch, tmp_path_factory.mktemp("costs"))
+        monkeypatch.setattr(evaluate, "_TOKENS", 8)
+        monkeypatch.setattr(ngrams, "_TEST_PROMPTS", 2)
         yield
 
 
@@ -60,10 +71,9 @@ Servers = Callable[[str, str], str]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A page's text with the address of its server, which is started as docs/serving.md does, on a free port."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    running: dict[str, tuple[subprocess.Popen[str], str]] = {}
+def server() -> Iterator[Servers]:
+    """A page's text with the address of its server, on a free port."""
+    addresses: dict[str, str] = {}
 
     def named(page: str, text: str) -> str:
         if ADDRESS not in text or page not in SERVED:
@@ -71,25 +81,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         pytest.importorskip("fastapi")
         model = SERVED[page]
         needed_by(model)
-        if model not in running:
-            command = [sys.executable, "-m", "truedraft", "serve", "--model", model, "--port", "0", "--json"]
-            with log.open("w") as said:
-                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
-            assert process.stdout is not None
-            running[model] = process, process.stdout.readline()
-        line = running[model][1]
-        assert line, log.read_text()
-        return text.replace(ADDRESS, str(json.loads(line)["address"]).removeprefix("http://"))
+        if model not in addresses:
+            addresses[model] = servers.enter_context(here(model))
+        return text.replace(ADDRESS, addresses[model].removeprefix("http://"))
 
-    try:
+    with ExitStack() as servers:
         yield named
-        for process, _ in running.values():
-            process.terminate()
-            assert process.wait(60) == 0
-    finally:
-        for process, _ in running.values():
-            process.kill()
-            process.wait()
+
+
+@contextmanager
+def here(model: str) -> Iterator[str]:
+    """The address of a server in this process; where a page's commands load the same model it has one of its own."""
+    from server.conftest import serving
+
+    target = shared_model(model) if model == "smollm2" else load_model(model)
+    engine = Engine(target, with_own_drafts(from_spec("auto", target)))
+    with serving(engine, served_model_name=(model,)) as running:
+        yield running.url
 
 
 def needed_by(text: str) -> None:
@@ -100,9 +108,11 @@ def needed_by(text: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_in_order(
-    page: Path, server: Servers, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    page: Path, server: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     needed_by("".join(blocks(page, "python")))
+    if page.name == "adding_a_drafter.md":
+        VirtualTime(monkeypatch, STEP_S)
     space: dict[str, Any] = {"__name__": "snippet"}
     if page.name == "models.md":  # whose user has models that see and hear
         save_with_processor(tmp_path)
@@ -135,7 +145,7 @@ def test_a_command_works(
         assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
         return
     if words == ["truedraft", "serve", "--model", "smollm2"]:
-        return  # the fixture runs it
+        return  # here and, as a process, by tests/cli/test_serve_and_chat.py
     needed_by(line)
     if words[0] == "curl":
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
@@ -148,10 +158,16 @@ def test_a_command_works(
     if words[0] == "git":
         return
     assert words[0] in ("truedraft", "python"), f"{page} shows {line!r}, which no test knows how to run"
-    if words[0] == "python" or line == PROCESS:
-        run = [sys.executable, *(("-m", *words) if words[0] == "truedraft" else (*words[1:], "--help"))]
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    monkeypatch.chdir(ROOT)
+    if line == PROCESS:
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
+        return
+    if words[0] == "python":
+        monkeypatch.setattr(sys, "argv", [*words[1:], "--help"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(words[1], run_name="__main__")
+        assert ended.value.code == 0 and capsys.readouterr().out.strip()
         return
     # Fewer tokens say as much. Certificates take the time that they are given, and so little is no evidence enough
     # everywhere: 3.
@@ -159,7 +175,9 @@ def test_a_command_works(
     less = ["--max-tokens", "8"] if "--max-tokens" in words or words[1] == "generate" else []
     less += ["--minutes", "0.03"] if certifies else []
     less += ["--batch", "2"] if certifies and "--batch" in words else []
-    monkeypatch.chdir(ROOT)
+    less += ["--no-float32"] if words[1:3] == ["certify", "stack"] else []
+    if words[1:3] == ["certify", "stack"]:
+        VirtualTime(monkeypatch, STEP_S)
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
     status = main([*words[1:], *less])
     said = capsys.readouterr()

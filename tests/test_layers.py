@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,16 @@ def package_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path, *, typing_too: bool = True) -> set[str]:
     """Names that a file imports, also inside functions; without those that only a type checker sees, if asked."""
     names: set[str] = set()
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     unseen: set[ast.AST] = set()
     if not typing_too:
         for node in ast.walk(tree):
@@ -103,7 +110,7 @@ def loaded_after(statement: str) -> set[str]:
         "from truedraft import SamplingParams; SamplingParams()",
         "from truedraft.core.stats import Counters; from truedraft.core.budget import Budget",
         "import truedraft.control",
-        "import truedraft.text.tokenizer",
+        "import truedraft.text.tokenizer, truedraft.text.stopping",
         "import truedraft.cli.main",
     ],
 )
@@ -123,6 +130,6 @@ def test_public_names_load_lazily_and_exist() -> None:
 
 def test_functions_fit_a_screen() -> None:
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
                 assert node.end_lineno - node.lineno <= 60, f"{path.name}: {node.name}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.pairwise import by_turns, pairwise, pairwise_among
+from support.pairwise import by_turns, pairwise, pairwise_among, some_of
 
 SIZES = [(4, 3, 2), (5, 4, 3, 2), (7, 2), (3,)]
 
@@ -38,12 +38,20 @@ def test_tests_share_a_product() -> None:
     assert {*first, *second, *third} == set(itertools.product("abcdef", "xy"))
 
 
-def test_by_turns_two_neighbours_have_all_of_a_row() -> None:
-    cells = by_turns("abcd", ["none", "chain", "tree", "lookup"], always=["tree"])
-    assert [cell.values for cell in cells] == list(itertools.product("abcd", ["none", "chain", "tree", "lookup"]))
+def test_by_turns_three_neighbours_have_all_of_a_row() -> None:
+    columns = ["none", "chain", "tree", "lookup"]
+    cells = by_turns("abcd", columns, always=["tree"])
+    assert [cell.values for cell in cells] == list(itertools.product("abcd", columns))
     found = [{column for row, column in kept(cells) if row == one} for one in "abcd"]
-    assert all(2 <= len(each) <= 3 and "tree" in each for each in found)
-    assert all(one | other == {"none", "chain", "tree", "lookup"} for one, other in itertools.pairwise(found))
+    assert all(len(each) == 2 and "tree" in each for each in found)
+    assert found[0] | found[1] | found[2] == set(columns)
+    assert kept(by_turns("abc", "xy")) == [("a", "x"), ("b", "y"), ("c", "x")]
+
+
+def test_some_run_always() -> None:
+    assert kept(some_of("abc", "ac")) == [("a",), ("c",)]
+    with pytest.raises(ValueError, match="no value is called"):
+        some_of("abc", "d")
 
 
 def test_values_keep_their_names_and_marks() -> None:

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 sys.path.append(str(Path(__file__).parents[1] / "text"))
 from tiny_tokenizers import WIDE, small_llama
 
+from support.pairwise import by_turns
 from support.tiny_models import build
 from truedraft import SamplingParams
 from truedraft.bench import AnsweredPrompt, VocabularyCost, vocabulary_costs
@@ -140,10 +141,9 @@ def reported(target: Side, draft: Side, asked: list[AnsweredPrompt]) -> Vocabula
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize(("of_target", "of_draft"), PAIRS)
-def test_a_report_is_what_the_two_models_say(of_target: str, of_draft: str, temperature: float) -> None:
-    target, draft = Side(of_target, 1), Side(of_draft, 2)
+@pytest.mark.parametrize(("pair", "temperature"), by_turns(PAIRS, [0.0, 0.7, 1.0]))
+def test_a_report_is_what_the_two_models_say(pair: tuple[str, str], temperature: float) -> None:
+    target, draft = (Side(name, seed) for seed, name in enumerate(pair, start=1))
     prompt = [token for token in target.backend("the quick fox").input_ids if token != target.backend.sep_token_id]
     words = [token for token, text in enumerate(target.writes) if text]
     answer = random.Random(3).choices(words, k=80)

@@ -44,14 +44,18 @@ def shapes() -> dict[str, object]:
     return found
 
 
-TESTED = {"llama", "qwen3_next", "whisper", "gpt_neo", "zaya", "inkling2_text"}
+TESTED = {"llama", "qwen3_next", "whisper", "gpt_neo", "zaya", "inkling2_text", "mixtral", "hy_v4"}
 """For whose mechanisms there are tests in tests/models and tests/families."""
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] if name in TESTED else []) for name in MECHANISMS]
 )
-def test_a_family_of_each_mechanism_is_exact(family: str, shapes: dict[str, object]) -> None:
+def test_a_family_of_each_mechanism_is_exact(
+    family: str, shapes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family == "bailing_hybrid":  # what is its own shows in bfloat16
+        monkeypatch.setattr(conformance, "DTYPES", ("bfloat16",))
     for line in conformance.examine(family, CELLS, shapes):
         assert line["outcome"] == "exact", line
         assert line["cells"] == len(CELLS) and line["distinct"] > 4

@@ -69,7 +69,7 @@ def test_a_correct_stack_is_certified(params: SamplingParams) -> None:
 def test_a_broken_target_gets_no_certificate_and_names_what_failed() -> None:
     """In little time: controls, which do not find their faults behind such a target, go on to the end of theirs."""
     stack = healthy().but(target=slipping_target(markov(0)))
-    certificate = certify(stack, TEXTS, replace(WARM, max_tokens=12), batch=2, seconds=3.0)
+    certificate = certify(stack, TEXTS, replace(WARM, max_tokens=12), batch=2, seconds=1.0)
     assert not certificate.issued
     assert any(finding.part is Part.EQUALITY for finding in certificate.failures)
     assert certificate.verdict.startswith("NO CERTIFICATE")
@@ -145,7 +145,7 @@ class FailsTogether(DraftModel):
 
 @pytest.mark.plants_failures
 @pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
-@pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (0.0, 3), (1.0, 3)])
+@pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), pytest.param(0.0, 3, marks=pytest.mark.slow), (1.0, 3)])
 def test_what_an_engine_got_over_keeps_a_certificate_from_being_issued(temperature: float, batch: int) -> None:
     """Beside neighbours too, so at one request at a time as well."""
     stack = healthy().but(drafter=FailsTogether(markov(0, astray=1.0), 3))
@@ -170,7 +170,13 @@ def test_a_drafter_that_gives_up_is_told_of_a_lossy_rule_too() -> None:
     assert "out of order" in told[0]
 
 
-@pytest.mark.parametrize("params", [WARM, replace(WARM, temperature=0.0), replace(WARM, seed=1)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        WARM,
+        *(pytest.param(replace(WARM, **own), marks=pytest.mark.slow) for own in ({"temperature": 0.0}, {"seed": 1})),
+    ],
+)
 def test_a_certificate_takes_at_most_four_times_its_time(params: SamplingParams, time: VirtualTime) -> None:
     """But for what has no clock: a batch to choose settings, some answers to count, comparisons of greedy faults."""
     time.step_s = 1.0
@@ -190,17 +196,22 @@ def test_one_prompt_is_enough_for_a_greedy_certificate() -> None:
 def test_the_worst_stack_still_has_a_report() -> None:
     """Impossible tokens make chi-square infinite, which JSON does not know."""
     broken = healthy().but(rule=faults.accepts_always(SpeculativeSampling()), drafter=PromptLookup(min_ngram=1))
-    certificate = certify(broken, TEXTS, WARM, seconds=4.0)
+    certificate = certify(broken, TEXTS, WARM, seconds=1.0)
     assert not certificate.issued
     json.dumps(certificate.as_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize(
-    "params",
-    [WARM, replace(WARM, temperature=0.0), replace(WARM, seed=1)],
-    ids=["sampled", "greedy", "seeded"],
+    ("params", "step_s", "issued"),
+    [
+        pytest.param(WARM, 0.02, True, id="sampled"),
+        pytest.param(WARM, 0.2, False, id="sampled, slow", marks=pytest.mark.slow),
+        pytest.param(replace(WARM, temperature=0.0), 0.02, True, id="greedy", marks=pytest.mark.slow),
+        pytest.param(replace(WARM, temperature=0.0), 0.2, False, id="greedy, slow"),
+        pytest.param(replace(WARM, seed=1), 0.02, True, id="seeded", marks=pytest.mark.slow),
+        pytest.param(replace(WARM, seed=1), 0.2, False, id="seeded, slow"),
+    ],
 )
-@pytest.mark.parametrize(("step_s", "issued"), [(0.02, True), (0.2, False)])
 def test_the_time_holds_and_says_before_what_it_can_show(
     time: VirtualTime, params: SamplingParams, step_s: float, issued: bool
 ) -> None:

@@ -37,7 +37,7 @@ SEEDED = SamplingParams(max_tokens=24, temperature=0.8, seed=1)
     ("word", "params"),
     [
         pytest.param("self:int8", GREEDY, id="int8, greedy"),
-        pytest.param("self:int4", SAMPLED, id="int4, sampled"),
+        pytest.param("self:int4", SAMPLED, id="int4, sampled", marks=pytest.mark.slow),
         pytest.param("self:int8", SEEDED, id="int8, seeded"),
         pytest.param("self:int4", GREEDY, id="int4, greedy", marks=pytest.mark.slow),
         pytest.param("self:int8", SAMPLED, id="int8, sampled", marks=pytest.mark.slow),

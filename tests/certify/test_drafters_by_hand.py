@@ -78,7 +78,10 @@ def stack_of(drafter: type[Drafter]) -> Stack:
     return Stack(target, drafter(target.probs.mean(dim=0)), SpeculativeSampling())  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("params", [WARM, replace(WARM, seed=1)], ids=["sampled", "seeded"])
+@pytest.mark.parametrize(
+    "params",
+    [pytest.param(WARM, id="sampled"), pytest.param(replace(WARM, seed=1), id="seeded", marks=pytest.mark.slow)],
+)
 def test_the_drafter_of_the_page_is_certified(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch, 0.01)
     certificate = certify(stack_of(Bigram), TEXTS, params, batch=4, seconds=10.0)

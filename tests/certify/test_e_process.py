@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from support.pairwise import pairwise
 from truedraft.certify.e_process import POWER, EventTests, holm
 
 NAMES = ["a", "b", "c"]
@@ -49,9 +50,7 @@ def test_a_small_p_value_is_as_rare_as_it_says() -> None:
     assert max(alarms) <= 52
 
 
-@pytest.mark.parametrize("level", [1e-3, 1e-5])
-@pytest.mark.parametrize("p", [0.5, 0.1, 0.9])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("level", "p", "sign"), pairwise([1e-3, 1e-5], [0.5, 0.1, 0.9], [1, -1]))
 def test_the_smallest_detectable_excess_is_detected(level: float, p: float, sign: int) -> None:
     """Moved by what the formula says, 98 % of 400 streams are found: 99 % are promised, less two deviations."""
     tokens, found = 3000, 0

@@ -11,7 +11,7 @@ from support.faulty_peer import FaultyPeer
 from truedraft.certify import Report
 from truedraft.certify.engines import ALARM, certify_engine
 
-TOKENS = 3000
+TOKENS = 1200
 RUNS = 50
 LONG = 3600.0
 """No test depends on time."""

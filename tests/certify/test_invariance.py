@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from torch import Tensor
 
 from certify.planted_faults import AcceptAlways, markov, row_noise, slipping_target
+from support.pairwise import by_turns
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
@@ -55,14 +56,17 @@ def findings(
     return {finding.name: finding for finding in found}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "drafter",
-    [chain, tree, lambda: PromptLookup(min_ngram=1), SuffixDrafter],
-    ids=["chain", "tree", "lookup", "one that learns from answers"],
-)
-def test_correct_stacks_are_invariant(drafter: type[Drafter], kind: str) -> None:
-    found = findings(stack(markov(0), drafter()), KINDS[kind])
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "chain": chain,
+    "tree": tree,
+    "lookup": lambda: PromptLookup(min_ngram=1),
+    "one that learns from answers": SuffixDrafter,
+}
+
+
+@pytest.mark.parametrize(("drafter", "kind"), by_turns(DRAFTERS, KINDS))
+def test_correct_stacks_are_invariant(drafter: str, kind: str) -> None:
+    found = findings(stack(markov(0), DRAFTERS[drafter]()), KINDS[kind])
     if kind == "sampled":
         assert found.pop("with other budgets").status is Status.DOES_NOT_APPLY
         assert set(found) == WAYS

@@ -100,7 +100,7 @@ def test_no_time_is_not_enough_evidence(temperature: float, monkeypatch: pytest.
     assert found.verdict.startswith("NO CERTIFICATE: not enough evidence")
 
 
-@pytest.mark.parametrize(("temperature", "error"), [(0.0, 0.3), (1.0, 0.1)])
+@pytest.mark.parametrize(("temperature", "error"), [(0.0, 0.3), pytest.param(1.0, 0.1, marks=pytest.mark.slow)])
 def test_a_whole_certificate_is_refused(temperature: float, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two cases of the report that brought this: bfloat16 alone, without the float32 check."""
     VirtualTime(monkeypatch, step_s=0.04)

@@ -6,7 +6,8 @@ are fixed. The smallest detectable deviation is checked in test_e_process.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,9 @@ FALSE_ALARM = 1e-3
 WARM = SamplingParams(temperature=1.0)
 
 
-def sample_of(
+def samples_of(
     stack: Stack,
-    batches: int,
+    batches: Sequence[int],
     params: SamplingParams = WARM,
     *,
     judge: LanguageModel | None = None,
@@ -43,14 +44,21 @@ def sample_of(
     seed: int = 0,
     texts: Sequence[Sequence[int]] = TEXTS,
     length: int = 24,
-) -> Sample:
-    """So many batches of answers, tested."""
+) -> Iterator[Sample]:
+    """Answers, tested after so many batches and so many more."""
     tests = TokenTests(stack.target.vocab_size, batch, 0.0)
     runs = scored_answers(stack.but(entropy=seed), texts, params, batch, judge=judge, length=length)
-    for answers, _ in zip(runs, range(batches), strict=False):
+    for number, answers in zip(range(1, max(batches) + 1), runs, strict=False):
         for scored in answers:
             tests.add(scored)
-    return tests.sample()
+        if number in batches:
+            yield tests.sample()
+
+
+def sample_of(stack: Stack, batches: int, *own: SamplingParams, **options: Any) -> Sample:
+    """So many batches of answers, tested."""
+    (found,) = samples_of(stack, [batches], *own, **options)
+    return found
 
 
 def smallest(sample: Sample) -> float:
@@ -114,10 +122,8 @@ def broken_stacks() -> dict[str, Stack]:
 def test_a_planted_fault_is_found(name: str) -> None:
     stack = broken_stacks()[name]
     texts, judge = (PROMPTS, packed("llama")) if stack.target.vocab_size > 8 else (TEXTS, markov(0))
-    for batches in (8, 24, 80):
-        if smallest(sample_of(stack, batches, texts=texts, judge=judge)) < FALSE_ALARM:
-            return
-    pytest.fail(f"{name} was not found in {80 * 4 * 24} tokens")
+    found = samples_of(stack, (8, 24, 80), texts=texts, judge=judge)
+    assert any(smallest(sample) < FALSE_ALARM for sample in found), "not in 80 * 4 * 24 tokens"
 
 
 def test_one_requests_wrong_options_are_found_where_it_stands() -> None:

@@ -36,6 +36,12 @@ def _one_embedded_target(monkeypatch: pytest.MonkeyPatch) -> None:
     share_embedded(monkeypatch)
 
 
+@pytest.fixture
+def loaded_once(monkeypatch: pytest.MonkeyPatch, target: str, draft: str, chat_target: str) -> None:
+    """Tiny models too, for files of many commands that leave them as they are."""
+    share_embedded(monkeypatch, target, draft, chat_target)
+
+
 @pytest.fixture(autouse=True)
 def every_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is taken where no model is named hangs on what is installed; so tests name theirs."""

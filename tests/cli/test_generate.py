@@ -17,6 +17,7 @@ from truedraft.cli.streams import visible
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.models.backends.native.build import built
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
 TOKENS = ("--max-tokens", "24", "--dtype", "float32", "--ignore-eos")
 
 

@@ -140,7 +140,7 @@ def test_a_table_of_another_tokenizer_is_one_sentence(run: Run, target: str, tab
     assert "count one for it with truedraft train ngram" in done.err
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize("temperature", ["0", pytest.param("0.8", marks=pytest.mark.slow)])
 def test_its_certificate(
     run: Run, target: str, table: Path, tmp_path: Path, temperature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

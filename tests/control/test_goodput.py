@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from support.pairwise import by_turns
 from support.simulated_drafting import (
     DRAFT_S,
     ROW_S,
@@ -196,12 +197,12 @@ def test_curves_that_are_wrong_by_a_factor_of_three_are_put_right(rate: float, b
 # ------------------------------------------------------------------------------------------ what changes
 
 
-@pytest.mark.parametrize("every", [10, 30, 100, 300, 1000])
-@pytest.mark.parametrize(("good", "bad"), [(1.0, 0.0), (0.9, 0.1)])
+@pytest.mark.parametrize(("every", "rates"), by_turns([10, 30, 100, 300, 1000], [(1.0, 0.0), (0.9, 0.1)]))
 def test_acceptance_that_switches_never_makes_it_slower_than_plain_decoding(
-    every: int, good: float, bad: float
+    every: int, rates: tuple[float, float]
 ) -> None:
     """Whoever switches knows how long it remembers; the best decision of each moment is known to nobody."""
+    good, bad = rates
     simulation = simulated(
         lambda seconds, request, position: good if simulation.requests[0].emitted // every % 2 == 0 else bad
     )

@@ -63,10 +63,10 @@ def of_best(controller: Controller, clock: FakeClock, temperature: float, row: f
     ("temperature", "row"),
     [
         (0.0, 0.005),
-        (0.0, 0.02),
+        pytest.param(0.0, 0.02, marks=pytest.mark.slow),
         (0.0, 0.05),
         (1.0, 0.005),
-        (1.0, 0.02),
+        pytest.param(1.0, 0.02, marks=pytest.mark.slow),
         (1.0, 0.05),
     ],
 )

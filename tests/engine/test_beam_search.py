@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from support.pairwise import pairwise
+from support.pairwise import by_turns, pairwise
 from support.tiny_models import PROMPTS, build, llama, noisy, packed, stock
 from truedraft.engine import BeamSearch
 from truedraft.errors import OptionError, PromptError, VocabularyMismatchError
@@ -18,9 +19,10 @@ from truedraft.models.huggingface import HuggingFaceModel
 COUNT = 24
 
 
+@cache
 @torch.inference_mode()
 def by_transformers(
-    family: str, prompt: Sequence[int], ends: Sequence[int] = (), **options: Any
+    family: str, prompt: tuple[int, ...], ends: tuple[int, ...] = (), **options: Any
 ) -> tuple[list[list[int]], list[float]]:
     model = stock(family)
     ids = torch.tensor([list(prompt)])
@@ -44,8 +46,9 @@ def assert_same(found: Any, expected: tuple[list[list[int]], list[float]]) -> No
         assert beam.score == pytest.approx(score, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("noise", [None, 0.0, 0.05, 0.5])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "noise"), by_turns(["llama", "gpt2", "mistral"], [None, 0.0, 0.05, 0.5], always=[0.05])
+)
 def test_beams_are_those_of_plain_search(family: str, noise: float | None) -> None:
     """With a draft that is always right, often, and nearly never."""
     draft = None if noise is None else noisy(family, noise)
@@ -66,7 +69,7 @@ def test_beams_are_those_of_plain_search(family: str, noise: float | None) -> No
 )
 def test_length_penalty_and_early_stopping_are_kept(early: bool | str, penalty: float, prompt: int) -> None:
     """With several ids that end a beam, so that some end early."""
-    family, ends = "llama", [3, 11, 40, 60]
+    family, ends = "llama", (3, 11, 40, 60)
     options: dict[str, Any] = {"num_beams": 4, "length_penalty": penalty, "early_stopping": early}
     target, draft = ending(packed(family), ends), ending(noisy(family, 0.05), ends)
     expected = by_transformers(family, PROMPTS[prompt], ends, **options)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_distribution_of_the_pipeline import BATCH, FALSE_ALARM, PROMPT, counts_of, exact_dist, p_value, tiny_llama
 
+from support.backends import fused_backend
 from support.broken_rules import PassesByWeight
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
@@ -25,12 +26,12 @@ ANSWERS, FEWER = 94 * BATCH, 47 * BATCH
 
 @pytest.fixture(scope="module")
 def target() -> LanguageModel:
-    return tiny_llama(seed=12)
+    return tiny_llama(seed=12, backend=fused_backend)
 
 
 @pytest.fixture(scope="module")
 def draft() -> LanguageModel:
-    return tiny_llama(seed=6)
+    return tiny_llama(seed=6, backend=fused_backend)
 
 
 @pytest.fixture(scope="module")

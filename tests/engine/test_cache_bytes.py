@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from support.head_models import MarkovWithHead, fitted_heads
+from support.pairwise import by_turns
 from support.tiny_models import noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.cache import key_span
@@ -87,8 +88,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("most", [20_000, 60_000, 1_000_000])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "most"), by_turns(DRAFTERS, [20_000, 60_000, 1_000_000], always=[20_000]))
 def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(drafter: str, most: int) -> None:
     target, made = markov(), DRAFTERS[drafter]()
     engine = Engine(target, made, controller="in-turn", max_cache_bytes=most)

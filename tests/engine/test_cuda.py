@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.tiny_models import FAMILIES, PROMPTS, reference, stock
+from support.tiny_models import COUNT, FAMILIES, PROMPTS, reference, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import gumbel_of
 from truedraft.drafters import DraftModel, PromptLookup
@@ -27,7 +27,7 @@ def test_greedy_answers_equal_those_of_transformers(family: str) -> None:
     expected = [list(tokens) for tokens in reference(family)]
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, PromptLookup(), DraftModel(target, 3), DraftModel(target, branching=(3, 2, 1))):
-        answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=128))
+        answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=COUNT))
         assert [answer.token_ids for answer in answers] == expected
 
 

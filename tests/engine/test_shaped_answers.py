@@ -130,8 +130,15 @@ def by_definition_small(target: MarkovModel, answer: list[int], params: Sampling
     return torch.tensor(by_definition(logits, [1, 2], answer, params), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2)], ids=["chain", "tree"])
-@pytest.mark.parametrize("forgets", [False, True], ids=["", "planted"])
+@pytest.mark.parametrize(
+    ("branching", "forgets"),
+    [
+        pytest.param((1, 1, 1), False, id="chain", marks=pytest.mark.slow),  # a path of the tree
+        pytest.param((2, 2), False, id="tree"),
+        pytest.param((1, 1, 1), True, id="chain, planted"),
+        pytest.param((2, 2), True, id="tree, planted", marks=pytest.mark.slow),
+    ],
+)
 def test_sampled_answers_follow_the_law_of_the_definition(
     branching: tuple[int, ...], forgets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

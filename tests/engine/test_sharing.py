@@ -11,6 +11,7 @@ import pytest
 from support import tiny_models
 from support.chi_square import p_value
 from support.head_models import fitted_heads
+from support.pairwise import by_turns
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Cascade, Drafter, DraftModel, Medusa, NoDrafter, Portfolio, PromptLookup
@@ -51,8 +52,7 @@ def cold_start(prompt: tuple[int, ...], temperature: float) -> list[int]:
     return Engine(tiny_models.packed("llama"), prefix_cache_bytes=0).generate(list(prompt), params).token_ids
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("name", "temperature"), by_turns(DRAFTERS, [0.0, 0.8]))
 def test_a_hit_gives_the_tokens_of_a_cold_start(target: LanguageModel, name: str, temperature: float) -> None:
     prompts = [[*SHARED, 1], [*SHARED, 2, 3], SHARED[:100], [*SHARED[:130], 9, 9, 9]]
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=5)

@@ -94,9 +94,9 @@ def answers_and_heads(tied: bool) -> tuple[list[list[int]], MedusaHeads]:
     return plain, random_heads(own, heads=3, spread=0.1) if tied else fitted_heads(own, texts)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(
+    ("padded", "backend", "tied"), pairwise([True, False], [StockBackend, fastest_backend], [True, False])
+)
 def test_padded_and_fast_targets_take_the_same_heads(padded: bool, backend: BackendMaker, tied: bool) -> None:
     plain, heads = answers_and_heads(tied)
     module = native_llama()

@@ -51,8 +51,9 @@ def test_greedy_equals_transformers(family: str, sizes: str) -> None:
     assert sizes != "wide" or 0 < total.accepted_tokens < total.draft_tokens
 
 
-@pytest.mark.parametrize("options", [{"rnn": False}, {"layers": 0}, {"tied": False}], ids=lambda each: next(iter(each)))
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "options"), by_turns(["llama", "gemma3", "gpt2"], [{"rnn": False}, {"layers": 0}, {"tied": False}])
+)
 def test_every_kind_of_head_changes_no_answer(family: str, options: dict[str, int | bool]) -> None:
     if "rnn" in options:  # then the state is a sum of embeddings
         options = options | {"state": target(family).head_width}
@@ -62,8 +63,7 @@ def test_every_kind_of_head_changes_no_answer(family: str, options: dict[str, in
     assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
 
-@pytest.mark.parametrize("backend", [StockBackend, fastest_backend])
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(("padded", "backend"), by_turns([True, False], [fastest_backend, StockBackend]))
 def test_padded_and_fast_targets_draft_alike(padded: bool, backend: BackendMaker) -> None:
     head = random_redrafter(target("llama"))
     module = pad_model(stock("llama"), PaddedSize("1M", layers=3, width=512, inner=512)) if padded else stock("llama")

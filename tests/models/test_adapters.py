@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from support.pairwise import some_of
 from support.tiny_models import PROMPTS, VOCAB, build, gpt2, llama, mistral, noisy, stock_greedy
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DraftModel
@@ -40,22 +42,29 @@ def write_adapter(family: str, folder: Path, seed: int, **more: Any) -> Path:
     return folder
 
 
+@cache
+def plainly(family: str) -> list[list[int]]:
+    return [stock_greedy(small(family), prompt, COUNT) for prompt in PROMPTS]
+
+
+@cache
 def by_peft(family: str, folder: Path) -> list[list[int]]:
     model = peft.PeftModel.from_pretrained(small(family), str(folder)).eval()
     return [stock_greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.fixture(params=sorted(TARGETS))
+@pytest.fixture(scope="module", params=some_of(sorted(TARGETS), ["gpt2", "llama"]))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def folders(family: str, tmp_path: Path) -> dict[str, Path]:
-    small(family).save_pretrained(tmp_path / "model")
+@pytest.fixture(scope="module")
+def folders(family: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp(family)
+    small(family).save_pretrained(made / "model")
     for seed, name in enumerate(("one", "two")):
-        write_adapter(family, tmp_path / name, seed)
-    return {name: tmp_path / name for name in ("model", "one", "two")}
+        write_adapter(family, made / name, seed)
+    return {name: made / name for name in ("model", "one", "two")}
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -65,7 +74,7 @@ def test_each_request_has_its_own(family: str, folders: dict[str, Path], fast: b
     model = load_model(folders["model"], dtype="float32", fast_paths=fast, adapters=beside)
     assert model.adapters == ("one", "two")
     asked = ["one", None, "two", "one"]
-    plain = [stock_greedy(small(family), prompt, COUNT) for prompt in PROMPTS]
+    plain = plainly(family)
     by = {None: plain, "one": by_peft(family, folders["one"]), "two": by_peft(family, folders["two"])}
     expected = [by[name][number] for number, name in enumerate(asked)]
     assert expected != plain and by["one"] != by["two"]

@@ -118,8 +118,7 @@ def test_greedy_equals_transformers(family: str, drafted: str) -> None:
         assert sum(answer.stats.accepted_tokens for answer in answers) > 0
 
 
-@pytest.mark.parametrize("drafted", DRAFTED[1:])
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize(("family", "drafted"), by_turns(["t5", "bart"], DRAFTED[1:], always=["tree"]))
 def test_seeded_answers_are_those_of_plain_decoding(family: str, drafted: str) -> None:
     prompts = sources(family)
     plain = Engine(target(family)).generate(prompts, WAYS["seeded"])

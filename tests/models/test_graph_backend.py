@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from support.backends import HostRecorder, graph_backend
 from support.loops import CONFIGS, TREE, apart, assert_equal_up_to_rounding, run_forwards, weights
 from support.pairwise import pairwise
-from support.tiny_models import PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
+from support.tiny_models import COUNT, PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
@@ -167,7 +167,7 @@ def test_on_cuda_greedy_answers_equal_those_of_transformers(family: str) -> None
         for module in (stock(family), noisy_stock(family, 0.1))
     )
     for drafter in (None, DraftModel(draft, 3), DraftModel(draft, branching=(3, 2, 1))):
-        answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=128))
+        answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=COUNT))
         assert [answer.token_ids for answer in answers] == expected
 
 

@@ -13,6 +13,7 @@ import torch
 
 from models.test_gguf import as_function
 from support.gguf_files import TYPES, random_blocks, write
+from support.pairwise import some_of
 from truedraft import load_model
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
@@ -30,7 +31,7 @@ PATHS = {
 }
 
 
-@pytest.fixture(scope="module", params=PATHS)
+@pytest.fixture(scope="module", params=some_of(PATHS, ["in pairs, on vectors of 8", "one by one, for want of AVX2"]))
 def slower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
     """A library compiled without some instructions."""
     with pytest.MonkeyPatch.context() as monkeypatch:

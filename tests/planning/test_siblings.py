@@ -199,7 +199,13 @@ def test_expected_calls_over_all_texts(make: Callable[[MarkovModel], DraftModel]
     assert total == pytest.approx(expected_calls(big, small, prompt, tokens, drafter), abs=within)
 
 
-@pytest.mark.parametrize("options", [{"chains": 3}, {"branching": (3, 2, 1)}], ids=["chains", "tree"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"chains": 3}, id="chains"),
+        pytest.param({"branching": (3, 2, 1)}, id="tree", marks=pytest.mark.slow),
+    ],
+)
 def test_calls_and_nodes_are_those_of_the_engine(options: dict) -> None:
     """Within six standard errors of 300 answers: a false alarm has a probability below 1e-8, and the seed is fixed."""
     big, small = pair()

@@ -176,12 +176,12 @@ def test_drawn_chains_against_all_texts(length: int) -> None:
     params = Params(max_tokens=tokens, temperature=1.0)
     total = mass = 0.0
     drafter = DraftModel(small, length)
+    (trace,) = trace_answers(big, [("1", prompt, params)], [drafter])
     for text in itertools.product(range(3), repeat=tokens):
         probs, so_far = [], list(prompt)
         for token in text:
             probs.append(float(big.probs_after(so_far)[token]))
             so_far.append(token)
-        trace = trace_answers(big, [("1", prompt, params)], [drafter])[0]
         seen = list(trace.seen)
         for step, token in zip(range(len(seen) - tokens, len(seen)), text, strict=True):
             seen[step] = dataclasses.replace(seen[step], tokens=(token,))

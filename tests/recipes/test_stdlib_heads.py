@@ -95,6 +95,7 @@ class Finished:
         return {}
 
 
+@pytest.mark.slow  # it reads the whole standard library; small texts: training/texts/test_medusa_prompts.py
 def test_the_three_sides_share_no_prompt() -> None:
     try:
         sides = prompts(medusa.settings())

@@ -26,15 +26,22 @@ def embedded(name: str = "target", **options: Any) -> HuggingFaceModel:
     return _once(f"embedded:{name}", **options)
 
 
-def shared_model(name: str | Path, **options: Any) -> HuggingFaceModel:
-    """`load_model`, but one of these, as it is, is the shared one; other processes can be told to call it, too."""
+def shared_model(name: str | Path, *, folders: tuple[str, ...] = (), **options: Any) -> HuggingFaceModel:
+    """`load_model`, but one of these, as it is, is the shared one; other processes can be told to call it, too.
+
+    Args:
+        name: of the model.
+        folders: of other models that are shared.
+        options: of `load_model`.
+    """
     given = {option: value for option, value in options.items() if value not in (None, {}, True, "auto")}
-    if (str(name) == smollm2.WORD or str(name).startswith("embedded:")) and given.keys() <= {"dtype"}:
+    known = str(name) in (smollm2.WORD, *folders) or str(name).startswith("embedded:")
+    if known and given.keys() <= {"dtype"}:
         return _once(str(name), **given)
     return load_model(name, **options)
 
 
-def share_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on whoever loads one of these, as it is, gets the shared one."""
+def share_embedded(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
+    """From now on whoever loads one of these, or of some folders that stay as they are, gets the shared one."""
     for module in _LOADERS:
-        monkeypatch.setattr(f"{module}.load_model", shared_model)
+        monkeypatch.setattr(f"{module}.load_model", functools.partial(shared_model, folders=folders))

@@ -42,22 +42,44 @@ def pairwise_among(tests: int, *factors: Iterable[Any]) -> list[list[ParameterSe
 
 
 def by_turns(rows: Iterable[Any], columns: Iterable[Any], always: Iterable[Any] = ()) -> list[ParameterSet]:
-    """All pairs of two parameters for `parametrize`, about half of them marked slow.
+    """All pairs of two parameters for `parametrize`, most of them marked slow.
 
-    Every row keeps what stands in `always` and, of the other columns, every second: the ones that its neighbour leaves.
+    Every row keeps what stands in `always` and, of the other columns, every third: others than its neighbours. Where
+    there are two others it keeps one.
     """
-    kept, columns = set(always), list(columns)
+    kept, columns = list(always), list(columns)
     others = [column for column in columns if column not in kept]
+    turns = min(3, len(others))
     return [
         pytest.param(
             row,
             column,
-            marks=[] if column in kept or (at + others.index(column)) % 2 == 0 else pytest.mark.slow,
+            marks=[] if column in kept or (at + others.index(column)) % turns == 0 else pytest.mark.slow,
             id=f"{_word(_as_param(row), at)}-{_word(_as_param(column), columns.index(column))}",
         )
         for at, row in enumerate(rows)
         for column in columns
     ]
+
+
+def some_of(values: Iterable[Any], kept: Iterable[str]) -> list[ParameterSet]:
+    """Values of one parameter for `parametrize`, of which `make test` runs some and `make test-slow` the others.
+
+    Args:
+        values: strings, or what has a `name`.
+        kept: the strings or names of those that always run.
+
+    Raises:
+        ValueError: none of the values is called so.
+    """
+    kept, found = list(kept), []
+    for value in values:
+        name = getattr(value, "name", value)
+        found.append(pytest.param(value, id=str(name), marks=[] if name in kept else pytest.mark.slow))
+    unknown = set(kept) - {param.id for param in found}
+    if unknown:
+        raise ValueError(f"no value is called {sorted(unknown)}")
+    return found
 
 
 def covering(cells: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

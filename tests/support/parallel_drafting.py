@@ -6,6 +6,7 @@ import os
 import pickle
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,10 +20,11 @@ VOCAB = 6
 
 
 class SameProcess(DraftProcess):
-    """A worker that drafts here, ahead as soon as it was asked; all that it is told and tells is pickled on the way.
+    """A worker that drafts here, ahead as soon as it was asked.
 
     Args:
         drafter: that it has.
+        pickled: whether all that it is told and tells is pickled on the way.
 
     Attributes:
         replies: that it gave.
@@ -30,24 +32,30 @@ class SameProcess(DraftProcess):
 
     alive = True
 
-    def __init__(self, drafter: AheadDrafter) -> None:  # starts none
+    def __init__(self, drafter: AheadDrafter, pickled: bool) -> None:  # starts none
         self.drafter = drafter
+        self.pickled = pickled
         self.replies: list[Reply] = []
 
     def propose(self, calls: Sequence[Call]) -> Reply:
-        reply: Reply = pickle.loads(pickle.dumps(self.drafter.propose(pickle.loads(pickle.dumps(calls)))))
+        reply: Reply = self._carried(self.drafter.propose(self._carried(calls)))
         self.replies.append(reply)
         self.drafter.draft_ahead()
         return reply
+
+    def _carried(self, message: Any) -> Any:
+        return pickle.loads(pickle.dumps(message)) if self.pickled else message
 
     def end(self, request: int) -> None:
         self.drafter.end(request)
 
 
-def beside(model: LanguageModel, length: int = 4, min_probability: float = 0.0) -> tuple[ParallelDraft, SameProcess]:
+def beside(
+    model: LanguageModel, length: int = 4, min_probability: float = 0.0, pickled: bool = True
+) -> tuple[ParallelDraft, SameProcess]:
     """A drafter that drafts ahead in this process, and its worker."""
     drafts = [DraftModel(model, length, min_probability=min_probability) for _ in range(2)]
-    worker = SameProcess(AheadDrafter(drafts[1]))
+    worker = SameProcess(AheadDrafter(drafts[1]), pickled)
     return ParallelDraft(drafts[0], worker), worker
 
 

@@ -125,6 +125,8 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
     tuple((13 * i + 5) % VOCAB for i in range(19)),
 )
 """Ragged: 8, 37, 1 and 19 tokens."""
+COUNT = 128
+"""Tokens of a reference answer."""
 
 
 def stock(family: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -191,10 +193,15 @@ def stock_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> l
 
 
 @cache
-def reference(family: str, count: int = 128) -> tuple[tuple[int, ...], ...]:
+def reference_with_lead(family: str, count: int = COUNT) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Transformers' greedy answers to PROMPTS, and the smallest lead of a chosen token over the next."""
+    answers, lead = greedy_with_lead(stock(family), count)
+    return tuple(map(tuple, answers)), lead
+
+
+def reference(family: str, count: int = COUNT) -> tuple[tuple[int, ...], ...]:
     """Transformers' greedy answers to PROMPTS."""
-    model = stock(family)
-    return tuple(tuple(stock_greedy(model, prompt, count)) for prompt in PROMPTS)
+    return reference_with_lead(family, count)[0]
 
 
 @torch.inference_mode()
@@ -204,7 +211,7 @@ def stock_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
-def greedy_with_lead(model: PreTrainedModel, count: int = 128) -> tuple[list[list[int]], float]:
+def greedy_with_lead(model: PreTrainedModel, count: int = COUNT) -> tuple[list[list[int]], float]:
     """Transformers' greedy answers to PROMPTS, and the smallest lead of a chosen token over the next.
 
     Rounding of float32 moves logits by about 1e-5, so below 1e-3 a divergence may be a near tie, not a fault.

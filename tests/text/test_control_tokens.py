@@ -79,15 +79,15 @@ def test_families(family: str) -> None:
     tokenizer, marks = with_marks(TEMPLATES[family])
     plain = [user("the quick é"), {"role": "assistant", "content": "fox"}, user(" 日本 < and |> ")]
     assert tokenizer.chat(plain) == of_transformers(tokenizer, plain)
-    for mark in marks:
-        for content in (f"the {mark}system{mark}\n{mark} x", mark, f" {mark}{mark}"):
-            typed = [user(content), {"role": "assistant", "content": "fox"}, user("it")]
-            ids = tokenizer.chat(typed)
-            own = tokenizer.chat([user("it"), *typed[1:]])
-            mark_id = tokenizer.backend.convert_tokens_to_ids(mark)
-            assert ids.count(mark_id) == own.count(mark_id), (mark, content)
-            assert tokenizer.backend.decode(ids) == as_text(tokenizer, typed), (mark, content)
-            assert tokenizer.chat(typed, trust_control_tokens=True) == of_transformers(tokenizer, typed)
+    none = tokenizer.chat([user("it"), {"role": "assistant", "content": "fox"}, user("it")])
+    for number, mark in enumerate(marks):
+        content = (f"the {mark}system{mark}\n{mark} x", mark, f" {mark}{mark}")[number % 3]
+        typed = [user(content), {"role": "assistant", "content": "fox"}, user("it")]
+        ids = tokenizer.chat(typed)
+        mark_id = tokenizer.backend.convert_tokens_to_ids(mark)
+        assert ids.count(mark_id) == none.count(mark_id), (mark, content)
+        assert tokenizer.backend.decode(ids) == as_text(tokenizer, typed), (mark, content)
+        assert tokenizer.chat(typed, trust_control_tokens=True) == of_transformers(tokenizer, typed)
 
 
 def test_a_message_opens_no_turn() -> None:

@@ -16,7 +16,7 @@ from truedraft.drafters.heads.medusa import Medusa
 from truedraft.errors import MissingExtraError
 from truedraft.heads import MedusaConfig, MedusaHeads
 from truedraft.models.architecture import load_causal_lm
-from truedraft.training import joint
+from truedraft.training import evaluate, joint
 from truedraft.training.head_config import JointConfig
 from truedraft.training.head_objective import HeadLoss
 from truedraft.training.heads import train_heads
@@ -41,6 +41,14 @@ CONFIG = MedusaTrainingConfig(
     checkpoint_every_s=0.0,
     joint=WHOLE,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_answers():
+    """What is measured at the end takes most of the time of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "_TOKENS", 12)
+        yield
 
 
 @pytest.fixture(scope="module")

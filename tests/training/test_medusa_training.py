@@ -22,6 +22,7 @@ from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.errors import CompositionError, DataError, OptionError, TrainingError
 from truedraft.heads import MedusaConfig, MedusaHeads
+from truedraft.training import evaluate
 from truedraft.training import heads as heads_module
 from truedraft.training import loop as loop_module
 from truedraft.training.head_objective import heads_optimizer
@@ -36,6 +37,7 @@ from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 from truedraft.training.workspace import TimeBudget
 
 HEADS = 2
+ANSWER = 20
 CONFIG = MedusaTrainingConfig(
     heads=HEADS,
     tokens=400,
@@ -47,6 +49,14 @@ CONFIG = MedusaTrainingConfig(
     evaluate_every=3,
     checkpoint_every_s=0.0,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_answers():
+    """What is measured at the end takes most of the time of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "_TOKENS", ANSWER)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +104,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(trained, target_folder, p
     out, result, _ = trained
     target = load_model(target_folder)
     for served in result.report.evaluations:
-        params = SamplingParams(max_tokens=64, temperature=served.temperature)  # half of the context
+        params = SamplingParams(max_tokens=ANSWER, temperature=served.temperature)
         kept, about = MedusaHeads.load(out), served.about
         chosen = GuessTrees(CONFIG.heads, calibration=Calibration.of(kept.record.facts["survival"]))
         trees = kept.record.trees if about["trees"] == "counted" else chosen

@@ -61,13 +61,14 @@ class MarkovModel(LanguageModel):
         return ForwardOutput(self.probs[index[:, 0], index[:, 1]].log(), index.to(self.dtype))
 
 
-def _pairs(segment: Segment) -> list[list[int]]:
+def _pairs(segment: Segment) -> list[tuple[int, int]]:
     """For each row of a segment the last two tokens up to and with its own, as read back from the cache."""
-    cache, shape = segment.cache, segment.shape
+    cache, shape, begin = segment.cache, segment.shape, max(segment.cache.length - 1, 0)
     cache.reserve(len(shape), segment.written)
     ids = segment.tokens.to(torch.float64).view(1, -1, 1)
-    seen = min(cache.length, 2)
-    stored: list[int] = cache.write(0, ids, ids)[0].flatten()[cache.length - seen :].long().tolist()
-    context, drafted = [0, 0, *stored[:seen]], stored[seen:]
-    paths = (shape.path(segment.written + row) for row in segment.rows)
-    return [(context + [drafted[node] for node in path[-2:]])[-2:] for path in paths]
+    keys = cache.write(0, ids, ids)[0][0, 0, begin : cache.length + len(shape)]
+    stored = [int(token) for token in keys.tolist()]
+    if not cache.length:  # before the text there is token 0
+        stored.insert(0, 0)
+    nodes = (segment.written + row for row in segment.rows)
+    return [(stored[shape.parents[node] + 1], stored[node + 1]) for node in nodes]

@@ -35,10 +35,11 @@ def planted_variation(fault: str, detail: str) -> float:
     return sum(float((joint_of(planted, world) - world.joint).abs().sum()) / 2.0 for world in worlds) / len(worlds)
 
 
+@pytest.mark.parametrize("runs", [10, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_samplers_raise_no_alarm(name: str) -> None:
-    """Fifty runs: an e-value of 1,000 comes up in one of a thousand sound ones, at most; seeds are fixed."""
-    for seed in range(50):
+def test_sound_samplers_raise_no_alarm(name: str, runs: int) -> None:
+    """An e-value of 1,000 comes up in one of a thousand sound ones, at most; seeds are fixed."""
+    for seed in range(runs):
         found = certify_sampler(sampler(name, SOUND[name]), seconds=LONG, rows=40, worlds=FEW, seed=seed)
         assert len(found.facts["runs"]) == 1
         assert found.facts["runs"][0]["rows_to"] == {"1e3": None, "1e6": None}

@@ -118,6 +118,7 @@ def test_tokens_do_not_hang_on_how_fast_it_is(drafter: ParallelDraft) -> None:
     process.close()
 
 
+@pytest.mark.slow  # test_parallel_law sums the same distribution exactly
 def test_a_certificate(drafter: ParallelDraft, monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch, step_s=0.01)
     stack = Stack(markov(1), drafter, SpeculativeSampling())
@@ -169,7 +170,7 @@ def test_a_draft_that_cannot_be_loaded_there_drafts_here() -> None:
     assert seen(answer) == seen(plain) and not process.alive and ahead.report == {}
 
 
-@pytest.mark.parametrize("forwards", [0, 9])
+@pytest.mark.parametrize("forwards", [pytest.param(0, marks=pytest.mark.slow), 9])
 def test_a_draft_whose_forwards_fail_there_drafts_here(forwards: int) -> None:
     """At the first call, or while it drafts ahead."""
     ahead, _ = made(partial(broken_markov, forwards), near_markov())
@@ -225,7 +226,10 @@ print(process.pid, flush=True)
 """
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "end",
+    ["os.kill(os.getpid(), signal.SIGKILL)", pytest.param("raise KeyboardInterrupt", marks=pytest.mark.slow)],
+)
 def test_it_ends_with_the_process_that_it_serves(end: str) -> None:
     """Which needs no guard of its main module, for nothing of it is imported there."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}

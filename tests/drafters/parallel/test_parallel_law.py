@@ -101,7 +101,7 @@ def dist_of_answers(
     monkeypatch.setattr(KeyedNoise, "uniform", lambda *given: every.uniform(*given))
     dist: dict[tuple[int, ...], float] = defaultdict(float)
     hits = 0.0
-    ahead, worker = beside(draft, 1)
+    ahead, worker = beside(draft, 1, pickled=False)  # there are tens of thousands of messages
     engine = Engine(target, ahead, controller="fixed")
     params = SamplingParams(max_tokens=LENGTH, temperature=1.0)
     for _ in itertools.count():
