@@ -13,10 +13,11 @@ from truedraft.certify import faults
 from truedraft.certify.checks import Context, Deadline, Finding, Part, Stack, Status
 from truedraft.certify.controls import SampledControls
 from truedraft.certify.draft_state import DraftState
+from truedraft.certify.e_process import TokenTests, holm
 from truedraft.certify.equality import Equality
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.sampling import scored_answers
-from truedraft.certify.statistics import FALSE_ALARM, Statistics, TokenTests, joint_result
+from truedraft.certify.statistics import FALSE_ALARM, Statistics, joint_result
 from truedraft.control import Goodput, InTurn
 from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import Drafter
@@ -97,13 +98,13 @@ def test_a_stale_member_is_named() -> None:
 
 
 def smallest(asked: Stack, batches: int) -> float:
-    tests = TokenTests(asked.target.vocab_size, 4, 0.0)
+    tests = TokenTests(asked.target.vocab_size, 4)
     for number, answers in enumerate(scored_answers(asked, TEXTS, SAMPLED, 4, judge=markov(0), length=24)):
         for scored in answers:
             tests.add(scored)
         if number == batches:
             break
-    return min(tests.sample().adjusted().values())
+    return min(holm([test.p_value for test in tests.results()]))
 
 
 def test_sampled_answers_of_merged_trees_follow_the_target() -> None:
