@@ -146,8 +146,8 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
     started = time.perf_counter()
     # A divergence is measured on the way: no fault has to be found, and no deviation to be excluded.
     seconds *= 1.0 if rule.lossless else _LOSSY
-    stack = Stack(target, drafter, rule, controller=controller_from_spec(cell.controller))
-    certificate = certify(stack, prompts, params, batch=cell.batch, seconds=seconds, entropy=1)
+    stack = Stack(target, drafter, rule, controller=controller_from_spec(cell.controller), entropy=1)
+    certificate = certify(stack, prompts, params, batch=cell.batch, seconds=seconds)
     return {
         "cell": cell.key,
         "drafter": cell.drafter,

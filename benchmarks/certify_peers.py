@@ -207,10 +207,11 @@ def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> d
     try:
         for seed in (effort.seed, effort.seed + OTHER_SEEDS):
             peer = running.peer(cell.batch, seed)
+            params = replace(cell.params, seed=seed if "seed" in peer.facts.takes else None)
             report = certify_engine(
-                peer, bench.target, bench.prompts, replace(cell.params, seed=seed), rounded=bench.rounded,
+                peer, bench.target, bench.prompts, params, rounded=bench.rounded,
                 drafts={"the draft model": bench.draft}, together=cell.batch, seconds=60.0 * effort.minutes,
-                tokens=effort.tokens, sends_seeds="seed" in peer.facts.takes,
+                tokens=effort.tokens,
             )  # fmt: skip
             runs.append({"seed": seed, **report.as_dict()})
             note(f"{cell.key}, seed {seed}: {report.verdict}")

@@ -122,8 +122,8 @@ def _rows_to(
     generator = torch.Generator().manual_seed(seeds.getrandbits(63))
     reached = evidence.process.reached
     while CERTAIN not in reached and evidence.rows < _MOST * len(worlds):
-        for world, joint in enumerate(joints):
-            evidence.add(world, [drawn(joint.expand(int(batch), -1), generator) for _ in range(2)])
+        for tally, joint in zip(evidence.tallies, joints, strict=True):
+            tally.count([drawn(joint.expand(int(batch), -1), generator) for _ in range(2)])
         evidence.process.see(evidence.log_parts(), evidence.rows)
         batch *= 1.25
     return reached.get(ALARM, evidence.rows), reached.get(CERTAIN, evidence.rows)

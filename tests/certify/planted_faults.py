@@ -9,36 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from support.coupled_choice import coupled_choice
-from truedraft.cache import RequestCache
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft import SamplingParams
+from truedraft.core.probs import batch_probs
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters import DraftModel
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
-from truedraft.verification import Rule
-from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
-
-
-class SlippedCache(RequestCache):
-    """Keeps the entry behind the last accepted one in its place, where tokens were both accepted and rejected."""
-
-    def commit(self, path: Sequence[int]) -> None:
-        if len(path) > 1 and path[-1] + 1 < self.uncommitted:
-            path = [*path[:-1], path[-1] + 1]
-        super().commit(path)
-
-
-def slipping_target(inner: LanguageModel) -> LanguageModel:
-    """A target whose caches slip."""
-    return altered(
-        inner,
-        new_cache=lambda: SlippedCache(inner.context_length),
-        release_cache=lambda cache: cache.rollback(0),
-    )
 
 
 class ShiftedShape(TreeShape):
@@ -69,28 +46,10 @@ def _drafted_shapes(inner: LanguageModel, changed: Callable[[TreeShape], TreeSha
     return altered(inner, forward=lambda segments: inner.forward([seen(segment) for segment in segments]))
 
 
-class AcceptAlways(Rule):
-    """Keeps the first drafted path whatever the target's choice is."""
-
-    name = "accept always"
-    lossless = True
-    judges = frozenset(DrawKind)
-
-    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return BatchVerdicts.made([self._verify(*each) for each in zip(proposals, probs, noise, strict=True)])
-
-    def _verify(self, proposal: Proposal, dist: Tensor, noise: Noise) -> Verdict:
-        path: list[int] = []
-        row = 0
-        while children := proposal.tree.shape.children[row]:
-            path.append(children[0])
-            row = children[0] + 1
-        gumbel = noise.gumbel(len(path), dist.shape[-1], dist.device)
-        token = int(coupled_choice(dist[row : row + 1], gumbel))
-        return Verdict(tuple(path), (*(proposal.tree.host_ids[node] for node in path), token), Origin.BONUS)
-
-    def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
-        raise NotImplementedError
+def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
+    """The first request of a batch that is not greedy lends its options to all such."""
+    lent = next((own for own, _ in rows if own is not None), None)
+    return batch_probs(logits, [(own and lent, count) for own, count in rows])
 
 
 class StaleDraft(DraftModel):

@@ -14,10 +14,11 @@ from truedraft.certify import faults
 from truedraft.certify.checks import Context, Deadline, Finding, Part, Stack, Status
 from truedraft.certify.controls import SampledControls
 from truedraft.certify.draft_state import DraftState
+from truedraft.certify.e_process import TokenTests, holm
 from truedraft.certify.equality import Equality
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.sampling import scored_answers
-from truedraft.certify.statistics import FALSE_ALARM, Statistics, TokenTests, joint_result
+from truedraft.certify.statistics import FALSE_ALARM, Statistics, joint_result
 from truedraft.control import Goodput, InTurn
 from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import Drafter
@@ -99,13 +100,13 @@ def test_a_stale_member_is_named() -> None:
 
 def smallest(asked: Stack, *batches: int) -> Iterator[float]:
     """The smallest p-value after so many batches, and so many more."""
-    tests = TokenTests(asked.target.vocab_size, 4, 0.0)
+    tests = TokenTests(asked.target.vocab_size, 4)
     runs = scored_answers(asked, TEXTS, SAMPLED, 4, judge=markov(0), length=24)
     for number, answers in zip(range(1, max(batches) + 1), runs, strict=False):
         for scored in answers:
             tests.add(scored)
         if number in batches:
-            yield min(tests.sample().adjusted().values())
+            yield min(holm([test.p_value for test in tests.results()]))
 
 
 def test_sampled_answers_of_merged_trees_follow_the_target() -> None:

@@ -12,10 +12,8 @@ from truedraft import SamplingParams
 from truedraft.certify import controls, faults
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.controls import (
-    ComparedControl,
     ComparedControls,
     SampledControls,
-    SeededControls,
 )
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
@@ -96,9 +94,8 @@ def test_no_time_for_a_fault_that_is_none_is_not_enough_evidence(monkeypatch: py
 
 
 def test_without_tests_of_answers_there_is_nothing_to_show_a_fault_to() -> None:
-    for check in (SampledControls(), SeededControls()):
-        (finding,) = check.run(Context(stack_of(draft()), TEXTS, WARM))
-        assert finding.status is Status.DOES_NOT_APPLY
+    (finding,) = SampledControls().run(Context(stack_of(draft()), TEXTS, WARM))
+    assert finding.status is Status.DOES_NOT_APPLY
 
 
 GREEDY_OR_SEEDED = pytest.mark.parametrize(
@@ -115,11 +112,9 @@ def test_faults_of_greedy_and_seeded_answers_are_found(params: SamplingParams) -
 
 def compared(params: SamplingParams, rounds: int, tokens: int = 32, **parts: Rule) -> Finding:
     """What is said of a single control, a stack drafted by guesses that are hardly ever right."""
-    fault = faults.Fault("planted", plant=lambda stack: stack.but(**parts))
-    control = ComparedControl(fault, lambda stack: faults.next_id(stack.target.vocab_size), "")
-    (finding,) = ComparedControls([control], rounds=rounds, tokens=tokens).run(
-        Context(stack_of(draft()), TEXTS, params)
-    )
+    guesses = faults.next_id(markov(0).vocab_size)
+    fault = faults.Fault("planted", plant=lambda stack: controls.drafting_one(stack, guesses).but(**parts))
+    (finding,) = ComparedControls([fault], rounds=rounds, tokens=tokens).run(Context(stack_of(draft()), TEXTS, params))
     return finding
 
 
@@ -137,8 +132,7 @@ def test_shared_noise_is_found_in_the_distribution() -> None:
     params = SamplingParams(temperature=1.0, seed=1)
     told: list[float] = []
     context = Context(stack_of(draft()), TEXTS, params, seconds=FOREVER, tell=told.append, earlier=[sampled()])
-    *others, finding = SeededControls().run(context)
-    assert [each.name for each in others] == [control.fault.name for control in controls.COMPARED]
+    (finding,) = SampledControls([faults.SHARED_BY_TOKENS]).run(context)
     assert finding.status is Status.HOLDS, finding.summary
     assert finding.facts["total_variation"] > 0.09
     assert told == sorted(told) and told[-1] == 1.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from certify.planted_faults import ForgetsTheLast, StaleDraft, markov, slipping_target
+from certify.planted_faults import ForgetsTheLast, StaleDraft, markov
+from support.faulty_parts import keeps_rejected
 from support.head_models import MarkovWithHead, fitted_heads
 from support.ngram_tables import table_of
 from support.parallel_drafting import beside
@@ -98,7 +99,7 @@ def test_a_stale_cache_is_reported_and_answers_stay_exact(kind: type[DraftModel]
 
 def test_a_broken_target_does_not_make_the_draft_stale() -> None:
     """Places where the new request comes to another text are skipped."""
-    found = finding(draft(), target=slipping_target(markov(0)))
+    found = finding(draft(), target=keeps_rejected(markov(0)))
     assert found.status is Status.HOLDS and found.facts["skipped"] > 0
 
 

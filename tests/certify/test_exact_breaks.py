@@ -18,6 +18,7 @@ from support.broken_rules import (
     AcceptsWithoutRatio,
     DrawsFromTarget,
     JudgesAnotherDist,
+    PassesByWeight,
     RemovesNothing,
 )
 from truedraft.certify.cells import decision_cells, mass_that_moves
@@ -38,11 +39,6 @@ from truedraft.verification.walk import Number
 class ProductOfRatios(BlockVerification):
     def weight(self, above: Number, p_x: Number, q_x: Number) -> Number:
         return above * self.accept_probability(p_x, q_x)
-
-
-class PassesByWeight(BlockVerification):
-    def pass_probability(self, weight: Number, mass: Number) -> Number:
-        return weight
 
 
 @pytest.mark.parametrize(

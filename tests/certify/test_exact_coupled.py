@@ -15,7 +15,7 @@ from test_exact_part import CAUGHT, DRAWN, FIXED, HOST, KERNEL, REMOVED, SHIPPED
 from torch import Tensor
 
 from truedraft.certify import exact
-from truedraft.certify.cells import cell_probs, kernel_probs
+from truedraft.certify.cells import decision_cells, kernel_probs, probs_of
 from truedraft.certify.checks import Status
 from truedraft.certify.coupled_cells import answer_probs, expected_verdict, judged_cases, wide_cases
 from truedraft.certify.exact import TOLERANCE
@@ -195,7 +195,7 @@ def test_probabilities_of_proposals_are_those_of_drawing_one_after_another() -> 
 def test_cells_and_kernels_have_one_distribution_on_one_proposal() -> None:
     cases = build(3, [(Choice(0, DRAWN), Choice(0, FIXED))] * 2, "dense", "dense").every_proposal()
     rule = SpeculativeSampling()
-    for case, found in zip(cases, cell_probs(rule, cases), strict=True):
+    for case, found in zip(cases, probs_of(decision_cells(rule, cases), len(cases)), strict=True):
         assert distance(found, kernel_probs(rule, case)) < TOLERANCE
 
 

@@ -12,7 +12,7 @@ import torch
 
 from certify.planted_faults import markov
 from truedraft import SamplingParams
-from truedraft.certify.cells import cell_probs
+from truedraft.certify.cells import decision_cells, probs_of
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.exact import TOLERANCE, Exact
 from truedraft.certify.worlds import Choice, build
@@ -122,7 +122,7 @@ def test_the_milder_rule_is_nearer_and_one_by_hand() -> None:
     world.target.weights(())[:] = [2, 3]
     world.drafters[0].weights(())[:] = [5, 1]
     (case,) = world.every_proposal()
-    probs = cell_probs(LenientSampling(0.5), [case])[0]
+    (probs,) = probs_of(decision_cells(LenientSampling(0.5), [case]), 1)
     assert sum(mass for verdict, mass in probs.items() if verdict.tokens[0] == 0) == pytest.approx(0.8, abs=TOLERANCE)
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from torch import Tensor
 
-from certify.planted_faults import AcceptAlways, markov, row_noise, slipping_target
+from certify.planted_faults import borrowed, markov, row_noise
+from support.faulty_parts import keeps_rejected
 from support.pairwise import by_turns
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
+from truedraft.certify import faults
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
 from truedraft.certify.invariance import AlternatingBudget, Invariance
 from truedraft.control import RequestView
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.probs import batch_probs
 from truedraft.core.stats import Counters
 from truedraft.drafters import DraftModel, PromptLookup, SuffixDrafter
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.engine import verifier
 from truedraft.models.base import LanguageModel
-from truedraft.verification import SpeculativeSampling
+from truedraft.verification import Rule, SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7]]
@@ -34,7 +34,7 @@ WAYS = {"streamed", "cancelled and asked again", "in a batch of 4"}
 BUDGETS = {"without drafting", "one drafted token at most on a path", "drafting now and then"}
 
 
-def stack(target: LanguageModel, drafter: Drafter, coupled_rule: AcceptAlways | None = None) -> Stack:
+def stack(target: LanguageModel, drafter: Drafter, coupled_rule: Rule | None = None) -> Stack:
     return Stack(target, drafter, SpeculativeSampling(), coupled_rule)
 
 
@@ -75,12 +75,6 @@ def test_correct_stacks_are_invariant(drafter: str, kind: str) -> None:
     for finding in found.values():
         assert finding.status is Status.HOLDS and finding.facts["identical"]
         assert finding.facts["tokens_compared"] == 60 and finding.facts["answers"] == 3
-
-
-def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
-    """The first request of a batch that is not greedy lends its options to all such."""
-    lent = next((own for own, _ in rows if own is not None), None)
-    return batch_probs(logits, [(own and lent, count) for own, count in rows])
 
 
 @pytest.fixture
@@ -155,13 +149,13 @@ def test_proposals_of_a_neighbour_change_sampled_tokens_but_not_seeded_ones() ->
 
 
 def test_a_rule_that_accepts_always_depends_on_budgets() -> None:
-    found = findings(stack(markov(0), chain(), AcceptAlways()), KINDS["seeded"])
+    found = findings(stack(markov(0), chain(), faults.coupled_accepts_always()), KINDS["seeded"])
     for name in BUDGETS:
         assert found[name].status is Status.FAILS and found[name].facts["faults"]
 
 
 def test_a_slipping_cache_depends_on_budgets() -> None:
-    found = findings(stack(slipping_target(markov(0)), chain()), KINDS["greedy"])
+    found = findings(stack(keeps_rejected(markov(0)), chain()), KINDS["greedy"])
     assert found["without drafting"].status is Status.FAILS
 
 

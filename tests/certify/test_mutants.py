@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from certify.planted_faults import AcceptAlways, StaleDraft, markov, row_noise, wrong_mask
+from certify.planted_faults import StaleDraft, borrowed, markov, row_noise, wrong_mask
 from certify.test_exact_breaks import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
@@ -36,7 +35,6 @@ from truedraft.certify import (
     statistics,
 )
 from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Stack, Status
-from truedraft.core.probs import batch_probs
 from truedraft.drafters import DraftModel, NoDrafter
 from truedraft.engine import verifier
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
@@ -55,7 +53,7 @@ def healthy() -> Stack:
 
 def accepting() -> Stack:
     """Greedy and seeded requests get whatever was drafted."""
-    return Stack(markov(0), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
+    return Stack(markov(0), DraftModel(markov(3), 3), SpeculativeSampling(), faults.coupled_accepts_always())
 
 
 def third_is_warm() -> LanguageModel:
@@ -93,9 +91,9 @@ def only(findings: Sequence[Finding], name: str) -> Finding:
 
 def greedy_control(plant: Callable[[Stack], Stack], tokens: int = 32) -> Finding:
     """What the comparison of greedy answers says of one planted fault, in one round."""
-    fault = faults.Fault("planted", plant=plant)
-    control = controls.ComparedControl(fault, lambda stack: faults.next_id(stack.target.vocab_size), "")
-    return run(controls.ComparedControls([control], rounds=1, tokens=tokens), healthy())[0]
+    guesses = faults.next_id(markov(0).vocab_size)
+    fault = faults.Fault("planted", plant=lambda stack: plant(controls.drafting_one(stack, guesses)))
+    return run(controls.ComparedControls([fault], rounds=1, tokens=tokens), healthy())[0]
 
 
 def a_greedy_plant_that_does_nothing_is_not_found() -> bool:
@@ -117,8 +115,9 @@ def a_plant_that_does_nothing_is_not_found() -> bool:
 
 
 def a_fault_too_small_does_not_count() -> bool:
-    limits = controls.Limits(Deadline(60.0), 5000, 0.03, 0.0, 1e-3)
-    return controls.Shown(5000, 0.05, 1e-9, "a test", "", limits).finding("a fault").status is Status.NOT_ENOUGH
+    said = {"tokens": 5000, "smallest_detectable_tv": 0.03, "false_alarm": 1e-3}
+    shown = controls.Shown(5000, 0.05, 1e-9, "a test", "", said, over=False)
+    return shown.finding("a fault").status is Status.NOT_ENOUGH
 
 
 def equal(stack: Stack, name: str, params: SamplingParams = GREEDY) -> Finding:
@@ -158,7 +157,7 @@ def no_time_to_ask_is_no_evidence() -> bool:
 
 
 def a_fault_among_roundings_is_a_fault() -> bool:
-    stack = Stack(row_noise(markov(0), 1e-3), DraftModel(markov(3), 3), SpeculativeSampling(), AcceptAlways())
+    stack = accepting().but(target=row_noise(markov(0), 1e-3))
     return equal(stack, "greedy, batch 4").status is Status.FAILS
 
 
@@ -193,12 +192,6 @@ def joint_distributions_are_judged() -> bool:
         stack = healthy().but(rule=faults.accepts_always(SpeculativeSampling()))
         found = statistics.joint_result(Context(stack, TEXTS, WARM), Deadline(5.0), lambda done: None)
         return found is not None and found.p_value < 1e-6
-
-
-def borrowed(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
-    """The first request of a batch that is not greedy lends its options to all such."""
-    lent = next((own for own, _ in rows if own is not None), None)
-    return batch_probs(logits, [(own and lent, count) for own, count in rows])
 
 
 def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int = 4) -> Finding:
@@ -308,20 +301,20 @@ MUTANTS = {
     ),
     "a sampled control is always caught": Mutant(
         controls,
-        "caught = self.strong and self.found",
-        "caught = True",
+        "caught, detectable = self.strong and self.found,",
+        "caught, detectable = True,",
         a_plant_that_does_nothing_is_not_found,
     ),
     "a sampled control is caught if it is large": Mutant(
         controls,
-        "caught = self.strong and self.found",
-        "caught = self.strong",
+        "caught, detectable = self.strong and self.found,",
+        "caught, detectable = self.strong,",
         a_plant_that_does_nothing_is_not_found,
     ),
     "a sampled control is caught whatever its size": Mutant(
         controls,
-        "caught = self.strong and self.found",
-        "caught = self.found",
+        "caught, detectable = self.strong and self.found,",
+        "caught, detectable = self.found,",
         a_fault_too_small_does_not_count,
     ),
     "answers are compared with themselves": Mutant(
@@ -356,7 +349,7 @@ MUTANTS = {
     ),
     "nothing compared is as good as all equal": Mutant(
         equality,
-        "too_few = comparison.answers < least or not comparison.compared",
+        "too_few = self.answers < least or not self.compared",
         "too_few = False",
         no_time_to_compare_is_no_evidence,
     ),
@@ -374,7 +367,7 @@ MUTANTS = {
     ),
     "no test of sampled answers fails": Mutant(
         statistics,
-        "fails = adjusted[smallest] < self._false_alarm or impossible",
+        "fails = adjusted[smallest] < FALSE_ALARM or impossible",
         "fails = False",
         accepting_always_shows_in_the_tests,
     ),
@@ -392,8 +385,8 @@ MUTANTS = {
     ),
     "joint distributions always fit": Mutant(
         statistics,
-        "return statistic, len(expected), _survival(len(expected) - 1, statistic)",
-        "return statistic, len(expected), 1.0",
+        "return math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))",
+        "return 1.0",
         joint_distributions_are_judged,
     ),
     "a request in a batch has no neighbours": Mutant(
@@ -433,8 +426,8 @@ MUTANTS = {
         lost_pieces_are_missed,
     ),
     "nothing asked is as good as all equal": Mutant(
-        invariance,
-        "too_few = not comparison.compared",
+        equality,
+        "too_few = self.answers < least or not self.compared",
         "too_few = False",
         no_time_to_ask_is_no_evidence,
     ),

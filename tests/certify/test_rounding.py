@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from certify.planted_faults import markov, row_noise, slipping_target, wrong_mask, wrong_positions
+from certify.planted_faults import markov, row_noise, wrong_mask, wrong_positions
+from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, packed
 from truedraft import SamplingParams
 from truedraft.certify.rounding import (
@@ -73,7 +74,7 @@ def test_noise_beyond_what_rounding_does_is_not_blamed_on_rounding() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
-@pytest.mark.parametrize("fault", [wrong_mask, slipping_target])
+@pytest.mark.parametrize("fault", [wrong_mask, keeps_rejected])
 def test_a_fault_of_drafted_rows_does_not_pass_for_rounding(
     fault: Callable[[LanguageModel], LanguageModel], noise: float
 ) -> None:

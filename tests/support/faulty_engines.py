@@ -18,14 +18,11 @@ from torch import Tensor
 
 from support.embedded_models import embedded
 from support.faulty_parts import (
-    at_one,
     cuts_unlikely_draws,
     draws_by_gumbel,
     draws_in_bfloat16,
-    judges_at_one,
     keeps_rejected,
     llama_cpp_filters,
-    loses_accepted,
     nucleus_off_by_one,
     recovers_by_the_same_noise,
     replaced_probs,
@@ -33,7 +30,6 @@ from support.faulty_parts import (
 from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.checks import Stack
-from truedraft.certify.closed_forms import judged
 from truedraft.certify.sampling import Scored, plain_logits, plain_probs, scored_answers
 from truedraft.control import Budget, FixedBudget
 from truedraft.core.probs import probs_from_logits, total_variation
@@ -306,11 +302,11 @@ def _in_bfloat16(models: Models, params: SamplingParams) -> Stack:
 
 def _judges_at_one(models: Models, params: SamplingParams) -> Stack:
     stack = _chain(models)
-    return stack.but(rule=judges_at_one(stack.rule, params.temperature))
+    return stack.but(rule=faults.judges_another_temperature(stack.rule, 1.0 / params.temperature))
 
 
 def _emitted_judged_at_one(seen: Seen, params: SamplingParams) -> Tensor:
-    return _at_judged(lambda p, q: sum(judged(p, at_one(q, params.temperature), q)))(seen, params)  # type: ignore
+    return _at_judged(faults.draft_judged_at(1.0 / params.temperature).emitted)(seen, params)
 
 
 def _accepts_ngrams(models: Models, params: SamplingParams) -> Stack:
@@ -349,7 +345,7 @@ FAULTS = (
     Planted("residual replaced by p", _WARM, _residual_is_target, _at_judged(faults.RESIDUAL_IS_P.emitted)),
     Planted("cut by its own probability", _WARM, _cuts, _emitted_by_cutting, lambda seen, law: seen.opened),
     _stale("stale state keeps a rejected token", keeps_rejected),
-    _stale("stale state loses an accepted token", loses_accepted),
+    _stale("stale state loses an accepted token", faults.loses_last_accepted),
     Planted("stop inside a block is ignored", _STOP, _draft, ends="past"),
     Planted("stop inside a block ends it late", _STOP, _draft, ends="late"),
     Planted("drawn in bfloat16, judged in float32", _WARM, _in_bfloat16, _at_judged(faults.IN_BFLOAT16.emitted)),

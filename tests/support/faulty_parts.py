@@ -10,6 +10,7 @@ from torch import Tensor
 
 from truedraft.cache import RequestCache
 from truedraft.certify.closed_forms import as_bfloat16_draws
+from truedraft.certify.faults import commits_wrongly, given_another, judging
 from truedraft.core import probs as L
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
@@ -24,7 +25,6 @@ from truedraft.drafters.tree_builder import TreeBuilder
 from truedraft.models.base import LanguageModel
 from truedraft.testing import altered
 from truedraft.verification import Rule
-from truedraft.verification.rule import BatchVerdicts
 
 # ------------------------------------------------------------------------------------------------ drafters
 
@@ -101,11 +101,7 @@ def _cut(chain: Proposal, least: float) -> Proposal:
 
 def replaced_probs(rule: Rule, change: Callable[[Tensor], Tensor]) -> Rule:
     """A rule that judges against other distributions than the engine made for it."""
-
-    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return rule.accept(proposals, [change(own) for own in probs], noise)
-
-    return altered(rule, accept=accept)
+    return given_another(rule, lambda proposal, probs, noise: (proposal, change(probs), noise))
 
 
 def recovers_by_the_same_noise(rule: Rule) -> Rule:
@@ -120,26 +116,7 @@ def recovers_by_the_same_noise(rule: Rule) -> Rule:
         token = int((left.double().log() + noise.gumbel(len(verdict.path), len(left), left.device)).argmax())
         return replace(verdict, tokens=(*verdict.tokens[:-1], token))
 
-    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        verdicts = rule.verify(proposals, probs, noise)
-        return BatchVerdicts.made([redrawn(*each) for each in zip(verdicts, proposals, probs, noise, strict=True)])
-
-    return altered(rule, accept=accept)
-
-
-def judges_at_one(rule: Rule, temperature: float) -> Rule:
-    """Judges a q that was drawn at `temperature` as if at 1."""
-
-    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        wrong = [own if own.probs is None else replace(own, probs=at_one(own.probs, temperature)) for own in proposals]
-        return rule.accept(wrong, probs, noise)
-
-    return altered(rule, accept=accept)
-
-
-def at_one(q: Tensor, temperature: float) -> Tensor:
-    flat = q.pow(temperature)
-    return flat / flat.sum(dim=-1, keepdim=True)
+    return judging(rule, redrawn)
 
 
 def nucleus_off_by_one(p: Tensor, top_p: float, more: int) -> Tensor:
@@ -165,29 +142,6 @@ def keeps_rejected(model: LanguageModel) -> LanguageModel:
     """As a recurrent state that is not rolled back: the first rejected token takes the last accepted one's place."""
 
     def wrong(cache: RequestCache, path: Sequence[int]) -> Sequence[int]:
-        return (*path[:-1], path[-1] + 1) if path[-1] + 1 < cache.uncommitted else path
+        return (*path[:-1], path[-1] + 1) if path and path[-1] + 1 < cache.uncommitted else path
 
-    return _committing(model, wrong)
-
-
-def loses_accepted(model: LanguageModel) -> LanguageModel:
-    """The last accepted token is lost: what stood before it stands twice. A prompt is read rightly."""
-
-    def wrong(cache: RequestCache, path: Sequence[int]) -> Sequence[int]:
-        return (*path[:-1], path[-2]) if cache.length and len(path) > 1 else path
-
-    return _committing(model, wrong)
-
-
-def _committing(model: LanguageModel, wrong: Callable[[RequestCache, Sequence[int]], Sequence[int]]) -> LanguageModel:
-    def new_cache() -> RequestCache:
-        cache = model.new_cache()
-        commit = cache.commit
-        cache.commit = lambda path: commit(wrong(cache, list(path)))  # type: ignore[method-assign]
-        return cache
-
-    def release_cache(cache: RequestCache) -> None:
-        del cache.commit  # given back as it was
-        model.release_cache(cache)
-
-    return altered(model, new_cache=new_cache, release_cache=release_cache)
+    return commits_wrongly(model, wrong)

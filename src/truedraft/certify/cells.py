@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,8 +26,6 @@ from truedraft.verification.rule import DrawnToken, JudgedRow, Outcome
 Key = tuple[Purpose, int, int]
 """Purpose, depth and index of a decision."""
 Script = dict[Key, float]
-Answer = tuple[Verdict, list[Key]]
-"""A verdict, and the keys of the decisions that led to it, in order."""
 VerdictProbs = dict[Verdict, float]
 BELOW_ONE = 1.0 - 2.0**-53
 NEAR = 2e-15
@@ -73,19 +72,6 @@ class ScriptedNoise:
 def verdicts_of(rule: Rule, cases: Sequence[Case], noise: Sequence[Noise]) -> list[Verdict]:
     """One batched call of the shipped `verify`."""
     return rule.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
-
-
-def run(rule: Rule, cases: Sequence[Case], scripts: Sequence[Script]) -> list[Answer]:
-    """One batched call under scripts: verdicts, and the keys of the decisions that led to them, in order.
-
-    The rule may ask for more numbers than decide.
-    """
-    noise = [ScriptedNoise(script) for script in scripts]
-    verdicts = verdicts_of(rule, cases, noise)
-    return [
-        (verdict, [key for key in decisions(rule, case, verdict) if key in own.asked])
-        for case, verdict, own in zip(cases, verdicts, noise, strict=True)
-    ]
 
 
 # ---------------------------------------------------------------------------------------- what the kernels say
@@ -231,11 +217,6 @@ def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | Non
     return found
 
 
-def cell_probs(rule: Rule, cases: Sequence[Case]) -> list[VerdictProbs]:
-    """For each case the distribution of the shipped verdict, all judged together."""
-    return probs_of(decision_cells(rule, cases), len(cases))
-
-
 def probs_of(cells: Sequence[Cell], cases: int) -> list[VerdictProbs]:
     """For each of so many cases the distribution that its cells make."""
     probs: list[VerdictProbs] = [{} for _ in range(cases)]
@@ -350,7 +331,9 @@ class _Predicted:
         purpose, depth, number = key
         if purpose is not Purpose.ACCEPT:
             places = itertools.accumulate(self._final(index, verdict.path)[:-1])
-            return [_Edge(index, script, key, _Beyond(token), min(each, 1.0)) for token, each in enumerate(places)]
+            return [
+                _Edge(index, script, key, partial(_beyond, token), min(each, 1.0)) for token, each in enumerate(places)
+            ]
         case = self._cases[index]
         start, group = next(
             each for each in _walked(self._rule, case, verdict) if each[0] <= depth < each[0] + len(each[1])
@@ -360,7 +343,7 @@ class _Predicted:
         # In a group of several tree rows the longest prefix decides first.
         place = len(group) - 1 - (depth - start) if self._rule.joins(case.proposal.draws[group[0]]) else number
         guess = accepts[place] if place < len(accepts) else 0.5
-        return [_Edge(index, script, key, _Rejected(depth, child), guess)]
+        return [_Edge(index, script, key, partial(_rejected, depth, child), guess)]
 
     def _final(self, index: int, path: Prefix) -> list[float]:
         """The probabilities of the token that ends a walk with this path."""
@@ -395,22 +378,11 @@ class _Predicted:
         return self._accepts[index, group[0]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Beyond:
-    """The final token is a later one."""
-
-    token: int
-
-    def __call__(self, verdict: Verdict) -> bool:
-        return verdict.tokens[-1] > self.token
+def _beyond(token: int, verdict: Verdict) -> bool:
+    """Whether the final token is a later one."""
+    return verdict.tokens[-1] > token
 
 
-@dataclass(frozen=True, slots=True)
-class _Rejected:
-    """A drafted node did not stay."""
-
-    depth: int
-    child: int
-
-    def __call__(self, verdict: Verdict) -> bool:
-        return verdict.path[self.depth : self.depth + 1] != (self.child,)
+def _rejected(depth: int, child: int, verdict: Verdict) -> bool:
+    """Whether a drafted node did not stay."""
+    return verdict.path[depth : depth + 1] != (child,)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +12,11 @@ import torch
 
 from truedraft.certify import checks as common
 from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status, check_run, share_of
-from truedraft.certify.controls import ComparedControls, SampledControls, SeededControls
+from truedraft.certify.controls import ComparedControls, SampledControls
 from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality, EqualityInFloat32
 from truedraft.certify.exact import Exact
+from truedraft.certify.faults import SHARED_BY_TOKENS
 from truedraft.certify.foretold import foretold
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.lossy import LossyDivergence
@@ -32,7 +33,6 @@ def certify(
     *,
     batch: int = 1,
     seconds: float = 300.0,
-    entropy: int = 0,
     most_seconds: float = math.inf,
     tell: Callable[[Part, float], None] = lambda part, done: None,
     announce: Callable[[str], None] | None = None,
@@ -41,7 +41,7 @@ def certify(
     """Check that a stack answers as its target alone would.
 
     Args:
-        stack: target, drafter and rule.
+        stack: target, drafter and rule; its entropy fixes the noise of requests without a seed.
         prompts: token ids, each shorter than the target's context; the more, the better.
         params: sampling options: temperature, top-k, top-p, min-p. With a seed requests are certified that have
             seeds, which count up from it. At most `max_tokens` of an answer are compared.
@@ -49,7 +49,6 @@ def certify(
         seconds: about how long to take. Where little could be seen by then it goes on, up to four times as long;
             what could not be seen even then is told as not enough evidence. Exact sums take their own time.
         most_seconds: after which it ends in any case, whatever could be seen, but for what is then being computed.
-        entropy: fixes the noise of requests without a seed, so that a certificate can be repeated.
         tell: is told a part and the fraction of it that is done.
         announce: is told before the checks what the time can show, by a trial; None makes none.
         in_float32: compares greedy and seeded answers of the same stack in float32; None leaves that out.
@@ -62,15 +61,17 @@ def certify(
         TruedraftError: the target failed.
     """
     check_run(prompts, stack.target.context_length - 2, batch, seconds)
-    began, stack = common.now(), stack.but(entropy=entropy)
+    began = common.now()
     checks = checks_of(stack, params, in_float32)
     shared_s = seconds - sum(check.apart_s for check in checks)
     whole = Context(stack, prompts, params, batch, shared_s, ends=began + most_seconds)
-    with _left_as_found(stack):
+    try:
         if announce is not None and stack.rule.lossless:
             with suppress(DrafterError):  # which the checks meet, too, and tell
                 announce(foretold(whole, min(shared_s, most_seconds)))
         findings = _findings(checks, whole, tell)
+    finally:  # drafters follow the target that they were last checked against: leave them with the user's
+        stack.drafter.check(stack.target)
     return Report(
         "Certificate",
         findings,
@@ -126,8 +127,10 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat3
         equality.append(in_float32)
     if params.greedy:
         tests: list[Check] = [ComparedControls()]
-    else:
-        tests = [Statistics(), SampledControls() if params.seed is None else SeededControls()]
+    elif params.seed is None:
+        tests = [Statistics(), SampledControls()]
+    else:  # what the comparison cannot see is shown to the tests of sampled answers
+        tests = [Statistics(), ComparedControls(share=0.15), SampledControls([SHARED_BY_TOKENS], share=0.1)]
     return [Exact(), *equality, *tests, Invariance(), DraftState()]
 
 
@@ -139,15 +142,6 @@ def _refuse_unusable(stack: Stack, params: SamplingParams) -> None:
             "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
             "banned tokens, min_tokens and structured, whose exactness docs/options.md shows"
         )
-
-
-@contextmanager
-def _left_as_found(stack: Stack) -> Iterator[None]:
-    """Drafters follow the target that they were last checked against: leave them with the user's."""
-    try:
-        yield
-    finally:
-        stack.drafter.check(stack.target)
 
 
 def _options(params: SamplingParams, batch: int) -> str:

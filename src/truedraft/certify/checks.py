@@ -127,10 +127,6 @@ Tell = Callable[[float], None]
 """Is told the fraction that is done."""
 
 
-def _tell_nobody(done: float) -> None:
-    """Progress that nobody wants to hear of."""
-
-
 def share_of(tell: Tell, number: int, of: int) -> Tell:
     """What one of several jobs, by number, tells its progress to, so that `tell` hears of all of them."""
     return lambda done: tell((number + done) / of)
@@ -156,7 +152,7 @@ class Context:
     params: SamplingParams
     batch: int = 1
     seconds: float = math.inf
-    tell: Tell = _tell_nobody
+    tell: Tell = field(default=lambda done: None)
     earlier: Sequence[Finding] = ()
     ends: float = math.inf
 
@@ -194,7 +190,7 @@ class Check(ABC):
     """
 
     part: ClassVar[Part]
-    share: ClassVar[float] = 0.0
+    share: float = 0.0
     apart_s: float = 0.0
 
     @abstractmethod

@@ -19,9 +19,9 @@ plain decoding would use it twice as well: it is found in the distribution, by t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +38,8 @@ from truedraft.certify.checks import (
     Status,
     numbered,
     open_ended,
-    share_of,
 )
-from truedraft.certify.closed_forms import probs_under_shared_noise
-from truedraft.certify.e_process import POWER, Events, EventTests, holm
+from truedraft.certify.e_process import POWER, TokenTests
 from truedraft.certify.equality import Comparison, chooser
 from truedraft.certify.faults import Fault
 from truedraft.certify.sampling import Scored, plain_logits, scored_answers
@@ -92,36 +90,27 @@ SAMPLED = (
 """Faults of sampled answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedControl:
-    """A fault of greedy and seeded answers, and what shows it.
+def drafting_one(stack: Stack, drafter: Drafter) -> Stack:
+    """A stack that drafts one token a step: then what a planted fault does is known in closed form."""
+    return stack.but(drafter=drafter, controller=FixedBudget(Budget(1, 1, 1)))
 
-    Attributes:
-        fault: what is planted.
-        drafter: what drafts, for a target: right or wrong guesses, as the fault needs them.
-        words: what that is.
-    """
 
-    fault: Fault
-    drafter: Callable[[Stack], Drafter]
-    words: str
+def _shown_by(fault: Fault, drafter: Callable[[Stack], Drafter], words: str) -> Fault:
+    """A fault whose stack has a drafter that shows it: right or wrong guesses, as it needs them; `words` say which."""
+    return replace(fault, detail=words, plant=lambda stack: fault.planted(drafting_one(stack, drafter(stack))))
 
 
 COMPARED = (
-    ComparedControl(
+    _shown_by(
         faults.KEEPS_ALL, lambda stack: faults.next_id(stack.target.vocab_size), "drafts that are hardly ever right"
     ),
-    ComparedControl(
+    _shown_by(
         faults.CACHE_OFF_BY_ONE,
         lambda stack: DraftModel(stack.target, num_speculative_tokens=1),
         "drafted by the target itself",
     ),
 )
-
-
-def drafting_one(stack: Stack, drafter: Drafter) -> Stack:
-    """A stack that drafts one token a step: then what a planted fault does is known in closed form."""
-    return stack.but(drafter=drafter, controller=FixedBudget(Budget(1, 1, 1)))
+"""Faults of greedy and seeded answers."""
 
 
 # ---------------------------------------------------------------------------------------- the checks
@@ -132,20 +121,23 @@ class SampledControls(Check):
 
     Args:
         controls: the faults.
+        share: of the time.
     """
 
     part = Part.CONTROLS
-    share = 0.25
 
-    def __init__(self, controls: Sequence[Fault] = SAMPLED) -> None:
+    def __init__(self, controls: Sequence[Fault] = SAMPLED, share: float = 0.25) -> None:
         self._controls = controls
+        self.share = share
 
     def run(self, context: Context) -> list[Finding]:
         sampled = sampled_finding(context.earlier)
         if sampled is None:
-            return [_nothing_to_test()]
+            said = "There are no answers to test."
+            return [Finding(Part.CONTROLS, "planted faults", Status.DOES_NOT_APPLY, said)]
         stack, prompts = context.stack, _beginnings(context.prompts)
-        settings = _settings_of(stack, prompts, context.params)
+        formed = any(control.form is not None for control in self._controls)
+        settings = _settings_of(stack, prompts, context.params) if formed else []
         findings = []
         count = len(self._controls)
         most_s = context.left_s(PATIENCE)  # where faults are not found sooner
@@ -156,8 +148,8 @@ class SampledControls(Check):
                 continue
             setting = _best_setting(control, settings, stack, context.params)
             # Most faults are found at once and leave their time to the others.
-            left = most_s * (1.0 - whole.fraction - _RESERVE * (count - 1 - number))
-            shown = setting.shown(control, partial(_sizes, control), stack.target, prompts, Limits.of(sampled, left))
+            own = Deadline(most_s * (1.0 - whole.fraction - _RESERVE * (count - 1 - number)))
+            shown = setting.shown(control, stack.target, prompts, sampled.facts, own)
             findings.append(shown.finding(control.name))
             context.tell((number + 1) / count)
         return findings
@@ -170,14 +162,20 @@ class ComparedControls(Check):
         controls: the faults.
         rounds: most answers to each prompt.
         tokens: of an answer.
+        share: of the time.
     """
 
     part = Part.CONTROLS
-    share = 0.25
 
     def __init__(
-        self, controls: Sequence[ComparedControl] = COMPARED, *, rounds: int = _ROUNDS, tokens: int = _TOKENS
+        self,
+        controls: Sequence[Fault] = COMPARED,
+        *,
+        rounds: int = _ROUNDS,
+        tokens: int = _TOKENS,
+        share: float = 0.25,
     ) -> None:
+        self.share = share
         self._controls = controls
         self._rounds = rounds
         self._tokens = tokens
@@ -189,9 +187,9 @@ class ComparedControls(Check):
             context.tell((number + 1) / len(self._controls))
         return findings
 
-    def _show(self, control: ComparedControl, context: Context) -> Finding:
+    def _show(self, control: Fault, context: Context) -> Finding:
         stack, params = context.stack, context.params
-        broken = control.fault.planted(drafting_one(stack, control.drafter(stack)))
+        broken = control.planted(stack)
         prompts = [list(prompt) for prompt in context.prompts[:_PROMPTS]]
         counted = _Counted()
         for number in range(self._rounds):
@@ -231,65 +229,12 @@ class ComparedControls(Check):
             counted.others += sum(mine != theirs for mine, theirs in zip(tokens, choices, strict=True))
 
 
-class SeededControls(Check):
-    """Shows faults of seeded answers: to the comparison, and one that it cannot see to the tests of sampled answers.
-
-    That one is a step whose tokens share their Gumbel noise.
-    """
-
-    part = Part.CONTROLS
-    share = 0.25
-
-    def run(self, context: Context) -> list[Finding]:
-        sampled = sampled_finding(context.earlier)
-        if sampled is None:
-            return [_nothing_to_test()]
-        stack = context.stack
-        findings = ComparedControls().run(replace(context, tell=share_of(context.tell, 0, 2)))
-        fault, prompts = faults.SHARED_BY_TOKENS, _beginnings(context.prompts)
-        if context.over:
-            return [*findings, Finding(Part.CONTROLS, fault.name, Status.NOT_ENOUGH, _NO_TIME)]
-        limits = Limits.of(sampled, context.left_s())
-        shown = _drafted_by_itself(stack, context.params).shown(fault, off_by_sharing, stack.target, prompts, limits)
-        context.tell(1.0)
-        return [*findings, shown.finding(fault.name)]
-
-
-def _nothing_to_test() -> Finding:
-    return Finding(Part.CONTROLS, "planted faults", Status.DOES_NOT_APPLY, "There are no answers to test.")
-
-
 def _beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Prompts cut short: a prefill shows nothing of a fault."""
     return [list(prompt)[:_BEGINNING] for prompt in prompts]
 
 
 # ---------------------------------------------------------------------------------------- faults beside tests of tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the tests may use, and what they must reach.
-
-    Attributes:
-        deadline: when to stop.
-        tokens: how many the tests were given to certify; here they get no more.
-        detectable: total variation that they would have found then.
-        allowance: for rounding, as then.
-        false_alarm: likewise.
-    """
-
-    deadline: Deadline
-    tokens: int
-    detectable: float
-    allowance: float
-    false_alarm: float
-
-    @classmethod
-    def of(cls, sampled: Finding, seconds: float) -> Limits:
-        """What the tests of sampled tokens said when they certified."""
-        names = ("tokens", "smallest_detectable_tv", "rounding_allowed_tv", "false_alarm")
-        return cls(Deadline(seconds), *(sampled.facts[name] for name in names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +247,8 @@ class Shown:
         p_value: the smallest, after Holm.
         test: the one that it is of.
         setting: what was not the user's own, in words.
-        limits: what the tests could use.
+        certified: facts of the tests when they certified; here they get no more tokens.
+        over: whether the time is up.
     """
 
     tokens: int
@@ -310,36 +256,36 @@ class Shown:
     p_value: float
     test: str
     setting: str
-    limits: Limits
+    certified: Mapping[str, Any]
+    over: bool
 
     @classmethod
-    def so_far(cls, tests: EventTests, sizes: Tensor, setting: str, limits: Limits) -> Shown:
+    def so_far(cls, tests: TokenTests, sizes: Tensor, setting: str, certified: Mapping[str, Any], over: bool) -> Shown:
         """What came of tests of tokens whose distributions were this far off, `[tokens]`."""
         results = tests.results()
-        adjusted = holm([result.p_value for result in results])
-        best = min(range(len(results)), key=lambda i: (adjusted[i], results[i].p_value))
-        tokens = max(result.tokens for result in results)
-        size = float(sizes.mean()) if tokens else 0.0
-        return cls(tokens, size, adjusted[best], results[best].name, setting, limits)
+        best = min(results, key=lambda result: result.p_value)
+        adjusted = min(1.0, len(results) * best.p_value)
+        size = float(sizes.mean()) if tests.tokens else 0.0
+        return cls(tests.tokens, size, adjusted, best.name, setting, certified, over)
 
     @property
     def strong(self) -> bool:
         """Whether the fault is as large as a control's must be."""
-        return self.total_variation >= TIMES_DETECTABLE * self.limits.detectable
+        return self.total_variation >= TIMES_DETECTABLE * self.certified["smallest_detectable_tv"]
 
     @property
     def found(self) -> bool:
         """Whether the tests fail."""
-        return self.p_value < self.limits.false_alarm
+        return self.p_value < self.certified["false_alarm"]
 
     @property
     def done(self) -> bool:
         """Whether the fault is found, or tokens or time are used up."""
-        return self.found or self.tokens >= self.limits.tokens or self.limits.deadline.over
+        return self.found or self.tokens >= self.certified["tokens"] or self.over
 
     def finding(self, name: str) -> Finding:
         """What is said of a control."""
-        caught = self.strong and self.found
+        caught, detectable = self.strong and self.found, self.certified["smallest_detectable_tv"]
         status = Status.HOLDS if caught else Status.FAILS
         said = f"total variation {self.total_variation:.3f}, {self.tokens:,} tokens"
         said += f", {self.setting}" * bool(self.setting)
@@ -348,17 +294,17 @@ class Shown:
         elif not self.strong:
             status = Status.NOT_ENOUGH
             summary = (
-                f"too small to count: {said}, less than three times the {self.limits.detectable:.3f} that the tests "
-                "would have found; give more minutes"
+                f"too small to count: {said}, less than three times the {detectable:.3f} that the tests would have "
+                "found; give more minutes"
             )
-        elif self.tokens < self.limits.tokens:
+        elif self.tokens < self.certified["tokens"]:
             status = Status.NOT_ENOUGH
             summary = f"not found in the time there was: {said}; p-value {self.p_value:.2g}; give more minutes"
         else:
             summary = f"NOT found: {said}; smallest p-value {self.p_value:.2g}. These tests cannot be trusted here"
         facts = {
             "total_variation": self.total_variation,
-            "smallest_detectable_tv": self.limits.detectable,
+            "smallest_detectable_tv": detectable,
             "tokens": self.tokens,
             "adjusted_p_value": self.p_value,
             "test": self.test,
@@ -370,29 +316,22 @@ class Shown:
 def _sizes(fault: Fault, scored: Scored) -> Tensor:
     """How far a fault put the distributions of an answer's tokens off, `[tokens]`, 0 where it did not.
 
-    Of a fault without a closed form that is read off what the rule was given.
+    It is worked out without a look at the tokens. Of a fault without a closed form it is read off what the rule was
+    given.
     """
     size = torch.zeros(len(scored.tokens))
     if fault.form is None:
         for place, decision in enumerate(scored.decisions):
-            if decision.used is not None:
+            p = scored.probs[place].double()
+            if fault.behind is not None and decision.depth == 1:
+                size[place] = total_variation(fault.behind(scored.probs[place - 1], scored.tokens[place - 1], p), p)
+            elif fault.behind is None and decision.used is not None:
                 size[place] = total_variation(decision.used, scored.probs[place])
         return size
     found = drafted(scored)
     if found is not None:
         p, q, places, _ = found
         size[places] = total_variation(p, fault.emitted(p, q)).to(size)
-    return size
-
-
-def off_by_sharing(scored: Scored) -> Tensor:
-    """How far shared Gumbel noise puts the distributions of tokens behind an accepted one off, `[tokens]`."""
-    size = torch.zeros(len(scored.tokens))
-    for place, decision in enumerate(scored.decisions):
-        if decision.depth == 1:
-            after = scored.probs[place].double()
-            shared = probs_under_shared_noise(scored.probs[place - 1], scored.tokens[place - 1], after)
-            size[place] = total_variation(shared, after)
     return size
 
 
@@ -429,23 +368,21 @@ class _Setting:
     def shown(
         self,
         fault: Fault,
-        sizes_of: Callable[[Scored], Tensor],
         healthy: LanguageModel,
         prompts: Sequence[Sequence[int]],
-        limits: Limits,
+        certified: Mapping[str, Any],
+        deadline: Deadline,
     ) -> Shown:
         """Let the tests run until they find a fault, or their tokens or the time are used up.
 
         Args:
             fault: is planted here.
-            sizes_of: how far it puts the distributions of an answer's tokens off, `[tokens]`, without a look at the
-                tokens.
             healthy: the target without the fault, which judges.
             prompts: token ids.
-            limits: what the tests may use.
+            certified: facts of the tests when they certified.
+            deadline: when to stop.
         """
-        events = Events(healthy.vocab_size, batch=1)
-        tests = EventTests(events.names, limits.allowance)
+        tests = TokenTests(healthy.vocab_size, allowance=certified["rounding_allowed_tv"])
         sizes: list[Tensor] = []
         for answers in scored_answers(
             fault.planted(self.stack),
@@ -457,12 +394,11 @@ class _Setting:
             length=_LENGTH,
         ):
             for scored in answers:
-                size = sizes_of(scored)
+                size = _sizes(fault, scored)
                 counts = size >= ROOM
                 sizes.append(size[counts])
-                probs, hits = events.measure(scored)
-                tests.add(probs.masked_fill(~counts[:, None], -1.0), hits)
-            shown = Shown.so_far(tests, torch.cat(sizes), self.words, limits)
+                tests.add(scored, counts)
+            shown = Shown.so_far(tests, torch.cat(sizes), self.words, certified, deadline.over)
             if shown.done:
                 return shown
         raise AssertionError("answers do not run out")
@@ -560,9 +496,9 @@ class _Counted:
     def strong(self) -> bool:
         return self.size >= TIMES_DETECTABLE * self.detectable
 
-    def finding(self, control: ComparedControl) -> Finding:
+    def finding(self, control: Fault) -> Finding:
         caught = self.strong and self.beside.untraced > 0
-        said = f"{self.size:.1%} of {self.beside.compared} tokens are not the target's choice, {control.words}"
+        said = f"{self.size:.1%} of {self.beside.compared} tokens are not the target's choice, {control.detail}"
         if caught:
             status = Status.HOLDS
             verdict = f"found, as it must be: {self.beside.untraced} of {self.beside.answers} answers differ"
@@ -578,9 +514,9 @@ class _Counted:
             "tokens": self.beside.compared,
             "answers": self.beside.answers,
             "differing_answers": self.beside.untraced,
-            "setting": control.words,
+            "setting": control.detail,
         }
-        return Finding(Part.CONTROLS, control.fault.name, status, f"{verdict}; {said}", facts)
+        return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
 
 
 def _target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:

@@ -32,6 +32,12 @@ _WIDE, _WIDE_CASES = 4099, 48
 _BESIDE = 1e-13
 """How near to a predicted edge both sides are probed; at most a quarter of that is the probability between them."""
 
+_DRAWN, _FIXED, _REMOVED = (
+    tuple(Choice(0, kind, rank) for rank in range(2))
+    for kind in (DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC, DrawKind.WITHOUT_REPLACEMENT)
+)
+"""Two draws of a node, each."""
+
 
 @dataclass(frozen=True, slots=True)
 class JudgedCase:
@@ -128,17 +134,13 @@ def _judged(case: Case, noise: KeyedNoise | None) -> JudgedCase:
 
 def _listed() -> list[World]:
     """Worlds whose proposals are listed; in some many tokens tie."""
-    drawn, fixed, removed = (
-        tuple(Choice(0, kind, rank) for rank in range(2))
-        for kind in (DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC, DrawKind.WITHOUT_REPLACEMENT)
-    )
     return [
         build(3, [], "dense", "dense"),
-        build(3, [drawn[:1], drawn[:1]], "dense", "dense"),
-        build(3, [drawn, fixed[:1]], "sparse", "dense", bare=0),
-        build(3, [removed, fixed], "varied", "dense"),
-        build(3, [removed, drawn[:1]], "dense", "dense", largest=2),
-        *(build(3, [fixed] * 2, "dense", "dense", largest=most) for most in (1, 2, 9)),
+        build(3, [_DRAWN[:1], _DRAWN[:1]], "dense", "dense"),
+        build(3, [_DRAWN, _FIXED[:1]], "sparse", "dense", bare=0),
+        build(3, [_REMOVED, _FIXED], "varied", "dense"),
+        build(3, [_REMOVED, _DRAWN[:1]], "dense", "dense", largest=2),
+        *(build(3, [_FIXED] * 2, "dense", "dense", largest=most) for most in (1, 2, 9)),
     ]
 
 
@@ -248,13 +250,13 @@ def answer_probs(rule: Rule, device: torch.device) -> CoupledAnswers:
 
 
 def _over_two_tokens() -> list[World]:
-    drawn, fixed, removed = (
-        tuple(Choice(0, kind, rank) for rank in range(2))
-        for kind in (DrawKind.INDEPENDENT, DrawKind.DETERMINISTIC, DrawKind.WITHOUT_REPLACEMENT)
-    )
     worlds = [build(2, [], "dense", "dense")]
     for p, q in (("dense", "dense"), ("varied", "varied")):
-        worlds += [build(2, [drawn[:1]] * 2, p, q), build(2, [fixed] * 2, p, q), build(2, [removed, drawn[:1]], p, q)]
+        worlds += [
+            build(2, [_DRAWN[:1]] * 2, p, q),
+            build(2, [_FIXED] * 2, p, q),
+            build(2, [_REMOVED, _DRAWN[:1]], p, q),
+        ]
     return worlds
 
 

@@ -16,7 +16,6 @@ import torch
 
 from truedraft.cache import FEW, RequestCache
 from truedraft.certify.checks import (
-    PATIENCE,
     Check,
     Context,
     Deadline,
@@ -25,6 +24,7 @@ from truedraft.certify.checks import (
     Part,
     Status,
     answers_in_time,
+    one_by_one,
     share_of,
 )
 from truedraft.certify.equality import as_greedy
@@ -53,13 +53,11 @@ class Guess:
     Attributes:
         text: tokens that it continues.
         tree: what was proposed.
-        accepted: drafted tokens that were emitted.
         asked: whether the drafter was asked for it; a controller may not have done so.
     """
 
     text: tuple[int, ...]
     tree: TokenTree
-    accepted: int
     asked: bool
 
 
@@ -93,7 +91,6 @@ class Guesses:
         self.of: dict[int, list[Guess]] = {}
         self.caches: list[CacheDifference] = []
         self._asked: set[int] = set()
-        self._drafter = drafter
         self._models = drafter.held.models[:1] if checks_caches else ()
 
         def begin(request: DraftRequest) -> None:
@@ -119,7 +116,7 @@ class Guesses:
     def _note(self, request: DraftRequest, outcome: StepOutcome) -> None:
         before = len(request.tokens) - len(outcome.tokens)
         asked = request.id in self._asked
-        guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, len(outcome.path), asked)
+        guess = Guess(tuple(request.tokens[:before]), outcome.proposal.tree, asked)
         self.of[request.id].append(guess)
         # A draft made of the target has none of its own, and one in another process has it there.
         for own in self._models:
@@ -156,27 +153,26 @@ class DraftState(Check):
         return findings
 
     def _of_member(self, context: Context, name: str) -> Finding:
-        prompts, batch = context.prompts, context.batch
-        found = _Comparison()
-        deadline, patience = context.deadline(), context.deadline(PATIENCE)
-        for first in range(0, len(prompts), batch):
-            group = [list(prompt) for prompt in prompts[first : first + batch]]
+        batch, found, whole = context.batch, _Comparison(), context.deadline()
+        prompts = [list(prompt) for prompt in context.prompts]
+
+        def compare(group: Sequence[Sequence[int]], deadline: Deadline) -> None:
             try:
-                asked = replace(context, prompts=group)
-                for done in _compare(asked, name, found, deadline if first else patience):
-                    context.tell(max(deadline.fraction, (first + done) / len(prompts)))
-                    if deadline.over:
-                        break
+                for _ in _compare(replace(context, prompts=group), name, found, deadline):
+                    if whole.over:
+                        return
             except OutOfTimeError:
                 found.out_of_time = not found.compared
-            if deadline.over:
-                break
+                raise
+
+        groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+        one_by_one(groups, context, 1.0, compare, context.tell)
         context.tell(1.0)
         return found.finding(name)
 
 
-def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[int]:
-    """Answer prompts together, then look at one answer after another; gives how many are done.
+def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[None]:
+    """Answer prompts together, then look at one answer after another; a pause behind each.
 
     Args:
         context: with the prompts.
@@ -202,7 +198,7 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
         limit = len(prompt) + options.max_tokens
         for guess in _some([each for each in lived.of[own] if each.asked and len(each.text) > len(prompt)]):
             found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
-        yield number + 1
+        yield
 
 
 def _some(guesses: Sequence[Guess]) -> list[Guess]:

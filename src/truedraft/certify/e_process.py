@@ -30,6 +30,8 @@ _TILTS = tuple(sign * 2.0**power for sign in (1, -1) for power in range(3, -8, -
 """The values of l."""
 _SUMMING = 2e-5
 """How far a sum of float32 probabilities may be off."""
+ENOUGH = 0.06
+"""Total variation that must be detectable: controls are to be three times as large, and few reach more than 0.2."""
 POWER = 0.99
 """A smallest detectable deviation is found with this probability."""
 POWER_SIGMAS = 2.3263478740408408  # of the normal distribution, for POWER
@@ -211,6 +213,59 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # ---------------------------------------------------------------------------------------- the events
 
 
+class TokenTests:
+    """Tests of the tokens of answers, one for each of `Events`.
+
+    Args:
+        vocab: size of the vocabulary.
+        batch: requests in a batch.
+        allowance: as of `EventTests`.
+        log_ratio: likewise.
+
+    Attributes:
+        tokens: how many were tested.
+        impossible: tokens that the target gave no probability at all.
+        judged: tokens at nodes with a draft.
+    """
+
+    def __init__(self, vocab: int, batch: int = 1, allowance: float = 0.0, log_ratio: float = 0.0) -> None:
+        self._events = Events(vocab, batch)
+        self._tests = EventTests(self._events.names, allowance, log_ratio)
+        self.tokens = self.impossible = self.judged = 0
+
+    def add(self, scored: Scored, where: Tensor | None = None, lost: float = 0.0) -> None:
+        """Test the tokens of one answer.
+
+        Args:
+            scored: the answer.
+            where: `[tokens]`, bool: which of them count, chosen without a look at them; None is all.
+            lost: as of `EventTests.add`.
+        """
+        if not len(scored.tokens):
+            return
+        chances, hits = self._events.measure(scored)
+        where = torch.ones(len(chances), dtype=torch.bool) if where is None else where
+        self._tests.add(chances.masked_fill(~where[:, None], -1.0), hits, lost)
+        own = [float(scored.probs[i, token]) for i, token in enumerate(scored.tokens)]
+        self.impossible += own.count(0.0)
+        self.tokens += int(where.sum())
+        self.judged += sum(one.q is not None or bool(one.candidates) for one in scored.decisions)
+
+    def results(self) -> list[TestResult]:
+        """What came of each test so far."""
+        return self._tests.results()
+
+    def log_evidence(self) -> float:
+        """The logarithm of the mean of all tests' e-values."""
+        return log_mean(self._tests.log_evidence())
+
+    def smallest_detectable(self, false_alarm: float) -> float:
+        """The largest of what the tests over all tokens would have found; those over parts of them see less."""
+        results = self.results()
+        whole = [test for test in results if test.tokens == self.tokens]
+        return max(test.smallest_detectable(false_alarm / len(results)) for test in whole)
+
+
 class Events:
     """Sets of tokens for tests of a stream of emitted tokens.
 
@@ -222,11 +277,10 @@ class Events:
     Args:
         vocab: size of the vocabulary.
         batch: requests in a batch; each of the first 8 places is also tested by itself.
-        seed: of the random sets.
     """
 
-    def __init__(self, vocab: int, batch: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, vocab: int, batch: int) -> None:
+        generator = torch.Generator().manual_seed(0)
         members = torch.rand(_RANDOM_SETS, vocab, generator=generator).argsort(dim=-1) < vocab // 2
         self._members = members.T.float().contiguous()  # [vocab, sets]
         self._places = min(batch, _MOST_PLACES)

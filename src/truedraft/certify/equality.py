@@ -84,15 +84,19 @@ class Equality(Check):
         findings: list[Finding] = []
         texts: list[list[int]] = []
         for number, (kind, options) in enumerate(kinds.items()):
-            if kind == "greedy" and not stack.rule.lossless:
-                findings.append(_lossy(stack, label))
-                continue
             answers = _Answers(replace(context, params=options))
             answers.compare(
                 share, share_of(lambda done: context.tell(done * (1.0 - _ROUNDING_SHARE)), number, len(kinds))
             )
             findings += [
-                _finding(f"{kind}, batch {size}, {label}", comparison, stack, least=size)
+                comparison.finding(
+                    self.part,
+                    f"{kind}, batch {size}, {label}",
+                    stack,
+                    "plain decoding's",
+                    least=size,  # fewer answers say nothing
+                    dtype=label,
+                )
                 for size, comparison in answers.comparisons.items()
             ]
             texts += answers.texts
@@ -201,42 +205,6 @@ class _Answers:
             self.comparisons[size].add(plain, other, asked, number)
 
 
-def _finding(name: str, comparison: Comparison, stack: Stack, least: int) -> Finding:
-    """What is said of one size of batch; fewer than `least` answers, or no token at all, say nothing."""
-    near, faults = comparison.near_ties, len(comparison.faults) + comparison.untraced
-    too_few = comparison.answers < least or not comparison.compared
-    told = f"{comparison.compared} tokens of {comparison.answers} answers compared with plain decoding's"
-    if faults:
-        summary = f"{told}: {_count(faults, 'fault')}, the first at {comparison.faults[0].describe()}"
-    elif too_few:
-        summary = f"{told}, which says too little; give more minutes"
-    elif near:
-        summary = f"{told}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
-    else:
-        summary = f"{told}: bit for bit equal"
-    failures = comparison.failures(stack.drafter.name)
-    if failures:
-        summary += f"; {_count(len(failures), 'warning')}, the first: {failures[0]}"
-    facts = {
-        "dtype": dtype_name(stack.target.dtype),
-        **comparison.as_dict(),
-        "draft_tokens": comparison.stats.draft_tokens,
-        "accepted_tokens": comparison.stats.accepted_tokens,
-    }
-    # A drafter that gave up leaves plain decoding, which equals itself.
-    status = Status.FAILS if faults or failures else Status.NOT_ENOUGH if too_few else Status.HOLDS
-    return Finding(Part.EQUALITY, name, status, f"{summary}.", facts)
-
-
-def _lossy(stack: Stack, label: str) -> Finding:
-    return Finding(
-        Part.EQUALITY,
-        f"greedy, {label}",
-        Status.DOES_NOT_APPLY,
-        f"The rule {stack.rule.spec!r} is lossy: at temperature 0 too it may keep tokens that are not the likeliest.",
-    )
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -296,15 +264,50 @@ class Comparison:
         else:
             self.untraced += 1
 
-    def failures(self, drafter: str) -> list[str]:
-        """What a drafter of this name could not do, in sentences."""
-        return [*self.warnings, *recovered(self.stats, drafter)]
+    def finding(
+        self, part: Part, name: str, stack: Stack, others: str, *, least: int = 1, explained: float = 0.0, **facts: Any
+    ) -> Finding:
+        """What is said of it.
+
+        Args:
+            part: the heading.
+            name: what was compared.
+            stack: that answered.
+            others: whose answers these were compared with, in words.
+            least: fewer answers, or no token at all, say nothing.
+            explained: untraced divergences that rounding explains at most, where answers have no margins.
+            facts: beside its own.
+        """
+        faults, near = self.faults, self.near_ties
+        failures = [*self.warnings, *recovered(self.stats, stack.drafter.name)]
+        too_few = self.answers < least or not self.compared
+        # A drafter that gave up leaves plain decoding, which equals itself.
+        status = Status.FAILS if faults or failures else Status.NOT_ENOUGH if too_few else Status.HOLDS
+        told = f"{self.compared} tokens of {self.answers} answers compared with {others}"
+        if faults:
+            count = len(faults) + self.untraced
+            summary = f"{told}: {_count(count, 'fault')}, the first at {faults[0].describe()}"
+        elif self.untraced:
+            status = Status.FAILS if failures or self.untraced > explained else Status.MEASURED
+            summary = f"{told}: {self.untraced} answers differ; rounding explains at most {explained:.4g} of them"
+            facts["explained_by_rounding"] = explained
+        elif too_few:
+            summary = f"{told}, which says too little; give more minutes"
+        elif near:
+            summary = f"{told}: {_count(len(near), 'near tie')} and no fault; the first at {near[0].describe()}"
+        else:
+            summary = f"{told}: bit for bit equal"
+        if failures:
+            summary += f"; {_count(len(failures), 'warning')}, the first: {failures[0]}"
+        return Finding(part, name, status, f"{summary}.", {**self.as_dict(), **facts})
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON record."""
         return {
             "answers": self.answers,
             "tokens_compared": self.compared,
+            "draft_tokens": self.stats.draft_tokens,
+            "accepted_tokens": self.stats.accepted_tokens,
             "identical": not self.points and not self.untraced,
             "near_ties": [point.as_dict() for point in self.near_ties],
             "faults": [point.as_dict() for point in self.faults],

@@ -61,7 +61,10 @@ class Exact(Check):
         else:
             compares = params.seeded or (params.greedy and stack.rule.lossless)
             comparing = (stack.coupled_rule or CoupledSampling()) if compares else None
-            jobs += _of_uniform_numbers(rule, worlds, stack.target.device)
+            if rule.lossless:
+                jobs.append(lambda tell: [_kernel(rule, worlds, tell)])
+            batched = _shipped if rule.lossless else _lossy
+            jobs.append(lambda tell: [batched(rule, worlds, stack.target.device, tell)])
         if comparing is not None:
             jobs.append(lambda tell: [_kernel(comparing, worlds, tell, "coupled ")])
             jobs.append(lambda tell: _coupled(comparing, stack.target.device, tell))
@@ -70,18 +73,6 @@ class Exact(Check):
             findings += job(share_of(context.tell, number, len(jobs)))
             context.tell((number + 1) / len(jobs))  # also where a failure ended it early
         return findings
-
-
-def _of_uniform_numbers(
-    rule: Rule, worlds: Sequence[World], device: torch.device
-) -> list[Callable[[Tell], list[Finding]]]:
-    """The checks of a rule that decides by uniform numbers."""
-    if not rule.lossless:
-        return [lambda tell: [_lossy(rule, worlds, device, tell)]]
-    return [
-        lambda tell: [_kernel(rule, worlds, tell)],
-        lambda tell: [_shipped(rule, worlds, device, tell)],
-    ]
 
 
 # ---------------------------------------------------------------------------------------- kernels
@@ -157,7 +148,16 @@ class _Judged:
     distances: list[float] = field(default_factory=list)
     compared: int = 0
 
-    def judge(self, batch: Sequence[Listed]) -> None:
+    def worlds(self, worlds: Sequence[World], tell: Tell) -> Iterator[int]:
+        """Judge batch after batch; gives how many worlds are done."""
+        done = 0
+        for batch in _batches(worlds):
+            self._judge(batch)
+            done += len(batch)
+            tell(done / len(worlds))
+            yield done
+
+    def _judge(self, batch: Sequence[Listed]) -> None:
         """All proposals of some worlds side by side in one batch."""
         cases = [case for _, own in batch for case in own]
         cells = decision_cells(self.rule, cases, self.device)
@@ -192,13 +192,9 @@ class _Judged:
 
 def _shipped(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
     """Shipped verdicts against the kernels, and answers against the target's distribution; stops at a failure."""
-    name = "batched code, every decision cell"
-    judged, done = _Judged(rule, device), 0
+    name, judged = "batched code, every decision cell", _Judged(rule, device)
     parts = (judged.kernel, judged.target, judged.moved)
-    for batch in _batches(worlds):
-        judged.judge(batch)
-        done += len(batch)
-        tell(done / len(worlds))
+    for done in judged.worlds(worlds, tell):
         if any(part.fails for part in parts):
             return Finding(Part.EXACT, name, Status.FAILS, _what_failed(judged), {**judged.facts, "worlds": done})
     largest = max(part.distance for part in parts)
@@ -240,13 +236,10 @@ def _composes(rule: Rule, case: Case) -> bool:
 
 def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, tell: Tell) -> Finding:
     """How far answers are from the target's distribution, by what ships, which must do what its kernels say."""
-    judged, done = _Judged(rule, device), 0
+    name, judged = "distance on tiny worlds", _Judged(rule, device)
     drafted = [world for world in worlds if world.plans] or worlds
-    for batch in _batches(drafted):
-        judged.judge(batch)
-        done += len(batch)
-        tell(done / len(drafted))
-    name = "distance on tiny worlds"
+    for _ in judged.worlds(drafted, tell):
+        pass
     if judged.kernel.fails or judged.moved.fails:
         return Finding(Part.EXACT, name, Status.FAILS, _what_failed(judged), judged.facts)
     mean = sum(judged.distances) / max(1, len(judged.distances))

@@ -7,7 +7,6 @@ rule, drafter and target, each of which changes one thing about the part that it
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +32,8 @@ from truedraft.verification.rule import BatchVerdicts
 if TYPE_CHECKING:
     from truedraft.certify.samplers.worlds import SamplerWorld
 
-_ONE_ACCEPTED = 2
+Given = tuple[Proposal, Tensor, Noise]
+"""What a rule is given of one request."""
 
 # ------------------------------------------------------------------------------------------------ faults of rules
 
@@ -63,7 +63,7 @@ def coupled_accepts_always() -> Rule:
 def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
     """A rule that keeps first paths; `last` gives the token behind one, by p `[1, vocab]` there, noise and depth."""
 
-    def judged(proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
+    def judged(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         path: list[int] = []
         row = 0
         while proposal.draws[row]:
@@ -72,39 +72,30 @@ def _accepting(rule: Rule, last: Callable[[Tensor, Noise, int], int]) -> Rule:
         kept = (proposal.tree.host_ids[node] for node in path)
         return Verdict(tuple(path), (*kept, last(probs[row : row + 1], noise, len(path))), Origin.BONUS)
 
-    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return BatchVerdicts.made([judged(*each) for each in zip(proposals, probs, noise, strict=True)])
-
-    return altered(rule, accept=accept)
+    return judging(rule, judged)
 
 
 def residual_is_target(rule: Rule) -> Rule:
     """After a rejection draws from p, not from norm(max(0, p - q)): by the same number, so all else is right."""
 
-    def redrawn(verdict: Verdict, probs: Tensor, noise: Noise) -> Verdict:
+    def redrawn(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
         if verdict.final is not Origin.RECOVERED:
             return verdict
         row = verdict.path[-1] + 1 if verdict.path else 0
         token = _drawn(probs[row : row + 1], noise.uniform(Purpose.RECOVERED, len(verdict.path)))
         return replace(verdict, tokens=(*verdict.tokens[:-1], token))
 
-    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        verdicts = rule.verify(proposals, probs, noise)
-        return BatchVerdicts.made([redrawn(*each) for each in zip(verdicts, probs, noise, strict=True)])
-
-    return altered(rule, accept=accept)
+    return judging(rule, redrawn)
 
 
 def judges_another_temperature(rule: Rule, temperature: float) -> Rule:
     """Judges q at a temperature at which it was not drawn."""
 
-    def wrong(own: Proposal) -> Proposal:
-        return own if own.probs is None else replace(own, probs=forms.at_temperature(temperature, own.probs))
+    def wrong(own: Proposal, probs: Tensor, noise: Noise) -> Given:
+        changed = None if own.probs is None else forms.at_temperature(temperature, own.probs)
+        return replace(own, probs=changed), probs, noise
 
-    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return rule.accept([wrong(own) for own in proposals], probs, noise)
-
-    return altered(rule, accept=accept)
+    return given_another(rule, wrong)
 
 
 def one_key_twice(rule: Rule) -> Rule:
@@ -118,8 +109,25 @@ def coupled_one_key() -> Rule:
 
 
 def _with_noise(rule: Rule, wrong: Callable[[Noise], Noise]) -> Rule:
+    return given_another(rule, lambda proposal, probs, noise: (proposal, probs, wrong(noise)))
+
+
+def judging(rule: Rule, judged: Callable[[Verdict, Proposal, Tensor, Noise], Verdict]) -> Rule:
+    """A rule whose verdicts are changed by a function of each, and of the proposal, probs and noise of its request."""
+
     def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return rule.accept(proposals, probs, [wrong(own) for own in noise])
+        verdicts = rule.verify(proposals, probs, noise)
+        return BatchVerdicts.made([judged(*each) for each in zip(verdicts, proposals, probs, noise, strict=True)])
+
+    return altered(rule, accept=accept)
+
+
+def given_another(rule: Rule, changed: Callable[[Proposal, Tensor, Noise], Given]) -> Rule:
+    """A rule that is given other proposals, probs or noise than the engine made."""
+
+    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+        given = [changed(*each) for each in zip(proposals, probs, noise, strict=True)]
+        return rule.accept([own for own, _, _ in given], [own for _, own, _ in given], [own for _, _, own in given])
 
     return altered(rule, accept=accept)
 
@@ -185,21 +193,33 @@ def _first_probability(proposal: Proposal) -> float:
 def loses_last_accepted(model: LanguageModel) -> LanguageModel:
     """Off by one in the target's cache: the keys and values of the last accepted token are those of the one before."""
 
+    def wrong(cache: RequestCache, path: Sequence[int]) -> Sequence[int]:
+        return (*path[:-1], path[-2]) if cache.length and len(path) > 1 else path  # a prompt is kept rightly
+
+    return commits_wrongly(model, wrong)
+
+
+def commits_wrongly(
+    model: LanguageModel, wrong: Callable[[RequestCache, Sequence[int]], Sequence[int]]
+) -> LanguageModel:
+    """A target whose caches keep other entries than they are told to.
+
+    Args:
+        model: whose caches they are.
+        wrong: from a cache and the path that is to be kept to the one that is.
+    """
+
     def new_cache() -> RequestCache:
         cache = model.new_cache()
-        cache.commit = functools.partial(_commit_wrongly, cache.commit)  # type: ignore[method-assign]
+        commit = cache.commit
+        cache.commit = lambda path: commit(wrong(cache, list(path)))  # type: ignore[method-assign]
         return cache
 
     def release_cache(cache: RequestCache) -> None:
-        del cache.commit  # given back as it was
+        vars(cache).pop("commit", None)  # given back as it was, under another such target too
         model.release_cache(cache)
 
     return altered(model, new_cache=new_cache, release_cache=release_cache)
-
-
-def _commit_wrongly(commit: Callable[[Sequence[int]], None], path: Sequence[int]) -> None:
-    """Of the last token and one accepted behind it, keep the first twice."""
-    commit((path[0], path[0]) if len(path) == _ONE_ACCEPTED else path)
 
 
 # ----------------------------------------------------------------------------------------------------- the catalogue
@@ -215,6 +235,7 @@ class Fault:
         form: what it does at a node with one draft; None where that is another's affair than the judge's.
         plant: makes the broken stack of one that drafts one token a step; None where none is made.
         needs_draw: whether it shows only where drafts are drawn from a distribution.
+        behind: what it does to the token behind an accepted one, from p `[vocab]` before that, that, and p behind it.
         joint: the probability of each cell of a world of samplers `[cells]`, float64; None where `form` says it.
     """
 
@@ -223,6 +244,7 @@ class Fault:
     form: forms.Form | None = None
     plant: Callable[[Stack], Stack] | None = None
     needs_draw: bool = False
+    behind: Callable[[Tensor, int, Tensor], Tensor] | None = None
     joint: Callable[[SamplerWorld], Tensor] | None = None
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
@@ -257,7 +279,11 @@ ONE_NUMBER = Fault(
     lambda stack: stack.but(rule=one_key_twice(stack.rule)),
 )
 ONE_GUMBEL = Fault("shared noise", "the Gumbel noise that drew the draft also draws its replacement", forms.one_gumbel)
-SHARED_BY_TOKENS = Fault("two tokens share their noise", plant=lambda stack: stack.but(coupled_rule=coupled_one_key()))
+SHARED_BY_TOKENS = Fault(
+    "two tokens share their noise",
+    plant=lambda stack: stack.but(coupled_rule=coupled_one_key()),
+    behind=forms.probs_under_shared_noise,
+)
 IN_BFLOAT16 = Fault("draft drawn in bfloat16, judged in float32", "by its cumulative sum", forms.drawn_in_bfloat16)
 CACHE_OFF_BY_ONE = Fault(
     "the target's cache is off by one", plant=lambda stack: stack.but(target=loses_last_accepted(stack.target))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 
 from truedraft.certify import checks as common
 from truedraft.certify.checks import Context, open_ended
-from truedraft.certify.e_process import Events, TestResult
+from truedraft.certify.e_process import ENOUGH, Events, TestResult
 from truedraft.certify.equality import Equality, as_greedy
 from truedraft.certify.sampling import beginnings, scored_answers
-from truedraft.certify.statistics import ENOUGH, FALSE_ALARM, TOKENS_SHARE, Statistics
+from truedraft.certify.statistics import FALSE_ALARM, TOKENS_SHARE, Statistics
 
-_TRIALS = 2  # of which the first makes what is made once
 _TRIED = 16  # tokens of an answer of a trial
 _MINUTE = 60.0
 
@@ -58,12 +57,7 @@ def _tested_per_s(context: Context) -> float:
     """Tokens that are answered, and whose distributions are computed, in a second."""
     prompts, length = beginnings(context.prompts, _TRIED, len(context.prompts)), min(_TRIED, context.params.max_tokens)
     answers = scored_answers(context.stack, prompts, context.params, context.batch, length=length)
-    began = common.now()
-    tokens, took = 0, 0.0
-    for batch in itertools.islice(answers, _TRIALS):
-        took, began = common.now() - began, common.now()
-        tokens = sum(len(scored.tokens) for scored in batch)
-    return tokens / max(took, 1e-9)
+    return _per_s(lambda: sum(len(scored.tokens) for scored in next(answers)))
 
 
 def _compared_per_s(context: Context) -> float:
@@ -71,12 +65,14 @@ def _compared_per_s(context: Context) -> float:
     options = open_ended(as_greedy(context.params), min(_TRIED, context.params.max_tokens))
     prompt = [list(context.prompts[0])[:_TRIED]]
     engines = [context.stack.plain(1), context.stack.engine(1)]
-    tokens, took = 0, 0.0
-    for _ in range(_TRIALS):
-        began = common.now()
-        tokens = sum(len(engine.generate(prompt, options)[0].token_ids) for engine in engines) // len(engines)
-        took = common.now() - began
-    return tokens / max(took, 1e-9)
+    return _per_s(lambda: sum(len(each.generate(prompt, options)[0].token_ids) for each in engines) // len(engines))
+
+
+def _per_s(trial: Callable[[], int]) -> float:
+    """Tokens of a trial in a second; the first of two makes what is made once."""
+    trial()
+    began = common.now()
+    return trial() / max(common.now() - began, 1e-9)
 
 
 def _said(seconds: float) -> str:

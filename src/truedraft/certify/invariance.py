@@ -131,36 +131,31 @@ class _Asking:
         """The answer, or how it failed."""
         engine = self._engine(stack, 1, number)
         request = _prepared(engine, prompt, own)
-        with _ended(engine) as queued:
-            engine.enqueue(request)
-            queued.append(request)
+        with _queue(engine) as queue:
+            queue(request)
             return self._finished(request, engine)
 
-    def _neighbours(self, number: int, engine: Engine, which: Sequence[int]) -> list[Request]:
+    def _neighbours(self, number: int, engine: Engine, which: Sequence[int], queue: Callable[[Request], None]) -> None:
         """Queue other requests, of other lengths and with other options; who sits where changes with the prompt."""
         others = _other_options(self._params, lossless=self._stack.rule.lossless)
-        found = []
         for place in which:
             options = replace(
                 others[(place + number) % len(others)],
                 max_tokens=max(1, self._params.max_tokens * (2 + place % 4) // 3),
             )
-            found.append(_prepared(engine, self._prompts[(number + 1 + place) % len(self._prompts)], options))
-            engine.enqueue(found[-1])
-        return found
+            queue(_prepared(engine, self._prompts[(number + 1 + place) % len(self._prompts)], options))
 
     def _beside(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """Some neighbours are at work when the request comes, others come later."""
         half, engine = self._batch // 2, self._engine(self._stack, self._batch, number)
         request = _prepared(engine, prompt, own)
-        with _ended(engine) as queued:
-            queued += self._neighbours(number, engine, range(half))
+        with _queue(engine) as queue:
+            self._neighbours(number, engine, range(half), queue)
             self._deadline.step(engine)
             self._deadline.step(engine)
-            engine.enqueue(request)
-            queued.append(request)
+            queue(request)
             self._deadline.step(engine)
-            queued += self._neighbours(number, engine, range(half, self._batch - 1))
+            self._neighbours(number, engine, range(half, self._batch - 1), queue)
             return self._finished(request, engine)
 
     def _streamed(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
@@ -182,15 +177,13 @@ class _Asking:
         """Cancelled half-way, asked again while others run."""
         engine = self._engine(self._stack, self._batch, number)
         again, first = (_prepared(engine, prompt, own) for _ in range(2))
-        with _ended(engine) as queued:
-            queued += self._neighbours(number, engine, range(self._batch - 1))
-            engine.enqueue(first)
-            queued.append(first)
+        with _queue(engine) as queue:
+            self._neighbours(number, engine, range(self._batch - 1), queue)
+            queue(first)
             while first.finish_reason is None and first.emitted < own.max_tokens // 2:
                 self._deadline.step(engine)
             engine.cancel(first)
-            engine.enqueue(again)
-            queued.append(again)
+            queue(again)
             return self._finished(again, engine)
 
     def _finished(self, request: Request, engine: Engine) -> Answer:
@@ -210,27 +203,10 @@ class _Asking:
         return found
 
     def _finding(self, name: str, comparison: Comparison) -> Finding:
-        faults, near, untraced = comparison.faults, comparison.near_ties, comparison.untraced
-        told = f"{comparison.compared} tokens of {comparison.answers} answers compared with those of requests alone"
-        facts = comparison.as_dict()
-        too_few = not comparison.compared
-        status = Status.FAILS if faults else Status.NOT_ENOUGH if too_few else Status.HOLDS
-        if faults:
-            summary = f"{told}: {len(faults) + untraced} differ, {faults[0].describe()}"
-        elif untraced:
-            allowed = self._explained(comparison.compared)
-            status = Status.MEASURED if untraced <= allowed else Status.FAILS
-            summary = f"{told}: {untraced} answers differ; rounding explains at most {allowed:.4g} of them"
-            facts["explained_by_rounding"] = allowed
-        elif too_few:
-            summary = f"{told}, which says nothing; give more minutes"
-        elif near:
-            summary = f"{told}: no fault, near ties: {len(near)}; the first at {near[0].describe()}"
-        else:
-            summary = f"{told}: the same"
-        if failures := comparison.failures(self._stack.drafter.name):
-            status, summary = Status.FAILS, f"{summary}; warnings: {len(failures)}, the first: {failures[0]}"
-        return Finding(Part.INVARIANCE, name, status, f"{summary}.", facts)
+        counted = comparison.untraced > 0 and not comparison.faults
+        explained = self._explained(comparison.compared) if counted else 0.0
+        others = "those of requests alone"
+        return comparison.finding(Part.INVARIANCE, name, self._stack, others, explained=explained)
 
     def _explained(self, tokens: int) -> float:
         """Most divergences of sampled answers that rounding is blamed for; 0 where rows are bitwise equal.
@@ -277,11 +253,16 @@ def _prepared(engine: Engine, prompt: Sequence[int], own: SamplingParams) -> Req
 
 
 @contextmanager
-def _ended(engine: Engine) -> Iterator[list[Request]]:
-    """A list for requests; whatever becomes of the way that they are asked in, they end with it."""
+def _queue(engine: Engine) -> Iterator[Callable[[Request], None]]:
+    """Queues requests; whatever becomes of the way that they are asked in, they end with it."""
     requests: list[Request] = []
+
+    def queue(request: Request) -> None:
+        engine.enqueue(request)
+        requests.append(request)
+
     try:
-        yield requests
+        yield queue
     finally:
         for request in requests:
             engine.cancel(request)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from truedraft.certify.checks import Check, Context, Finding, Part, Status
+from truedraft.certify.e_process import TokenTests
 from truedraft.certify.sampling import Decision, scored_answers
-from truedraft.certify.statistics import TokenTests
 from truedraft.core.verdict import Divergence
 
 _SIGMAS = 4.5  # a bound that holds for all of some hundred tests, but for one run in a thousand
@@ -54,7 +54,7 @@ class LossyDivergence(Check):
     def run(self, context: Context) -> list[Finding]:
         stack, params, batch = context.stack, context.params, context.batch
         found: list[Divergence] = []
-        tests = TokenTests(stack.target.vocab_size, 1, 0.0)
+        tests = TokenTests(stack.target.vocab_size)
         deadline = context.deadline()
         for answers in scored_answers(stack, context.prompts, params, batch):
             found += [scored.divergence for scored in answers if scored.divergence is not None]
@@ -97,8 +97,7 @@ def _unmeasured() -> Finding:
 
 def _outside(tests: TokenTests) -> Finding:
     """What the tests of sampled answers see, without a look at what the rule says of itself."""
-    results = tests.sample().tests
-    widest = max(results, key=lambda test: test.least_excess(_SIGMAS))
+    widest = max(tests.results(), key=lambda test: test.least_excess(_SIGMAS))
     least = widest.least_excess(_SIGMAS)
     summary = (
         f"seen from outside: on average a token's distribution is off by at least {least:.4f} ({widest.name}: "

@@ -109,31 +109,15 @@ def stack(options: CertifyOptions) -> int:
     from truedraft.cli.session import check_rule, with_model
     from truedraft.cli.terminal import Terminal
 
-    seconds, terminal = _Remaining(options.check.seconds), Terminal()
+    began, seconds, terminal = time.monotonic(), options.check.seconds, Terminal()
     with Telling.of("stack", options.report, terminal) as telling:
         seed = drawn_seed(options.check.seed)
         params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
         check_rule(options.stack.rule, params, "seeded")
         prompts = read_prompts(None, options.check.prompts)
         options = dataclasses.replace(options, stack=with_model(options.stack))
-        report, about = _certified(options, prompts, params, seed, seconds, terminal)
+        report, about = _certified(options, prompts, params, seed, began + seconds, terminal)
         return telling.told(report, about | {"seed": seed})
-
-
-class _Remaining:
-    """Seconds of a time that began when this was made.
-
-    Args:
-        seconds: the whole time.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._began = time.monotonic()
-
-    def left_s(self) -> float:
-        """What is left; where loading took nearly all, a tenth of it."""
-        return max(self._seconds - (time.monotonic() - self._began), self._seconds / 10.0)
 
 
 def drawn_seed(seed: int | None) -> int:
@@ -146,10 +130,10 @@ def _certified(
     prompts: Sequence[NamedPrompt],
     params: SamplingParams,
     seed: int,
-    time_left: _Remaining,
+    ends: float,
     terminal: Terminal,
 ) -> tuple[Report, dict[str, Any]]:
-    """The report, and what it is about."""
+    """The report, and what it is about; `ends` by the monotonic clock."""
     from truedraft.certify import EqualityInFloat32, Part, certify
     from truedraft.cli.report import circumstances_record
 
@@ -157,7 +141,9 @@ def _certified(
     engine, loaded = _loaded(options, options.machine, params, terminal)
     loading_s = time.monotonic() - began
     whole = dataclasses.replace(options.machine, dtype="float32")
-    parts, seconds = list(Part), time_left.left_s()
+    parts = list(Part)
+    # Where loading took nearly all, a tenth is left.
+    seconds = max(ends - time.monotonic(), options.check.seconds / 10.0)
     again = EqualityInFloat32(lambda: _loaded(options, whole, params, terminal)[1], loading_s, seconds)
     with terminal.progress("certify", len(parts) * _STEPS) as show:
 
@@ -165,13 +151,12 @@ def _certified(
             show(int((parts.index(part) + done) * _STEPS), part.value)
 
         report = certify(
-            loaded,
+            loaded.but(entropy=seed),
             ids_of(prompts, engine.target),
             params,
             batch=options.check.batch,
             seconds=seconds,
             most_seconds=seconds,
-            entropy=seed,
             tell=tell,
             announce=terminal.note,
             in_float32=None if options.check.no_float32 else again,
@@ -238,9 +223,7 @@ class Telling:
             if exit_status(error) not in (FAILED, UNDECIDED):
                 raise
             undecided = UndecidedError.because(error, how)
-            try:
-                telling._write_junit(_junit_of(undecided))
-            except DataError as unwritten:
+            for unwritten in telling._written({}, _junit_of(undecided)):
                 report_error(unwritten)
             raise undecided from error
 
@@ -256,36 +239,28 @@ class Telling:
         _show(report, self.terminal)
         record = {"command": f"certify {self.command}"} | report.as_dict() | dict(about)
         page = report.page({name: value for name, value in record.items() if name not in _ABOVE})
-        unwritten: list[DataError] = []
-        for write in (lambda: self._write(page, record), lambda: self._write_junit(report.junit())):
-            try:
-                write()
-            except DataError as error:
-                unwritten.append(error)
+        pages = {}
+        if self.folder is not None:
+            text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
+            pages = {self.folder / _MARKDOWN: page, self.folder / _JSON: text + "\n"}
+        unwritten = self._written(pages, report.junit())
         if self.json:
             self.terminal.json(record)
         statuses = [report_error(error) for error in unwritten]
         status = FAILED if report.failures else UNDECIDED if report.undecided else DONE
         return status or max(statuses, default=DONE)
 
-    def _write(self, page: str, record: Mapping[str, Any]) -> None:
-        if self.folder is None:
-            return
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
-        for name, content in ((_MARKDOWN, page), (_JSON, text + "\n")):
-            self._write_file(self.folder / name, content)
-
-    def _write_junit(self, text: str) -> None:
-        if self.junit is not None:
-            self._write_file(self.junit, text)
-
-    def _write_file(self, file: Path, text: str) -> None:
-        """Raises DataError where that cannot be done."""
-        try:
-            file.write_text(text, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise DataError(f"cannot write {str(file)!r}: {error.strerror or error}") from error
-        self.terminal.note(f"written: {file}")
+    def _written(self, pages: Mapping[Path, str], junit: str) -> list[DataError]:
+        """Write pages, and JUnit's XML where that is wanted; gives what could not be done."""
+        unwritten = []
+        for file, text in {**pages, **({} if self.junit is None else {self.junit: junit})}.items():
+            try:
+                file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            except OSError as error:
+                unwritten.append(DataError(f"cannot write {str(file)!r}: {error.strerror or error}"))
+            else:
+                self.terminal.note(f"written: {file}")
+        return unwritten
 
 
 def usable_file(field: str, file: Path | None) -> Path | None:

@@ -28,41 +28,31 @@ _STEPS = 1000
 @contextlib.contextmanager
 def asking(command: str, options: AskedOptions) -> Iterator[Asking]:
     """All that is open while engines are asked."""
-    _ = options.ask.seconds, options.ask.first_seed  # refused before anything is opened
-    transcript = usable_file("transcript", options.ask.transcript)
-    how = "nothing was decided; with --transcript FILE answers are kept, and the same command goes on from them"
-    if transcript is not None:
-        how = f"what was answered is kept in {options.ask.transcript}; the same command goes on from there"
-    terminal = Terminal()
-    with Telling.of(command, options.report, terminal, how) as telling, contextlib.ExitStack() as opened:
-        yield Asking(options, transcript, terminal, telling, opened)
+    with contextlib.ExitStack() as opened:
+        yield Asking(command, options, opened)
 
 
 class Asking:
     """Engines that are being asked, each with its transcript if one is kept.
 
     Args:
+        command: of `truedraft certify`.
         options: of the command.
-        transcript: its file; None keeps none.
-        terminal: where progress is shown.
-        telling: tells the report.
         opened: is closed at the end.
     """
 
-    def __init__(
-        self,
-        options: AskedOptions,
-        transcript: Path | None,
-        terminal: Terminal,
-        telling: Telling,
-        opened: contextlib.ExitStack,
-    ) -> None:
-        self.terminal = terminal
-        self._options, self._ask = options, options.ask
-        self._transcript, self._telling, self._opened = transcript, telling, opened
+    def __init__(self, command: str, options: AskedOptions, opened: contextlib.ExitStack) -> None:
+        self._options, self._ask, self._opened = options, options.ask, opened
+        _ = self._ask.seconds  # refused before anything is opened
+        self._params = replace(options.sampling, seed=self._ask.first_seed)
+        self._transcript = usable_file("transcript", self._ask.transcript)
+        how = "nothing was decided; with --transcript FILE answers are kept, and the same command goes on from them"
+        if self._transcript is not None:
+            how = f"what was answered is kept in {self._ask.transcript}; the same command goes on from there"
+        self.terminal = Terminal()
+        self._telling = opened.enter_context(Telling.of(command, options.report, self.terminal, how))
         self._prompts = read_prompts(None, self._ask.prompts)
         self._peers: list[Peer] = []
-        self._params = replace(options.sampling, seed=self._ask.first_seed)
 
     def add_function(self, name: str) -> None:
         """Ask a Python function.
@@ -161,7 +151,6 @@ class Asking:
                 together=self._ask.batch,
                 seconds=self._ask.seconds,
                 tokens=self._ask.tokens,
-                sends_seeds=self._ask.seed_per_request,
                 tell=bar.tell,
             )
 

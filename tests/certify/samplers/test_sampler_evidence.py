@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from certify.samplers.own_samplers import FAULTS, token_by_token
-from truedraft.certify.samplers.detectable import smallest_detectable
-from truedraft.certify.samplers.evidence import Evidence, log_dirichlet
-from truedraft.certify.samplers.suspects import accepted_by_rule, emitted_by_rule, joint_of, suspects
-from truedraft.certify.samplers.tally import Tally, total_variation, variation_by_chance
+from truedraft.certify.closed_forms import sound
+from truedraft.certify.counts import log_dirichlet, smallest_detectable, total_variation, variation_by_chance
+from truedraft.certify.faults import Fault
+from truedraft.certify.samplers.evidence import Evidence
+from truedraft.certify.samplers.suspects import accepted_by_rule, joint_of, suspects
+from truedraft.certify.samplers.tally import Tally
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
 
 WORLDS = sampler_worlds()
@@ -75,7 +77,7 @@ def test_tokens_without_mass_are_never_drawn() -> None:
 
 
 def test_closed_forms_are_distributions(world: SamplerWorld) -> None:
-    assert torch.allclose(emitted_by_rule(world), world.joint, atol=1e-12)
+    assert torch.allclose(joint_of(Fault("none", form=sound), world), world.joint, atol=1e-12)
     for suspect in suspects():
         joint = joint_of(suspect, world)
         assert float(joint.sum()) == pytest.approx(1.0, abs=1e-9), suspect
@@ -136,7 +138,7 @@ def test_the_whole_e_value_is_a_martingale() -> None:
     mean = 0.0
     for one, other in itertools.product(range(len(dense.joint)), repeat=2):
         evidence = Evidence([dense], suspects())
-        evidence.add(0, [torch.tensor([one]), torch.tensor([other])])
+        evidence.tallies[0].count([torch.tensor([one]), torch.tensor([other])])
         mean += float(dense.joint[one] * dense.joint[other]) * math.exp(evidence.log_e())
     assert mean == pytest.approx(1.0)
 
@@ -146,12 +148,12 @@ def test_merged_evidence_is_that_of_all_rows() -> None:
     cells = [torch.tensor([0, 4, 8, 13]), torch.tensor([1, 5, 20, 26])]
     parts = [Evidence([world], suspects()) for _ in range(2)]
     for part in parts:
-        part.add(0, cells)
+        part.tallies[0].count(cells)
     parts[0].merge(parts[1])
     assert parts[0].rows == 16
     whole = Evidence([world], suspects())
-    whole.add(0, cells)
-    whole.add(0, cells)
+    whole.tallies[0].count(cells)
+    whole.tallies[0].count(cells)
     assert parts[0].log_e() == whole.log_e()
 
 

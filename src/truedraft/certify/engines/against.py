@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,10 +27,11 @@ from truedraft.certify.engines.asked import (
     TOKENS,
     AskedEngine,
     Tell,
+    engine_report,
+    facts_of,
     greedy_answers,
     refuse_unusable,
 )
-from truedraft.certify.engines.report import engine_report, facts_of
 from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.peers import Peer, Reply
@@ -47,7 +49,6 @@ def compare_engines(
     together: int = 8,
     seconds: float = 300.0,
     tokens: int = TOKENS,
-    sends_seeds: bool = True,
     tell: Tell = lambda part, done: None,
 ) -> Report:
     """Check that two engines answer alike, without anybody's weights: the same prompts, asked of both.
@@ -58,30 +59,25 @@ def compare_engines(
     """
     check_run(prompts, math.inf, together, seconds)
     for each in (peer, other):
-        refuse_unusable(each, params, sends_seeds)
+        refuse_unusable(each, params)
     began, deadline = now(), Deadline(seconds)
     # Seeds of the second engine lie elsewhere, so that equal noise does not make answers alike.
-    seeds = ((params.seed or 0), (params.seed or 0) + (1 << 31))
-    both = [AskedEngine(each, together, seed, sends_seeds) for each, seed in zip((peer, other), seeds, strict=True)]
-    findings = [_alike_greedily(both, prompts, params, tokens, deadline)]
+    elsewhere = params if params.seed is None else replace(params, seed=params.seed + (1 << 31))
+    both = [AskedEngine(peer, prompts, params, together), AskedEngine(other, prompts, elsewhere, together)]
+    findings = [_alike_greedily(both, tokens, deadline)]
     if not params.greedy:
-        findings.insert(0, _alike_sampled(both, prompts, params, deadline, tokens, tell))
+        findings.insert(0, _alike_sampled(both, deadline, tokens, tell))
     tell(Part.AGAINST, 1.0)
-    return engine_report(findings, both, params, now() - began, against=facts_of(other.facts))
+    return engine_report(findings, both, now() - began, against=facts_of(other.facts))
 
 
-def _alike_sampled(
-    both: Sequence[AskedEngine], prompts: Sequence[Sequence[int]], params: SamplingParams, deadline: Deadline,
-    tokens: int, tell: Tell,
-) -> Finding:  # fmt: skip
+def _alike_sampled(both: Sequence[AskedEngine], deadline: Deadline, tokens: int, tell: Tell) -> Finding:
     samples, judged = TwoSamples(), EProcess(pairs=1.0)
-    beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in prompts[: 2 * REPEATED_PROMPTS]])
+    beginnings = itertools.cycle([prompt[:BEGINNING] for prompt in both[0].prompts[: 2 * REPEATED_PROMPTS]])
     spoiled = False
     while sum(each.tokens for each in both) < tokens and not deadline.over:
         beginning = next(beginnings)
-        answers = [
-            each.ask([each.open(beginning, params, REPEATED_TOKENS) for _ in range(each.together)]) for each in both
-        ]
+        answers = [each.ask([each.open(beginning, REPEATED_TOKENS) for _ in range(each.together)]) for each in both]
         # What is left of one engine's answers is a choice among them, and ids of a text are not those of another's.
         spoiled = spoiled or any(each.dropped or any(each.unsure.values()) for each in both)
         for (_, one), (_, two) in zip(*answers, strict=False):
@@ -106,15 +102,9 @@ def _alike_sampled(
     return Finding(Part.AGAINST, "both draw from the same distribution", status, summary, facts)
 
 
-def _alike_greedily(
-    both: Sequence[AskedEngine],
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    tokens: int,
-    deadline: Deadline,
-) -> Finding:
+def _alike_greedily(both: Sequence[AskedEngine], tokens: int, deadline: Deadline) -> Finding:
     """Greedy answers of both; where they part, their own log-probabilities tell near ties."""
-    answers = [greedy_answers(each, prompts, params, tokens // 2, deadline) for each in both]
+    answers = [greedy_answers(each, tokens // 2, deadline) for each in both]
     others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, on either side
     pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
     same = ties = 0

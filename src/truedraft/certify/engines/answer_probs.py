@@ -10,7 +10,7 @@ text before a token and never on the token. A token that no rounding lets throug
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,12 +94,20 @@ class Judge:
         target: the model that the engine is said to run.
         filters: the order in which the engine makes a distribution, as `PeerFacts.filters`.
         allowance: for rounding.
+        drafts: draft models that the engine may use, by name.
     """
 
-    def __init__(self, target: LanguageModel, filters: Sequence[str], allowance: Allowance) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        filters: Sequence[str],
+        allowance: Allowance,
+        drafts: Mapping[str, LanguageModel] | None = None,
+    ) -> None:
         self.target = target
         self.filters = tuple(filters)
         self.allowance = allowance
+        self.drafts = dict(drafts or {})
 
     def answer_probs(self, answered: Sequence[tuple[Question, Reply]]) -> list[AnswerProbs]:
         """One for each answer; those of equal length share forwards.

@@ -1,4 +1,4 @@
-"""What an engine is asked, and what came back: rounds of questions, counted, dropped answers kept in mind."""
+"""What an engine is asked, and what came back: rounds of questions, counted, dropped answers kept in mind; a report."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from truedraft.certify.checks import Deadline, Part
+from truedraft.certify.checks import Deadline, Finding, Part, Status
+from truedraft.certify.e_process import ALARM, CERTAIN
+from truedraft.certify.report import Report, option_words
 from truedraft.certify.sampling import beginnings
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
-from truedraft.peers import Peer, Question, Reply
+from truedraft.peers import Peer, PeerFacts, Question, Reply
 
 BEGINNING = 12
 """Tokens of a prompt that is asked many times."""
@@ -38,9 +41,10 @@ class AskedEngine:
 
     Args:
         peer: the engine.
+        prompts: token ids.
+        params: how it is asked. Its seed is that of the first question that is sent one; the next ones count up. None
+            sends none.
         together: questions that are asked at once.
-        seed: of the first question that is sent one; the next ones count up.
-        sends_seeds: whether seeds are sent at all.
         vocab_size: of the model that judges; answers with other ids are of no use. None takes all.
 
     Attributes:
@@ -51,9 +55,9 @@ class AskedEngine:
     """
 
     peer: Peer
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
     together: int
-    seed: int = 0
-    sends_seeds: bool = True
     vocab_size: int | None = None
     tokens: int = 0
     answers: int = 0
@@ -61,13 +65,14 @@ class AskedEngine:
     unsure: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._seeds = itertools.count(self.seed)
+        self._seeds = itertools.count(self.params.seed or 0)
 
-    def open(self, prompt: Sequence[int], params: SamplingParams, length: int, **more: object) -> Question:
+    def open(self, prompt: Sequence[int], length: int, **more: object) -> Question:
         """The user's options for an answer of at most so many tokens, that stops at no text; with a seed of its own."""
-        seed = next(self._seeds) if self.sends_seeds and not params.greedy else None
-        plain = replace(params, seed=seed, max_tokens=length, stop=(), stop_token_ids=(), logprobs=None)
-        return Question(tuple(prompt), replace(plain, **more))  # type: ignore[arg-type]
+        plain = replace(self.params, max_tokens=length, stop=(), stop_token_ids=(), logprobs=None)
+        asked = replace(plain, **more)  # type: ignore[arg-type]
+        unseeded = self.params.seed is None or asked.greedy
+        return Question(tuple(prompt), replace(asked, seed=None if unseeded else next(self._seeds)))
 
     def ask(self, questions: Sequence[Question]) -> list[Answered]:
         """Ask so many at once as are to be asked together; answers that could not be used are counted and left out.
@@ -102,7 +107,7 @@ class AskedEngine:
         return f"it answered token id {most}, and the model has {self.vocab_size}: its tokenizer is another one"
 
 
-def refuse_unusable(peer: Peer, params: SamplingParams, sends_seeds: bool) -> None:
+def refuse_unusable(peer: Peer, params: SamplingParams) -> None:
     """Refuse what cannot be asked.
 
     Raises:
@@ -110,20 +115,17 @@ def refuse_unusable(peer: Peer, params: SamplingParams, sends_seeds: bool) -> No
     """
     if params.structured or params.bad_words:
         raise OptionError("an engine is certified without structured answers and bad words; leave them out")
-    plain = replace(params, seed=params.seed if sends_seeds else None, stop=(), stop_token_ids=())
-    refused = peer.refuses(plain)
+    refused = peer.refuses(replace(params, stop=(), stop_token_ids=()))
     if refused:
         raise OptionError(f"{peer.facts.name} does not take {refused}; leave it out")
 
 
-def greedy_answers(
-    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, tokens: int, deadline: Deadline
-) -> list[Answered]:
+def greedy_answers(asked: AskedEngine, tokens: int, deadline: Deadline) -> list[Answered]:
     """Greedy answers, with log-probabilities if the engine tells them; where greedy is what is certified, many."""
-    cold = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if params.greedy else GREEDY_PROMPTS
+    cold = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if asked.params.greedy else GREEDY_PROMPTS
     told = {"logprobs": _RIVALS} if asked.peer.facts.logprobs else {}
-    questions = [asked.open(prompt, cold, _GREEDY_TOKENS, **told) for prompt in prompts[:many]]
+    questions = [asked.open(prompt, _GREEDY_TOKENS, **cold, **told) for prompt in asked.prompts[:many]]
     found: list[Answered] = []
     for first in range(0, len(questions), asked.together):
         if deadline.over and len(found) >= GREEDY_PROMPTS:
@@ -137,17 +139,70 @@ def greedy_answers(
     return found
 
 
-def groups(
-    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> Iterator[tuple[list[Question], bool]]:
+def groups(asked: AskedEngine) -> Iterator[tuple[list[Question], bool]]:
     """Questions that are asked together, and whether their prompt is one that is asked many times; without an end."""
-    turns = itertools.cycle(beginnings(prompts, 2 * BEGINNING, _WHOLE))
+    turns = itertools.cycle(beginnings(asked.prompts, 2 * BEGINNING, _WHOLE))
     several = max(_STREAMS, asked.together)
-    for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in prompts[:REPEATED_PROMPTS]]):
+    for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in asked.prompts[:REPEATED_PROMPTS]]):
         repeats = several * STREAM_TOKENS // REPEATED_TOKENS
         for first in range(0, repeats, asked.together):
             count = min(asked.together, repeats - first)
-            yield [asked.open(beginning, params, REPEATED_TOKENS) for _ in range(count)], True
+            yield [asked.open(beginning, REPEATED_TOKENS) for _ in range(count)], True
         for first in range(0, several, asked.together):
             count = min(asked.together, several - first)
-            yield [asked.open(next(turns), params, STREAM_TOKENS) for _ in range(count)], False
+            yield [asked.open(next(turns), STREAM_TOKENS) for _ in range(count)], False
+
+
+# ---------------------------------------------------------------------------------------- what came of it
+
+
+def engine_report(findings: Sequence[Finding], asked: Sequence[AskedEngine], seconds: float, **more: Any) -> Report:
+    """What came of an engine.
+
+    Args:
+        findings: all checks, part by part.
+        asked: the engine, asked; then what it was compared with.
+        seconds: that it took.
+        more: further facts for the record.
+    """
+    engine, params, together = asked[0].peer.facts, asked[0].params, asked[0].together
+    tokens = sum(each.tokens for each in asked)
+    dropped, unsure = (sum((getattr(each, name) for each in asked), Counter[str]()) for name in ("dropped", "unsure"))
+    options = [f"{engine.name} {engine.version}".strip(), *option_words(params)]
+    facts = {
+        "engine": facts_of(engine) | {"filters": list(engine.filters)},
+        "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p,
+        "together": together, "tokens": tokens, "dropped": dict(dropped), "unsure": dict(+unsure), **more,
+    }  # fmt: skip
+    return Report(
+        "Certificate of an engine",
+        findings,
+        ", ".join([*options, f"{together} together", f"{tokens:,} tokens"]),
+        _notes(findings, dropped.total(), unsure.total()),
+        facts,
+        seconds=seconds,
+    )
+
+
+def facts_of(engine: PeerFacts) -> dict[str, Any]:
+    """What is known of an engine, for the record."""
+    return {"name": engine.name, "version": engine.version, **engine.more}
+
+
+def _notes(findings: Sequence[Finding], dropped: int, unsure: int) -> list[str]:
+    notes = [
+        f"A sound engine reaches evidence of {ALARM:g} in any one check with probability {1.0 / ALARM:g} at most, "
+        "whenever one looks; what would have been found stands in the lines.",
+        "It holds for these options, this version and these prompts, as far as was tested here.",
+    ]
+    if any(finding.status is Status.FAILS for finding in findings):
+        again = "and comes back in another run, with other seeds"
+        notes.insert(1, f"Call it a fault where the evidence reaches {CERTAIN:g} {again}.")
+    if any(finding.status is Status.NOT_ENOUGH for finding in findings):
+        notes.append("Where the evidence is not enough, give more --minutes or --tokens.")
+    if dropped or unsure:
+        notes.append(
+            f"{dropped} answers were dropped, which evidence paid for, and the token ids of {unsure} read from their "
+            "text, by which nothing is called a fault."
+        )
+    return notes

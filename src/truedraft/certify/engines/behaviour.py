@@ -13,7 +13,6 @@ from truedraft.certify.checks import Finding, Part, Status
 from truedraft.certify.engines.allowance import Allowance
 from truedraft.certify.engines.answer_probs import Judge, unknown_end
 from truedraft.certify.engines.asked import Answered, AskedEngine
-from truedraft.core.params import SamplingParams
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Question, Reply
 from truedraft.text import REPLACEMENT, Tokenizer
@@ -115,28 +114,26 @@ def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
     return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])
 
 
-def seeds(asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Finding]:
+def seeds(asked: AskedEngine) -> list[Finding]:
     """Whether a seed gives the same answer again, and with neighbours; measured, for few engines promise it."""
-    if params.greedy or "seed" not in asked.peer.facts.takes or not asked.sends_seeds:
+    if asked.params.greedy or "seed" not in asked.peer.facts.takes or asked.params.seed is None:
         return []
-    questions = [asked.open(prompt, params, _SEED_TOKENS) for prompt in prompts[:_SEED_PROMPTS]]
-    ask_alone = replace_together(asked, 1)
-    once, again = ask_alone.ask(questions), ask_alone.ask(questions)
-    others = [asked.open(prompt, params, _SEED_TOKENS) for prompt in prompts[-max(1, asked.together - 1) :]]
-    company = replace_together(asked, asked.together + 1)
+    questions = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[:_SEED_PROMPTS]]
+    # Each with counts of its own, so that an engine that fails at last is known to.
+    alone, company = (
+        AskedEngine(asked.peer, asked.prompts, asked.params, together, asked.vocab_size)
+        for together in (1, asked.together + 1)
+    )
+    once, again = alone.ask(questions), alone.ask(questions)
+    others = [asked.open(prompt, _SEED_TOKENS) for prompt in asked.prompts[-max(1, asked.together - 1) :]]
     beside = [pair for question in questions for pair in company.ask([question, *others[: asked.together]])]
-    for each in (ask_alone, company):
+    for each in (alone, company):
         asked.tokens, asked.answers = asked.tokens + each.tokens, asked.answers + each.answers
         asked.dropped += each.dropped
     return [
         _alike("the same seed, the same answer", once, again),
         _alike("the same seed beside other requests, the same answer", once, beside),
     ]
-
-
-def replace_together(asked: AskedEngine, together: int) -> AskedEngine:
-    """The same engine, asked so many questions at once, with counts of its own."""
-    return AskedEngine(asked.peer, together, asked.seed, asked.sends_seeds, asked.vocab_size)
 
 
 def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Finding:

@@ -11,6 +11,7 @@ the fault.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ _FLOOR = 1e-4
 _FORBIDDEN = 1e-6
 """Mass that a sound engine may have where p has none."""
 _SUMMING = 1e-6
+_TRUST = (15.0, 60.0, 250.0)
+_SAME = (0.1, 0.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,17 @@ class Bet:
     log_evidence: float
     weight: float
     mean_tv: float
+
+
+def _grown(weights: Tensor, ratio: Tensor, allowed: Tensor) -> Tensor:
+    """The logarithms by which bets grow at a token: of 1 - w + w a/p, less what rounding may give that.
+
+    Args:
+        weights: w.
+        ratio: a/p of the token.
+        allowed: what rounding may give a bet of weight 1.
+    """
+    return torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)
 
 
 class Bets:
@@ -98,7 +112,7 @@ class Bets:
         usable = answer.gain.isfinite()
         self._far[number] += float(distance[usable].sum())
         ratio, allowed = ratio[usable, None], allowed[usable, None]
-        return (torch.log1p(weights * (ratio - 1.0)) - torch.log1p(weights * allowed + _SUMMING)).sum(dim=0)
+        return _grown(weights, ratio, allowed).sum(dim=0)
 
     @property
     def log_evidence(self) -> float:
@@ -114,3 +128,58 @@ class Bets:
             far = weight * float(self._far[number]) / max(self._tokens, 1)
             found.append(Bet(alternative.name, alternative.fault, float(each[number]), weight, far))
         return sorted(found, key=lambda bet: -bet.log_evidence)
+
+
+# ---------------------------------------------------------------------------------------- bets on counts
+
+
+class Repeated:
+    """Bets on counts behind equal beginnings, for the same few prompts that are asked many times.
+
+    At a beginning that came n times, (counts + c p) / (n + c) is what the next token is expected to follow if the
+    engine has a distribution of its own there: a Dirichlet prior around p with c tokens' worth of trust. Whatever an
+    engine does to the joint distribution of the first tokens shows at some beginning, also where it is no known fault.
+    Other bets are on a token that the last answer had at the same place: answers have it in common if they share their
+    noise.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        self._last: dict[tuple[int, ...], int] = {}
+        self._logs = torch.zeros(len(_TRUST) + len(_SAME), dtype=torch.float64)
+
+    def add(self, answer: AnswerProbs) -> None:
+        """Go on with an answer."""
+        for place, token in enumerate(answer.tokens):
+            beginning = (*answer.question.prompt, -1, *answer.tokens[:place])
+            if bool(answer.gain[place].isfinite()) and not bool(answer.doubtful[place, token]):
+                self._logs += self._of_counts(beginning, answer, place)
+                self._last[beginning] = token
+                self._counts[beginning][token] += 1
+
+    def _of_counts(self, beginning: tuple[int, ...], answer: AnswerProbs, place: int) -> Tensor:
+        """The steps of all bets at one token, of those that are not doubtful; they share the mass that p has there."""
+        counts, p, token = self._counts[beginning], answer.probs[place], answer.tokens[place]
+        total, gain = sum(counts.values()), float(answer.gain[place])
+        if not total:
+            return torch.zeros_like(self._logs)
+        mass = float(p[~answer.doubtful[place]].sum())
+        own = float(p[token]) or _FLOOR
+        seen = torch.tensor(list(counts))
+        shares = torch.tensor([mass * counts[one] / total for one in counts], dtype=torch.float64)
+        distance = float((shares - p[seen]).clamp_min(0.0).sum())
+        last = self._last[beginning]
+        bets = [(total / (total + trust), mass * counts[token] / total, distance) for trust in _TRUST]
+        bets += [(weight, mass * float(token == last), mass - float(p[last])) for weight in _SAME]
+        weights, shares, distances = torch.tensor(bets, dtype=torch.float64).unbind(1)
+        return _grown(weights, shares / own, gain * distances)
+
+    @property
+    def log_evidence(self) -> float:
+        """Logarithm of the mean e-value so far."""
+        return log_mean(self._logs)
+
+    @property
+    def log_shared(self) -> float:
+        """The same of the bets that answers are alike."""
+        return log_mean(self._logs[len(_TRUST) :])

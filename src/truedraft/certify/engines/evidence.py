@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, Events, EventTests, TestResult, log_mean
+from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, EventTests, TokenTests
 from truedraft.certify.engines.alternatives import alternatives_for
 from truedraft.certify.engines.answer_probs import AnswerProbs
-from truedraft.certify.engines.bets import Bet, Bets
-from truedraft.certify.engines.repeated import Repeated
+from truedraft.certify.engines.bets import Bet, Bets, Repeated
 from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
 
@@ -43,8 +42,7 @@ class Evidence:
         self, vocab: int, params: SamplingParams, filters: Sequence[str], drafts: Sequence[str], slack: float
     ) -> None:  # fmt: skip
         self._bets = Bets(alternatives_for(params, filters, drafts))
-        self._events = Events(vocab, 1)
-        self._processes = EventTests(self._events.names, 0.0, slack)
+        self._events = TokenTests(vocab, log_ratio=slack)
         self._outside = EventTests(["tokens that the options forbid"])
         self._repeated = Repeated()
         self.process = EProcess(bets=6.0, events=2.0, counts=1.0, outside=1.0)
@@ -69,7 +67,10 @@ class Evidence:
         if repeated and not self.dropped:
             self._repeated.add(answer)
         self._outside.add(torch.full((len(answer.tokens), 1), _OUTSIDE, dtype=torch.float64), answer.outside[:, None])
-        self._processes.add(*self._of_events(answer), self.dropped / (self._answers + self.dropped))
+        # No draft is known; that is what `coupled` says to the events.
+        nothing = [Decision(place, None, ()) for place in range(len(answer.tokens))]
+        scored = Scored(answer.probs, answer.tokens, answer.question.prompt, nothing, 0, coupled=True)
+        self._events.add(scored, answer.sure, self.dropped / (self._answers + self.dropped))
         self.tokens += len(answer.tokens)
         self.sure += int(answer.sure.sum())
         self.outside += int(answer.outside.sum())
@@ -83,17 +84,9 @@ class Evidence:
         self.dropped += answers
         self._bets.lose(answers * tokens, self._slack)
 
-    def _of_events(self, answer: AnswerProbs) -> tuple[Tensor, Tensor]:
-        """Events of the tokens whose distribution is sure."""
-        nothing = [Decision(place, None, ()) for place in range(len(answer.tokens))]
-        # No draft is known; that is what `coupled` says to the events.
-        scored = Scored(answer.probs, answer.tokens, answer.question.prompt, nothing, 0, coupled=True)
-        chances, hits = self._events.measure(scored)
-        return chances.masked_fill(~answer.sure[:, None], -1.0), hits
-
     def log_parts(self) -> dict[str, float]:
         """The logarithm of each part's evidence so far; each is an e-process, and so is their mean."""
-        parts = {"events": log_mean(self._processes.log_evidence())}
+        parts = {"events": self._events.log_evidence()}
         if self._events_were is not None:
             parts["events"] = self._events_were
         parts["outside"] = float(self._outside.log_evidence()[0])
@@ -102,10 +95,6 @@ class Evidence:
     def bets(self) -> list[Bet]:
         """On each alternative, the most convincing first."""
         return self._bets.results()
-
-    def events(self) -> list[TestResult]:
-        """Of each event that was about a token."""
-        return [test for test in self._processes.results() if test.tokens]
 
     @property
     def fault(self) -> str:
@@ -123,9 +112,7 @@ class Evidence:
 
     def smallest_detectable(self) -> float:
         """Total variation that some test over all tokens finds with probability 0.99, on the event that it is about."""
-        whole = [test for test in self.events() if 2 * test.tokens > self.sure]
-        level = self.process.share("events") / (ALARM * max(1, len(self._events.names)))
-        return max((test.smallest_detectable(level) for test in whole), default=1.0)
+        return self._events.smallest_detectable(self.process.share("events") / ALARM)
 
     def facts(self) -> dict[str, Any]:
         """For the JSON record."""

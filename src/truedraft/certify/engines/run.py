@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
-from truedraft.certify.e_process import ALARM, CERTAIN
+from truedraft.certify.e_process import ALARM, CERTAIN, ENOUGH
 from truedraft.certify.engines import behaviour
 from truedraft.certify.engines.allowance import Allowance, judging_logits, measured_allowance
 from truedraft.certify.engines.alternatives import COPIED, ngram_candidates
@@ -23,20 +23,18 @@ from truedraft.certify.engines.asked import (
     Answered,
     AskedEngine,
     Tell,
+    engine_report,
     greedy_answers,
     groups,
     refuse_unusable,
 )
 from truedraft.certify.engines.evidence import Evidence
-from truedraft.certify.engines.report import engine_report
 from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
 from truedraft.models.base import LanguageModel
 from truedraft.peers import Peer
 
-ENOUGH = 0.06
-"""Total variation that must be detectable, or the evidence is not enough."""
 _LEAST_GREEDY = 32
 """Greedy tokens away from near ties below which nothing is said."""
 
@@ -53,7 +51,6 @@ def certify_engine(
     together: int = 8,
     seconds: float = 300.0,
     tokens: int = TOKENS,
-    sends_seeds: bool = True,
     tell: Tell = lambda part, done: None,
 ) -> Report:
     """Check that an engine answers as a model alone would: its tokens under the model's own forward, and its promises.
@@ -62,14 +59,14 @@ def certify_engine(
         peer: the engine.
         target: the model that it is said to run, best in float32.
         prompts: token ids; the more, the better.
-        params: how it is asked: temperature, top-k, top-p, min-p, penalties; its seed is that of the first request.
+        params: how it is asked: temperature, top-k, top-p, min-p, penalties. With a seed each request is sent one
+            of its own, which count up from it.
         rounded: the same weights as coarse as the engine may hold them, to measure what rounding does.
         drafts: draft models that the engine may use, by name, so that faults of judging are named.
         allowance: how far its log-probabilities may lie from the target's; None measures it.
         together: requests that are asked at once.
         seconds: when to stop at the latest, answers under way apart.
         tokens: of sampled answers that are wanted; less where the evidence is certain before.
-        sends_seeds: whether each request is sent a seed of its own.
         tell: is told a part and the fraction of it that is done.
 
     Raises:
@@ -78,28 +75,28 @@ def certify_engine(
         TruedraftError: the target failed.
     """
     check_run(prompts, target.context_length - STREAM_TOKENS - 1, together, seconds)
-    refuse_unusable(peer, params, sends_seeds)
+    refuse_unusable(peer, params)
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
-    asked, known = AskedEngine(peer, together, params.seed or 0, sends_seeds, target.vocab_size), dict(drafts or {})
-    greedy = greedy_answers(asked, prompts, params, tokens, deadline)
+    asked = AskedEngine(peer, prompts, params, together, target.vocab_size)
+    greedy = greedy_answers(asked, tokens, deadline)
     tell(Part.GREEDY, 1.0)
     measured, differences = measured_allowance(target, rounded, _with_raw(peer, greedy))
     allowed = measured if allowance is None else Allowance(allowance, allowance, "as it was stated")
-    judge = Judge(target, peer.facts.filters, allowed)
-    findings = [_of_greedy(judge, greedy, known, asked)]
+    judge = Judge(target, peer.facts.filters, allowed, drafts)
+    findings = [_of_greedy(judge, greedy, asked)]
     answers: list[Answered] = []
     if not params.greedy:
-        finding, answers, failed = _sampled(judge, asked, prompts, params, known, deadline, tokens, tell)
+        finding, answers, failed = _sampled(judge, asked, deadline, tokens, tell)
         findings.insert(0, finding)
         if failed is not None and not any(each.status is Status.FAILS for each in findings):
             raise failed  # what was answered decides nothing
     findings.append(behaviour.logprobs(differences, allowed, judged=rounded is not None or allowance is not None))
-    findings += _promises(asked, prompts, params, greedy, [*greedy, *answers], judge)
+    findings += _promises(asked, greedy, [*greedy, *answers], judge)
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowed.log_ratio, "allowance_is": allowed.told}
-    return engine_report(findings, [asked], params, now() - began, **more)
+    return engine_report(findings, [asked], now() - began, **more)
 
 
 def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
@@ -112,14 +109,12 @@ def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def _of_greedy(
-    judge: Judge, answered: Sequence[Answered], drafts: Mapping[str, LanguageModel], asked: AskedEngine
-) -> Finding:
+def _of_greedy(judge: Judge, answered: Sequence[Answered], asked: AskedEngine) -> Finding:
     """Greedy tokens at their own prefixes: the likeliest one, or one that rounding cannot tell from it."""
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
-    evidence = _evidence(judge, params, drafts)
+    evidence = _evidence(judge, params)
     for answer in judge.answer_probs(answered):
-        evidence.add(answer, drafted(answer, drafts, judge), repeated=False)
+        evidence.add(answer, drafted(answer, judge), repeated=False)
     ties = evidence.tokens - evidence.sure
     summary = (
         f"{evidence.tokens:,} tokens, {ties} of them at near ties; {evidence.outside} are not the likeliest token by "
@@ -144,14 +139,13 @@ def _tokens_finding(
 
 
 def _sampled(
-    judge: Judge, asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams,
-    drafts: Mapping[str, LanguageModel], deadline: Deadline, tokens: int, tell: Tell,
-) -> tuple[Finding, list[Answered], PeerError | None]:  # fmt: skip
+    judge: Judge, asked: AskedEngine, deadline: Deadline, tokens: int, tell: Tell
+) -> tuple[Finding, list[Answered], PeerError | None]:
     """Sampled tokens until they are enough, the evidence is certain, the time is over, or the engine fails."""
-    evidence = _evidence(judge, params, drafts)
+    evidence = _evidence(judge, asked.params)
     kept: list[Answered] = []
     failed: PeerError | None = None
-    for questions, repeated in groups(asked, prompts, params):
+    for questions, repeated in groups(asked):
         if evidence.tokens >= tokens or deadline.over or CERTAIN in evidence.process.reached:
             break
         try:
@@ -162,7 +156,7 @@ def _sampled(
         kept += answered
         evidence.lose(len(questions) - len(answered), questions[0].params.max_tokens)
         for answer in judge.answer_probs(answered):
-            evidence.add(answer, drafted(answer, drafts, judge), repeated=repeated)
+            evidence.add(answer, drafted(answer, judge), repeated=repeated)
         tell(Part.SAMPLED, min(1.0, max(evidence.tokens / tokens, deadline.fraction)))
     tell(Part.SAMPLED, 1.0)
     return _sampled_finding(evidence, judge, asked), kept, failed
@@ -187,15 +181,15 @@ def _sampled_finding(evidence: Evidence, judge: Judge, asked: AskedEngine) -> Fi
     return _tokens_finding(Part.SAMPLED, name, evidence, asked, enough, summary, evidence.facts())
 
 
-def _evidence(judge: Judge, params: SamplingParams, drafts: Mapping[str, LanguageModel]) -> Evidence:
+def _evidence(judge: Judge, params: SamplingParams) -> Evidence:
     slack = judge.allowance.at(params)
-    return Evidence(judge.target.vocab_size, params, judge.filters, [*drafts, COPIED], slack)
+    return Evidence(judge.target.vocab_size, params, judge.filters, [*judge.drafts, COPIED], slack)
 
 
-def drafted(answer: AnswerProbs, drafts: Mapping[str, LanguageModel], judge: Judge) -> dict[str, Tensor]:
+def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
     """The drafts' distributions at the tokens of an answer, under its options."""
     found = {COPIED: ngram_candidates(answer)}
-    for name, model in drafts.items():
+    for name, model in judge.drafts.items():
         found[name] = torch.zeros_like(answer.probs)
         known = next((place for place, token in enumerate(answer.text) if token >= model.vocab_size), len(answer.text))
         # A row is of what stands before its token: it may be one that the draft does not have, and must not matter.
@@ -216,9 +210,8 @@ def drafted(answer: AnswerProbs, drafts: Mapping[str, LanguageModel], judge: Jud
 
 
 def _promises(
-    asked: AskedEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, greedy: Sequence[Answered],
-    answered: Sequence[Answered], judge: Judge,
-) -> list[Finding]:  # fmt: skip
+    asked: AskedEngine, greedy: Sequence[Answered], answered: Sequence[Answered], judge: Judge
+) -> list[Finding]:
     """Lengths, stop texts and seeds; an engine that fails meanwhile loses nothing of what was found before."""
     found = behaviour.lengths(answered, judge.target)
     tokenizer = judge.target.tokenizer
@@ -226,7 +219,7 @@ def _promises(
         questions = [] if tokenizer is None else behaviour.stop_questions(asked, tokenizer, greedy[:GREEDY_PROMPTS])
         if questions and tokenizer is not None:
             found.insert(0, behaviour.stops(asked.ask(questions), greedy, tokenizer, judge))
-        found += behaviour.seeds(asked, prompts, params)
+        found += behaviour.seeds(asked)
     except PeerError as error:
         name = "stop texts and seeds"
         found.append(Finding(Part.BEHAVIOUR, name, Status.NOT_ENOUGH, f"the engine could be asked no further: {error}"))

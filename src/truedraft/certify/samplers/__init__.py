@@ -1,7 +1,7 @@
 """Others' rejection samplers, white box: run on worlds whose exact answer is known; what is wrong is named."""
 
 from truedraft.certify.samplers.contract import Sampler, load_sampler
-from truedraft.certify.samplers.diagnosis import DEPENDENT, UNKNOWN
+from truedraft.certify.samplers.evidence import DEPENDENT, UNKNOWN
 from truedraft.certify.samplers.run import GOAL, certify_sampler
 
 __all__ = ["DEPENDENT", "GOAL", "UNKNOWN", "Sampler", "certify_sampler", "load_sampler"]

@@ -6,57 +6,34 @@ that starts at 1, and so is a mean of such products: it ever reaches 1 / a with 
 inequality), however many worlds, rows and looks there are. Three kinds of r are taken, a share of the mean for each:
 
 - every known fault (`suspects`), as it is and mixed with p, over all worlds together: few rows are enough for these;
-- any distribution at all, world by world: r is averaged over Dirichlet priors around p, which gives the product in
-  closed form from the counts of the cells;
+- any distribution at all, world by world: r is averaged over Dirichlet priors around p (`counts`);
 - rows that are not independent: pairs of first tokens, of neighbouring rows of a call and of equal rows of two calls,
   again over Dirichlet priors.
-
-Where p is 0 the product is taken with `FLOOR` in its place, which only makes it smaller for a lossless sampler: one
-token that came from a number that was rounded to 0 condemns nobody, a few do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from truedraft.certify.e_process import EProcess, log_mean
+from truedraft.certify.counts import FLOOR, log_dirichlet
+from truedraft.certify.e_process import CERTAIN, EProcess, log_mean
 from truedraft.certify.faults import Fault
 from truedraft.certify.samplers.suspects import joint_of
+from truedraft.certify.samplers.tally import PAIRS, Tally
 from truedraft.certify.samplers.worlds import SamplerWorld
 
-FLOOR = 2.0**-22
-"""What a cell without target probability is taken to have, at least: of the size of a rounding of float32."""
-_CONCENTRATIONS = (4.0, 32.0, 256.0, 2048.0, 16384.0)
-_ELSEWHERE = 0.05  # the share of a prior that is uniform over cells, those without target probability included
 _STRENGTHS = (0.999, 0.5, 0.2, 0.05)
-PAIRS = ("neighbouring rows of a call share their noise", "calls repeat the noise of the call before")
-
-
-@dataclass(slots=True)
-class Counts:
-    """What was seen of one world.
-
-    Attributes:
-        cells: `[cells]`, float64: rows by cell.
-        pairs: `[kinds of pairs, vocab**2]`: pairs of first tokens, by their kind in `PAIRS`.
-    """
-
-    cells: Tensor
-    pairs: Tensor
-
-    @property
-    def rows(self) -> int:
-        """How many rows were seen."""
-        return int(self.cells.sum())
+UNKNOWN = "none of the known faults"
+DEPENDENT = "rows share their noise"
 
 
 class Evidence:
-    """Counts of all worlds, and what they say.
+    """What the counts of all worlds say.
 
     Args:
         worlds: that are tested.
@@ -64,38 +41,25 @@ class Evidence:
 
     Attributes:
         suspects: these.
-        counts: of each world.
+        tallies: counts of each world.
         process: the e-value when so many rows were seen.
     """
 
     def __init__(self, worlds: Sequence[SamplerWorld], suspects: Sequence[Fault]) -> None:
-        self._worlds = worlds
         self.suspects = suspects
-        self.counts = [
-            Counts(torch.zeros_like(world.joint), world.joint.new_zeros(len(PAIRS), world.vocab**2)) for world in worlds
-        ]
+        self.tallies = [Tally(world) for world in worlds]
         self._ratios = [_ratios(world, suspects) for world in worlds]
         self.process = EProcess(known=0.45, any=0.45, pairs=0.1)
 
     @property
     def rows(self) -> int:
         """How many rows were seen in all worlds."""
-        return sum(each.rows for each in self.counts)
-
-    def add(self, world: int, cells: Sequence[Tensor]) -> None:
-        """Go on with two calls of equal rows of a world, by its number: their cells `[batch]` each."""
-        counts, own = self.counts[world], self._worlds[world]
-        counts.cells += torch.cat(list(cells)).bincount(minlength=len(counts.cells))
-        first, second = (each // own.vocab**own.drafted for each in cells)
-        beside = torch.cat([each[: len(each) // 2 * 2].view(-1, 2) for each in (first, second)])
-        for kind, (one, other) in enumerate((beside.unbind(1), (first, second))):
-            counts.pairs[kind] += (one * own.vocab + other).bincount(minlength=own.vocab**2)
+        return sum(each.rows for each in self.tallies)
 
     def merge(self, other: Evidence) -> None:
         """Add the rows of another run over the same worlds."""
-        for mine, its in zip(self.counts, other.counts, strict=True):
-            mine.cells += its.cells
-            mine.pairs += its.pairs
+        for mine, its in zip(self.tallies, other.tallies, strict=True):
+            mine.merge(its)
 
     def log_e(self) -> float:
         """The logarithm of the e-value against "the sampler is lossless"."""
@@ -111,16 +75,16 @@ class Evidence:
 
     def log_e_of_worlds(self) -> list[float]:
         """The logarithm of each world's e-value against its joint distribution, whatever else it follows."""
-        return [log_dirichlet(each.cells, world.joint) for each, world in zip(self.counts, self._worlds, strict=True)]
+        return [log_dirichlet(each.cells, each.world.joint) for each in self.tallies]
 
     def log_dependence(self) -> Tensor:
         """How much likelier pairs are as pairs than as two rows of any distribution, the logarithm, for each of
         `PAIRS`: a sampler whose single tokens are wrong already is not called dependent for that."""
         found = self._of_pairs()
-        for world, (counts, own) in enumerate(zip(self.counts, self._worlds, strict=True)):
-            for kind, pairs in enumerate(counts.pairs.view(-1, own.vocab, own.vocab)):
+        for number, tally in enumerate(self.tallies):
+            for kind, pairs in enumerate(tally.pairs.view(-1, tally.world.vocab, tally.world.vocab)):
                 for alone in (pairs.sum(0), pairs.sum(1)):
-                    found[world, kind] -= log_dirichlet(alone, own.target[0][0])
+                    found[number, kind] -= log_dirichlet(alone, tally.world.target[0][0])
         return found.sum(0)
 
     def log_likelihoods(self) -> Tensor:
@@ -129,44 +93,16 @@ class Evidence:
 
     def _of_suspects(self) -> Tensor:
         """`[suspects, strengths]`, over all worlds."""
-        terms = [ratios @ each.cells for each, ratios in zip(self.counts, self._ratios, strict=True)]
+        terms = [ratios @ each.cells for each, ratios in zip(self.tallies, self._ratios, strict=True)]
         return torch.stack(terms).sum(0)
 
     def _of_pairs(self) -> Tensor:
         """`[worlds, kinds of pairs]`."""
         found = []
-        for counts, world in zip(self.counts, self._worlds, strict=True):
-            alone = torch.outer(world.target[0][0], world.target[0][0]).flatten()
-            found.append([log_dirichlet(own, alone) for own in counts.pairs])
+        for tally in self.tallies:
+            alone = torch.outer(tally.world.target[0][0], tally.world.target[0][0]).flatten()
+            found.append([log_dirichlet(own, alone) for own in tally.pairs])
         return torch.tensor(found, dtype=torch.float64)
-
-
-def log_dirichlet(counts: Tensor, probs: Tensor) -> float:
-    """The logarithm of the averaged likelihood ratio of counts against a distribution.
-
-    The prior is a mean of Dirichlet distributions with parameters c b, b nearly `probs`, for several c. With n rows,
-    n_i of them in cell i, one c gives
-
-        Gamma(c) / Gamma(c + n) times the product over i of Gamma(c b_i + n_i) / (Gamma(c b_i) p_i^n_i).
-
-    Args:
-        counts: `[cells]`, float64.
-        probs: `[cells]`, float64.
-    """
-    return float(log_dirichlets(counts[None], probs)[0])
-
-
-def log_dirichlets(counts: Tensor, probs: Tensor) -> Tensor:
-    """The same for several counts `[samples, cells]`: `[samples]`."""
-    base = (1.0 - _ELSEWHERE) * probs + _ELSEWHERE / len(probs)
-    rows = counts.sum(-1)
-    against = counts @ probs.clamp_min(FLOOR).log()
-    logs = []
-    for c in _CONCENTRATIONS:
-        prior = c * base
-        inside = (torch.lgamma(prior + counts) - torch.lgamma(prior)).sum(-1)
-        logs.append(math.lgamma(c) - torch.lgamma(rows + c) + inside - against)
-    return torch.logsumexp(torch.stack(logs), 0) - math.log(len(logs))
 
 
 def _ratios(world: SamplerWorld, suspects: Sequence[Fault]) -> Tensor:
@@ -177,3 +113,57 @@ def _ratios(world: SamplerWorld, suspects: Sequence[Fault]) -> Tensor:
     mixed = strength * r + (1.0 - strength) * p
     # A cell that neither has is as unlikely under both: it says nothing of this suspect.
     return torch.where(mixed > 0.0, mixed.clamp_min(1e-300).log() - p.clamp_min(FLOOR).log(), 0.0)
+
+
+# ------------------------------------------------------------------------------------------ what is wrong, by name
+
+
+def diagnose(evidence: Evidence) -> dict[str, Any]:
+    """Name the fault.
+
+    Every known fault has a likelihood in closed form, and so has the free fit (a Dirichlet average in each world, which
+    pays for its freedom): the likeliest is named. Rows that depend on each other come first: under them no likelihood
+    of single rows means anything.
+
+    Args:
+        evidence: of all rows.
+
+    Returns:
+        The fault, `UNKNOWN` where no known one explains the tokens as well as a free fit of each world; its detail, how
+        or how much; the next fault of another name, and how much less likely the tokens are under that; what else was
+        seen, a sentence each.
+    """
+    logs = evidence.log_likelihoods()
+    order = logs.argsort(descending=True).tolist()
+    best = evidence.suspects[order[0]]
+    other = next(number for number in order if evidence.suspects[number].name != best.name)
+    lead = float(logs[order[0]] - logs[other]) / math.log(10.0)
+    free = sum(evidence.log_e_of_worlds())
+    pairs = evidence.log_dependence()
+    kind = int(pairs.argmax())
+    found = {
+        "fault": best.name,
+        "detail": best.detail,
+        "log10_over_next": lead,
+        "next_fault": evidence.suspects[other].name,
+        "notes": _notes(evidence),
+    }
+    if float(pairs[kind]) >= math.log(CERTAIN):
+        return found | {"fault": DEPENDENT, "detail": PAIRS[kind], "next_fault": best.name}
+    if float(logs[order[0]]) < free:
+        return found | {"fault": UNKNOWN, "detail": f"the nearest is {best.name!r} ({best.detail})"}
+    return found
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    """What can be seen in single rows."""
+    strays, forbidden = (sum(getattr(each, name) for each in evidence.tallies) for name in ("strays", "forbidden"))
+    rows = evidence.rows
+    notes = []
+    if strays:
+        notes.append(
+            f"{strays} of {rows} rows go on behind a token that was not drafted: nobody knows the target there"
+        )
+    if forbidden:
+        notes.append(f"{forbidden} tokens in {rows} rows have target probability 0")
+    return notes

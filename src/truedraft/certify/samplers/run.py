@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from truedraft.certify.checks import PATIENCE, Deadline, Finding, Part, Status, Tell, now
+from truedraft.certify.counts import smallest_detectable, total_variation, variation_by_chance
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.report import Report, evidence_words
 from truedraft.certify.samplers.contract import Sampler
-from truedraft.certify.samplers.detectable import smallest_detectable
-from truedraft.certify.samplers.diagnosis import diagnose
-from truedraft.certify.samplers.evidence import Evidence
+from truedraft.certify.samplers.evidence import Evidence, diagnose
 from truedraft.certify.samplers.suspects import suspects
-from truedraft.certify.samplers.tally import Tally, total_variation, variation_by_chance, worst_places
+from truedraft.certify.samplers.tally import worst_places
 from truedraft.certify.samplers.worlds import SamplerWorld, sampler_worlds
 from truedraft.errors import OptionError
 
@@ -36,10 +35,8 @@ _NAMED = 1_000  # of each world, to name a fault
 class _Run:
     """A run under way."""
 
-    worlds: Sequence[SamplerWorld]
     seeds: random.Random
     evidence: Evidence
-    tallies: list[Tally]
     tokens: int = 0
     batch: float = _FIRST
 
@@ -51,21 +48,21 @@ class _Run:
     @property
     def rows_of_each(self) -> int:
         """Rows of each world."""
-        return self.evidence.rows // len(self.worlds)
+        return self.evidence.rows // len(self.evidence.tallies)
 
     def go_on(self, sampler: Sampler) -> None:
         """Two calls in each world, and a look at the evidence."""
         batch = int(self.batch)
-        for number, world in enumerate(self.worlds):
+        for tally in self.evidence.tallies:
             cells = []
             for _ in range(2):
                 generator = torch.Generator().manual_seed(self.seeds.getrandbits(63))
-                rows = world.rows(batch, generator)
+                rows = tally.world.rows(batch, generator)
                 emitted = sampler.emit(rows, self.seeds.getrandbits(31))
-                self.tallies[number].add(rows, emitted)
+                tally.add(rows, emitted)
                 self.tokens += int((emitted >= 0).sum())
-                cells.append(world.cells(emitted, generator))
-            self.evidence.add(number, cells)
+                cells.append(tally.world.cells(emitted, generator))
+            tally.count(cells)
         self.evidence.process.see(self.evidence.log_parts(), (self.evidence.rows, self.tokens))
         self.batch = min(_LARGEST, self.batch * _GROWTH)
 
@@ -112,8 +109,7 @@ def certify_sampler(
     time, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
 
     def run(number: int, done: Callable[[_Run], bool]) -> _Run:
-        seeds = random.Random(f"{seed}/{number}")
-        own = _Run(worlds, seeds, Evidence(worlds, suspects()), [Tally(world) for world in worlds])
+        own = _Run(random.Random(f"{seed}/{number}"), Evidence(worlds, suspects()))
         while not own.rows_of_each or not done(own):
             own.go_on(sampler)
             tell(min(1.0, max(own.rows_of_each / rows, (time if number == 0 else patience).fraction)))
@@ -137,19 +133,15 @@ def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], se
     """What the runs come to; those behind the first are merged into it."""
     facts = [run.facts() for run in runs]
     found = [run.deviates for run in runs]
-    evidence, tallies = runs[0].evidence, runs[0].tallies
+    evidence = runs[0].evidence
     for other in runs[1:]:
         evidence.merge(other.evidence)
-        for tally, more in zip(tallies, other.tallies, strict=True):
-            tally.merge(more)
-    worlds = _of_worlds(runs[0].worlds, evidence)
-    diagnosis = diagnose(evidence, tallies) if any(found) else {}
-    rows = sum(tally.rows for tally in tallies)
+    worlds, rows, tallies = _of_worlds(evidence), evidence.rows, evidence.tallies
+    diagnosis = diagnose(evidence) if any(found) else {}
     kept, by_rule = (sum(getattr(each, name) for each in tallies) / rows for name in ("accepted", "accepted_by_rule"))
-    places = worst_places(tallies, evidence.counts)
     return Report(
         "Certificate of a sampler",
-        [_verdict(facts, found, worlds, diagnosis), *worlds, *places],
+        [_verdict(facts, found, worlds, diagnosis), *worlds, *worst_places(tallies)],
         f"{sampler.name}, {rows:,} rows",
         [*map(_note, itertools.count(1), facts), _kept(kept, by_rule), *diagnosis.get("notes", ())],
         {**about, "runs": facts, "accepted": kept, "accepted_by_rule": by_rule},
@@ -191,17 +183,18 @@ def _kept(kept: float, by_rule: float) -> str:
     return f"{kept:.3f} drafted tokens kept for each row; speculative sampling keeps {by_rule:.3f}, token by token"
 
 
-def _of_worlds(worlds: Sequence[SamplerWorld], evidence: Evidence) -> list[Finding]:
+def _of_worlds(evidence: Evidence) -> list[Finding]:
     """Of each world how far tokens are from the exact distribution, and what so many rows would have shown."""
-    needed = math.log(CERTAIN * len(worlds) / evidence.process.share("any"))
+    needed = math.log(CERTAIN * len(evidence.tallies) / evidence.process.share("any"))
     found = []
-    for world, counts, log_e in zip(worlds, evidence.counts, evidence.log_e_of_worlds(), strict=True):
+    for tally, log_e in zip(evidence.tallies, evidence.log_e_of_worlds(), strict=True):
+        world, rows = tally.world, tally.rows
         facts = {
-            "rows": counts.rows,
+            "rows": rows,
             "log10_e": log_e / math.log(10.0),
-            "total_variation": total_variation(counts.cells, world.joint),
-            "by_chance": variation_by_chance(counts.rows, world.joint),
-            "smallest_detectable_tv": smallest_detectable(world.joint, counts.rows, needed),
+            "total_variation": total_variation(tally.cells, world.joint),
+            "by_chance": variation_by_chance(rows, world.joint),
+            "smallest_detectable_tv": smallest_detectable(world.joint, rows, needed),
         }
         summary = (
             "{rows:,} rows: total variation {total_variation:.4f}, by chance {by_chance:.4f}, smallest detectable "

@@ -76,11 +76,6 @@ def _judging(form: forms.Form) -> Step:
 _SOUND = _judging(forms.sound)
 
 
-def emitted_by_rule(world: SamplerWorld) -> Tensor:
-    """What speculative sampling without a fault emits: the target's joint distribution."""
-    return _joint(world)
-
-
 def accepted_by_rule(world: SamplerWorld) -> float:
     """How many drafted tokens of a row speculative sampling keeps on average, token by token."""
     reach, kept = torch.ones(1, dtype=torch.float64), 0.0

@@ -1,4 +1,4 @@
-"""What is counted beside cells, to say where a sampler goes wrong: acceptance, places, tokens that must not come."""
+"""What is counted of a sampler in one world: cells, pairs, and where it goes wrong (acceptance, places, bad tokens)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.checks import Finding, Part, Status
-from truedraft.certify.samplers.evidence import Counts
+from truedraft.certify.counts import total_variation, variation_by_chance
 from truedraft.certify.samplers.suspects import accepted_by_rule
 from truedraft.certify.samplers.worlds import Rows, SamplerWorld
 from truedraft.core import probs as L
+
+PAIRS = ("neighbouring rows of a call share their noise", "calls repeat the noise of the call before")
 
 
 class Tally:
@@ -20,11 +22,20 @@ class Tally:
 
     Args:
         world: that rows are of.
+
+    Attributes:
+        world: this.
+        cells: `[cells]`, float64: rows by cell.
+        pairs: `[kinds of pairs, vocab**2]`: pairs of first tokens, by their kind in `PAIRS`.
+        accepted: drafted tokens that were kept.
+        strays: rows that go on behind a token that was not drafted.
+        forbidden: tokens without target probability.
     """
 
     def __init__(self, world: SamplerWorld) -> None:
-        self._world = world
-        self.rows = 0
+        self.world = world
+        self.cells = torch.zeros_like(world.joint)
+        self.pairs = world.joint.new_zeros(len(PAIRS), world.vocab**2)
         self.accepted = 0
         self.strays = 0
         self.forbidden = 0
@@ -32,15 +43,28 @@ class Tally:
         self._bonus = torch.zeros(2, world.vocab, dtype=torch.float64)  # observed, expected
 
     @property
+    def rows(self) -> int:
+        """How many rows were seen."""
+        return int(self.cells.sum())
+
+    @property
     def accepted_by_rule(self) -> float:
         """Drafted tokens that speculative sampling would have kept of as many rows, token by token."""
-        return self.rows * accepted_by_rule(self._world)
+        return self.rows * accepted_by_rule(self.world)
+
+    def count(self, calls: Sequence[Tensor]) -> None:
+        """Count the cells `[batch]` of two calls of equal rows."""
+        vocab = self.world.vocab
+        self.cells += torch.cat(list(calls)).bincount(minlength=len(self.cells))
+        first, second = (each // vocab**self.world.drafted for each in calls)
+        beside = torch.cat([each[: len(each) // 2 * 2].view(-1, 2) for each in (first, second)])
+        for kind, (one, other) in enumerate((beside.unbind(1), (first, second))):
+            self.pairs[kind] += (one * vocab + other).bincount(minlength=vocab**2)
 
     def add(self, rows: Rows, emitted: Tensor) -> None:
-        """Count rows and what a sampler made of them, `[batch, k + 1]`."""
-        world, drafted = self._world, self._world.drafted
+        """Look at rows and what a sampler made of them, `[batch, k + 1]`."""
+        world, drafted = self.world, self.world.drafted
         lengths = (emitted >= 0).sum(-1)
-        self.rows += len(rows)
         self.accepted += int((lengths - 1).sum())
         last_but = torch.arange(drafted) < (lengths - 1)[:, None]
         self.strays += int(((emitted[:, :-1] != rows.draft_tokens) & last_but).any(-1).sum())
@@ -58,25 +82,22 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add the rows of another run over the same world."""
-        self.rows += other.rows
+        self.cells += other.cells
+        self.pairs += other.pairs
         self.accepted += other.accepted
         self.strays += other.strays
         self.forbidden += other.forbidden
         self._recovered += other._recovered
         self._bonus += other._bonus
 
-    def places(self, counts: Counts) -> list[Finding]:
-        """How far tokens are from the target, by place; of recovered and bonus tokens as speculative sampling has them.
-
-        Args:
-            counts: of the same rows.
-        """
-        world = self._world
+    def places(self) -> list[Finding]:
+        """How far tokens are from the target, by place; recovered and bonus tokens as speculative sampling has them."""
+        world = self.world
         found = []
         shape = (world.vocab,) * (world.drafted + 1)
         for place in range(world.drafted + 1):
             others = [axis for axis in range(world.drafted + 1) if axis != place]
-            observed, exact = (each.view(shape).sum(others) for each in (counts.cells, world.joint))
+            observed, exact = (each.view(shape).sum(others) for each in (self.cells, world.joint))
             found.append(_place(f"token {place + 1}", world, observed, exact))
         recovered = L.residual(world.target[0][0], world.draft[0][0])
         found.append(_place("recovered at the first token", world, self._recovered, recovered))
@@ -85,11 +106,11 @@ class Tally:
         return [each for each in found if each.facts["rows"]]
 
 
-def worst_places(tallies: Sequence[Tally], counts: Sequence[Counts]) -> list[Finding]:
+def worst_places(tallies: Sequence[Tally]) -> list[Finding]:
     """Of each place its worst world, by how much farther tokens are than by chance."""
     worst: dict[str, Finding] = {}
-    for tally, own in zip(tallies, counts, strict=True):
-        for place in tally.places(own):
+    for tally in tallies:
+        for place in tally.places():
             worst[place.name] = max(worst.get(place.name, place), place, key=_excess)
     return list(worst.values())
 
@@ -97,16 +118,6 @@ def worst_places(tallies: Sequence[Tally], counts: Sequence[Counts]) -> list[Fin
 def _excess(place: Finding) -> float:
     by_chance, off = place.facts["by_chance"], float(place.facts["total_variation"])
     return off / by_chance if by_chance else math.inf * off if off else 0.0
-
-
-def total_variation(counts: Tensor, probs: Tensor) -> float:
-    """Between frequencies `[cells]` and probabilities `[cells]`."""
-    return float((counts / counts.sum().clamp_min(1.0) - probs).abs().sum()) / 2.0
-
-
-def variation_by_chance(rows: int, probs: Tensor) -> float:
-    """The mean total variation between so many rows and what they are drawn from, by the normal approximation."""
-    return float((2.0 * probs * (1.0 - probs) / (math.pi * max(rows, 1))).sqrt().sum()) / 2.0
 
 
 def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Finding:
