@@ -178,7 +178,7 @@ class QuantizedFolder:
             return None
         for name, stored in self._codes.items():
             weight = parameters[name]
-            if stored.shape is not None and stored.shape != tuple(weight.shape):
+            if stored.shape != tuple(weight.shape):
                 raise ModelError(
                     f"{self._name!r} has {name!r} of the shape {list(stored.shape)}, and its config.json asks for "
                     f"{list(weight.shape)}; fetch its files again, or mend config.json"
