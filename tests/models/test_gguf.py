@@ -26,7 +26,7 @@ from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scrat
 from truedraft.models.base import Segment
 from truedraft.models.gguf import quantized_of
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.quantized import GROUP, QuantizedWeight
+from truedraft.models.quantized import GROUP, QuantizedWeight, StoredWeight
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 SHAPES = [(130, 512), (64, 256), (17, 768)]
@@ -60,6 +60,11 @@ def reference(kind: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
     return torch.from_numpy(gguf.dequantize(data, GGMLQuantizationType[kind]))
 
 
+def kept(weight: QuantizedWeight, together: int | None = None) -> StoredWeight:
+    """As a file's reader would give it."""
+    return StoredWeight(weight.form, weight.rows, (len(weight), weight.inputs), weight.order, together)
+
+
 def decoded(weights: Weights, library: Any, linear: CLinear) -> Tensor:
     """The weights that a layer's memory says, all its pieces one behind another."""
     found: list[Tensor] = []
@@ -84,7 +89,9 @@ def test_numbers_are_bit_equal_to_those_of_the_gguf_package(kind: str) -> None:
         for dtype in DTYPES:
             library = library_for(dtype)
             weights = Weights(library)
-            assert torch.equal(decoded(weights, library, weights._coded([weight], None, False)), reference(kind, data))
+            for together in (None, UNIT):  # read whole, and a unit at a time
+                linear = weights._coded([kept(weight, together)], None, False)
+                assert torch.equal(decoded(weights, library, linear), reference(kind, data))
 
 
 def test_parts_that_are_quantised_in_other_ways_lie_behind_each_other() -> None:
@@ -92,7 +99,7 @@ def test_parts_that_are_quantised_in_other_ways_lie_behind_each_other() -> None:
     kinds = ("Q4_K", "Q4_K", "Q6_K", "Q8_0")
     data = [random_blocks(kind, out, 256, out) for kind, out in zip(kinds, (80, 48, 64, 16), strict=True)]
     weights = Weights(library)
-    linear = weights._coded([quantized_of(*each) for each in zip(kinds, data, strict=True)], None, False)
+    linear = weights._coded([kept(quantized_of(*each)) for each in zip(kinds, data, strict=True)], None, False)
     assert [piece.bits for piece in pieces(linear)] == [4, 6, 8]
     expected = torch.cat([reference(*each) for each in zip(kinds, data, strict=True)])
     assert torch.equal(decoded(weights, library, linear), expected)
@@ -130,7 +137,7 @@ def test_products_equal_a_reference(kind: str, dtype: torch.dtype) -> None:
     for seed, (out, inputs) in enumerate(SHAPES):
         weight = quantized_of(kind, random_blocks(kind, out, inputs, seed))
         weights = Weights(library)
-        head = as_function(library, weights, weights._coded([weight], None, False), dtype)
+        head = as_function(library, weights, weights._coded([kept(weight)], None, False), dtype)
         x = torch.randn(9, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
         x[0, :GROUP] = 0.0
         expected = products(weight, x)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.test_gguf import as_function
+from models.test_gguf import as_function, kept
 from support.gguf_files import TYPES, random_blocks, write
 from support.pairwise import some_of
 from truedraft import load_model
@@ -50,7 +50,7 @@ def test_products_are_those_of_the_fastest_path(slower: tuple[str, Any], kind: s
     found = []
     for each in (built(torch.float32).library, library):
         weights = Weights(each)
-        found.append(as_function(each, weights, weights._coded([weight], None, False), torch.float32).logits(x))
+        found.append(as_function(each, weights, weights._coded([kept(weight)], None, False), torch.float32).logits(x))
     if "one by one" in named:  # such processors add and multiply in two steps
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
     else:

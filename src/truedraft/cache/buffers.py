@@ -90,12 +90,15 @@ class Buffers:
         doubled = max(2 * self.capacity, _FIRST_CAPACITY)
         self.capacity = max(needed, min(doubled, key_span(limit)))
         self.generation += 1
-        self._keys = [self._grown(keys.transpose(1, 2)).transpose(1, 2).contiguous() for keys in self._keys]
-        self._values = [self._grown(values) for values in self._values]
+        for call in range(len(self._keys)):  # one by one: old beside new takes half as much again
+            self._keys[call] = self._grown(self._keys[call], 2)
+            self._values[call] = self._grown(self._values[call], 1)
 
-    def _grown(self, buffer: Tensor) -> Tensor:
-        larger = buffer.new_zeros(buffer.shape[0], self.capacity, buffer.shape[2])
-        larger[:, : self._start] = buffer[:, : self._start]
+    def _grown(self, buffer: Tensor, axis: int) -> Tensor:
+        shape = list(buffer.shape)
+        shape[axis] = self.capacity
+        larger = buffer.new_zeros(shape)
+        larger.narrow(axis, 0, self._start).copy_(buffer.narrow(axis, 0, self._start))
         return larger
 
     def addressed(

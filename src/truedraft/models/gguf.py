@@ -42,6 +42,7 @@ from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 INDEX = "gguf.json"
 _FORMAT = 4
 _MAGIC = b"GGUF"
+_PIECE, _WHOLE = 1 << 22, 64  # codes that are read at a time, of outputs in whole units of the native products
 _FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
 _BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
 _log = logging.getLogger(__name__)
@@ -467,4 +468,7 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, file: BinaryIO, processor:
         which = index.numpy() if isinstance(index, Tensor) else index
         return quantized_of(stored.kind, stored.data(file)[which if as_stored else order[which]])
 
-    weight.quantized = StoredWeight(_READERS[stored.kind][2], rows)  # type: ignore[attr-defined]
+    out, inputs = stored.shape[0], stored.shape[-1]
+    together = max(_PIECE // inputs // _WHOLE * _WHOLE, _WHOLE)
+    form = _READERS[stored.kind][2]
+    weight.quantized = StoredWeight(form, rows, (out, inputs), together=together)  # type: ignore[attr-defined]

@@ -214,7 +214,7 @@ def _grouped(
         scheme = Scheme.ZEROED if narrow else Scheme.WIDE_ZEROED
     moved = None if torch.equal(order, torch.arange(inputs)) else order.int()
     read = partial(_read, bits, scheme, codes, kept if narrow else scales.float(), zeros, of_piece, moved)
-    return StoredWeight((bits, scheme), read, moved, (len(scales), inputs))
+    return StoredWeight((bits, scheme), read, (len(scales), inputs), moved)
 
 
 def _read(

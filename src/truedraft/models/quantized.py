@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -125,18 +125,27 @@ class StoredWeight:
     Attributes:
         form: of what is read.
         rows: reads some outputs.
+        shape: `[out, in]` of all that can be read.
         order: of what is read.
-        shape: of all that can be read, where it is known before; else None.
+        together: outputs that are read at a time where all are wanted one after another; None for all of them, where
+            some take as long.
     """
 
     form: tuple[int, Scheme]
     rows: Callable[[Tensor | slice], QuantizedWeight]
+    shape: tuple[int, int]
     order: Tensor | None = None
-    shape: tuple[int, int] | None = None
+    together: int | None = None
 
     def read(self) -> QuantizedWeight:
         """All outputs."""
         return self.rows(slice(None))
+
+    def pieces(self) -> Iterator[QuantizedWeight]:
+        """All outputs, a few at a time: codes of all would take much memory beside what is made of them."""
+        step = self.together or self.shape[0]
+        for first in range(0, self.shape[0], step):
+            yield self.rows(slice(first, first + step))
 
 
 def quantized_of(weight: Tensor) -> StoredWeight | None:
@@ -169,10 +178,14 @@ def in_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
     parts = weight.detach().chunk(2)
     stored, count = quantized_of(weight), len(parts[0])
     if stored is not None:
-        for part, half in zip(parts, (slice(count), slice(count, None)), strict=True):
-            part.quantized = replace(stored, rows=partial(_rows, stored, half), shape=None)  # type: ignore[attr-defined]
+        for part, first in zip(parts, (0, count), strict=True):
+            rows, shape = partial(_rows, stored, first, count), (count, stored.shape[1])
+            part.quantized = replace(stored, rows=rows, shape=shape)  # type: ignore[attr-defined]
     return parts[0], parts[1]
 
 
-def _rows(stored: StoredWeight, half: slice, rows: Tensor | slice) -> QuantizedWeight:
-    return stored.rows(half).rows(rows)
+def _rows(stored: StoredWeight, first: int, count: int, rows: Tensor | slice) -> QuantizedWeight:
+    if isinstance(rows, Tensor):
+        return stored.rows(first + rows)
+    begin, end, step = rows.indices(count)
+    return stored.rows(slice(first + begin, first + end, step))

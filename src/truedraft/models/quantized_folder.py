@@ -178,7 +178,7 @@ class QuantizedFolder:
             return None
         for name, stored in self._codes.items():
             weight = parameters[name]
-            self._refuse_other_shape(name, weight, weight.shape if stored.shape is None else stored.shape)
+            self._refuse_other_shape(name, weight, stored.shape)
             weight.quantized = stored
         for name in self._plain:
             self._fill(parameters[name], name)

@@ -41,7 +41,7 @@ from truedraft.models.backends.native.memory import (
 )
 from truedraft.models.base import HeadRun
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
-from truedraft.models.mapped import forget_pages
+from truedraft.models.mapped import forget_pages, return_freed_memory
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.quantized import Scheme, in_halves, quantized_of
@@ -244,6 +244,8 @@ class NativeBackend(Backend):
             raise CacheError("a cache of another model was given; make it by this model's new_cache")
         known = self._caches.get(buffers)
         if known is None or known.generation != buffers.generation:
+            if known is not None:
+                return_freed_memory()  # what the buffers were before they grew
             known = self._caches[buffers] = _Addresses(buffers, *self._cache_shape, self._dtype)
         return known
 

@@ -44,6 +44,11 @@
 #define NEAR (1 << 23) /* weights of all MLPs' gates that caches hold with all others */
 #define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
 #define TILE 8   /* queries of attention that are computed together */
+#define SHARED 8 /* rows from which on inputs of products are made once for all threads, and attention is cut into pieces */
+#define PIECE 8 /* rows of such a piece; half as many where there are few, for both of two threads to have some */
+
+/* Whoever has it reads inputs that others may be writing over, where its thread comes late: see team.h. */
+#define MAY_BE_LATE __attribute__((no_sanitize("thread")))
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -213,12 +218,17 @@ typedef struct {
     int64_t rows, keys, room, listed; /* room: of a thread's inputs */
 } Scratch;
 
-enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, SETTLE, PICK, RANK, CHOOSE, MERGE };
+enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, READY, REMEMBER, REGARD, SETTLE, PICK, RANK, CHOOSE, MERGE };
 
 /* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
-static int64_t tile_rows(int64_t rows) {
-    const int64_t tiles = (rows + ROWS - 1) / ROWS;
+static int64_t tile_rows(const Linear *l, int64_t rows) {
+    const int64_t most = l->bits ? TOGETHER : ROWS, tiles = (rows + most - 1) / most;
     return rows ? (rows + tiles - 1) / tiles : 1;
+}
+
+/* Floats that a row takes as inputs of a product. */
+static int64_t input_floats(const Linear *l) {
+    return l->bits ? groups_of(l) * (int64_t)(sizeof(Inputs) / sizeof(float)) : l->read;
 }
 
 /* Copies rows, which another thread may be writing over: what a thread that comes late reads is of no use to it, nor used. */
@@ -230,19 +240,20 @@ __attribute__((noinline, no_sanitize("thread"))) static void fetch(
             *(some *)(to + r * stride + i) = *(const volatile some *)(x + r * x_stride + i);
 }
 
-/* Rows of x `[rows][stride]` as `[tiles][inputs][rows of the tile]`: a product then reads them one behind another. Where
- * inputs are multiplied in pairs, a pair lies in the place of one. */
-static void gather(const element *x, int64_t stride, int64_t rows, int64_t inputs, float *out) {
-    const int64_t size = tile_rows(rows);
+/* What products of a layer with rows of x `[rows][stride]` read, one behind another: `[tiles][inputs][rows of the tile]`,
+ * or groups of quantised inputs in place of inputs. Where inputs are multiplied in pairs, a pair lies in the place of one. */
+static void arrange(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
+    const int64_t size = tile_rows(l, rows), inputs = input_floats(l);
     for (int64_t r = 0; r < rows; r += size) {
         const int64_t n = rows - r < size ? rows - r : size;
         for (int64_t i = 0; i < n; i++) {
             const element *from = x + (r + i) * stride;
             float *to = out + r * inputs + i;
+            if (l->bits) gather_quantized(l, from, n, (Inputs *)(out + r * inputs) + i);
 #if PAIRED
-            for (int64_t k = 0; k < inputs / 2; k++) memcpy(to + k * n, from + 2 * k, sizeof *to);
+            else for (int64_t k = 0; k < inputs / 2; k++) memcpy(to + k * n, from + 2 * k, sizeof *to);
 #else
-            for (int64_t k = 0; k < inputs; k++) to[k * n] = wide(from[k]);
+            else for (int64_t k = 0; k < inputs; k++) to[k * n] = wide(from[k]);
 #endif
         }
     }
@@ -251,7 +262,7 @@ static void gather(const element *x, int64_t stride, int64_t rows, int64_t input
 /* Adds the products of some cells to the sums `[rows][SUMS]` of a tile, for some vectors of outputs; meanwhile parts of
  * `fetch` blocks behind these, from `ahead` on, are brought near, `apart` of each for a cell: memory would wait for the
  * sums otherwise. */
-static inline __attribute__((always_inline)) void tile(
+static inline __attribute__((always_inline)) MAY_BE_LATE void tile(
     const cell *w, int64_t block, int64_t cells, const float *x, const int rows, const int vectors, lanes (*sum)[SUMS],
     const cell *ahead, const int fetch, int64_t apart) {
     lanes acc[MOST][ROWS];
@@ -292,7 +303,7 @@ static inline __attribute__((always_inline)) void tile(
 
 /* Two vectors of outputs and any rows; the first tiles of a group bring the blocks behind these near, shared out so that
  * memory and sums keep each other waiting least. */
-static void narrow_tile(const cell *w, int64_t block, int64_t cells, const float *x, int rows, lanes (*sum)[SUMS], int number, int tiles) {
+static MAY_BE_LATE void narrow_tile(const cell *w, int64_t block, int64_t cells, const float *x, int rows, lanes (*sum)[SUMS], int number, int tiles) {
 #if LANES == 16
     const cell *ahead = w + (2 + (number == 1)) * block;
     const int fetch = tiles == 1 ? 2 : number < 2, apart = BLOCK;
@@ -315,7 +326,7 @@ static void narrow_tile(const cell *w, int64_t block, int64_t cells, const float
 }
 
 /* So few rows that more vectors of outputs fit the registers; returns how many were taken. */
-static int wide_tile(const cell *w, int64_t block, int64_t cells, const float *x, int rows, lanes (*sum)[SUMS]) {
+static MAY_BE_LATE int wide_tile(const cell *w, int64_t block, int64_t cells, const float *x, int rows, lanes (*sum)[SUMS]) {
     switch (rows) {
 #define CASE(R, V) case R: tile(w, block, cells, x, R, V, sum, w + V * LANES / BLOCK * block, LANES == 16 ? 0 : V * LANES / BLOCK, BLOCK); return V;
 #if BF16
@@ -330,17 +341,15 @@ static int wide_tile(const cell *w, int64_t block, int64_t cells, const float *x
     return SUMS;
 }
 
-/* What products of a layer with rows of x read. */
-static void arrange(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
-    if (l->bits) gather_quantized(l, x, stride, rows, out);
-    else gather(x, stride, rows, l->read, out);
-}
-
 /* A group of rows against one unit of outputs: sums `[rows][SUMS]`. Where bfloat16 weights are far, in memory, even few
  * rows take the tiles that bring the next ones near. */
 static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int64_t size, int far, lanes (*sum)[SUMS]) {
     for (; l->more && at >= l->own; l = l->more) at -= l->own;
-    if (l->bits) return quantized_unit(l, at, x, rows, sum);
+    if (l->bits) {
+        for (int64_t r = 0; r < rows; r += size)
+            quantized_tile(l, at, (const Inputs *)(x + r * input_floats(l)), rows - r < size ? rows - r : size, sum + r);
+        return;
+    }
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
     const cell *w = l->weights + at * (UNIT / BLOCK) * block;
     memset(sum, 0, rows * sizeof *sum);
@@ -517,7 +526,7 @@ static inline __attribute__((always_inline)) void mix_slots(
         lanes value[4];
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) value[j] = load(values + i * head + j * LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const float w = view[r].weights[i - view[r].from];
 #pragma GCC unroll 4
@@ -526,10 +535,10 @@ static inline __attribute__((always_inline)) void mix_slots(
     }
 }
 
-/* Weighted values of up to 4 views, for some of a head's entries: what all of them see is read once. */
+/* Weighted values of up to 8 views, for some of a head's entries: what all of them see is read once. */
 static inline __attribute__((always_inline)) void mix_some(
     const View *view, const int rows, const element *values, int64_t head, int64_t length, int64_t d, const int vectors) {
-    lanes acc[4][4];
+    lanes acc[TILE][4];
     int64_t first = 0, last = INT64_MAX;
     for (int r = 0; r < rows; r++) {
         for (int j = 0; j < vectors; j++) acc[r][j] = (lanes){0};
@@ -555,13 +564,15 @@ static inline __attribute__((always_inline)) void mix_some(
     }
 }
 
-/* Mix all views, up to 4 together. */
+/* Mix all views, up to 4 together, or 8 and half as many entries. */
 static void mix(const View *view, int views, const element *values, int64_t head, int64_t length) {
-    for (int r = 0; r < views; r += 4) {
-        const int some = views - r < 4 ? views - r : 4;
-        for (int64_t d = 0; d < head; d += MIXED * LANES) {
+    for (int r = 0, some; r < views; r += some) {
+        some = LANES == 16 && views == TILE ? TILE : views - r < 4 ? views - r : 4;
+        const int most = some == TILE ? MIXED / 2 : MIXED;
+        for (int64_t d = 0; d < head; d += most * LANES) {
             const int rest = (int)((head - d) / LANES);
-            if (rest < MIXED) for (int i = 0; i < some; i++) mix_some(view + r + i, 1, values, head, length, d, rest);
+            if (rest < most) for (int i = 0; i < some; i++) mix_some(view + r + i, 1, values, head, length, d, rest);
+            else if (some == TILE) mix_some(view, TILE, values, head, length, d, MIXED / 2);
             else if (some == 4) mix_some(view + r, 4, values, head, length, d, MIXED);
             else if (some == 3) mix_some(view + r, 3, values, head, length, d, MIXED);
             else if (some == 2) mix_some(view + r, 2, values, head, length, d, MIXED);
@@ -583,26 +594,39 @@ static void see_path(const Segment *s, int64_t row, const float *of_slots, float
     see->weights = ordered;
 }
 
-/* The rows of one request against one key head: rotate, write the cache, attend. */
-static void attend(const Model *m, const Layer *l, const Batch *b, const Segment *s, int64_t number, int64_t group, const Scratch *scratch, int me) {
-    const int64_t head = m->head, each = m->heads / m->kv_heads, stride = m->stride, base = s->length + s->written;
-    const int64_t end = base + s->count, score_stride = scratch->keys, turned = m->turned;
-    const element *rotary = b->rotary[l->rotary];
-    element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
-    float *scores = scratch->scores + me * 2 * TILE * scratch->keys, *ordered = scores + TILE * score_stride;
-    View view[TILE];
-    const int64_t *first = b->first + l->pattern * b->total;
-    for (int64_t i = 0; i < s->count; i++) {
+/* Some rows of a request, from .. to - 1, and one key head. */
+typedef struct {
+    const Segment *segment;
+    int64_t group, from, to;
+} Piece;
+
+/* Rotates a piece's keys and writes them and its values to the cache. */
+static void remember(const Model *m, const Layer *l, const Batch *b, Piece p, int64_t number, const Scratch *scratch) {
+    const Segment *s = p.segment;
+    const int64_t head = m->head, base = s->length + s->written, turned = m->turned;
+    element *keys = s->keys[number] + p.group * head * s->capacity, *values = s->values[number] + p.group * s->capacity * head;
+    for (int64_t i = p.from; i < p.to; i++) {
         const int64_t row = s->start + i;
-        element *k = scratch->projected + row * stride + (m->heads + group) * head, *v = k + m->kv_heads * head;
+        element *k = scratch->projected + row * m->stride + (m->heads + p.group) * head, *v = k + m->kv_heads * head;
         if (l->key_norm) norm(k, l->key_norm, l->head_eps, m->norms, head, k);
-        rotate(k, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
+        rotate(k, b->rotary[l->rotary] + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
         for (int64_t d = 0; d < head; d++) keys[d * s->capacity + base + i] = k[d];
         memcpy(values + (base + i) * head, v, head * sizeof *v);
     }
-    const int64_t queries = s->count * each;
+}
+
+/* Attends from a piece's queries, which are rotated here, to what the cache has. */
+static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int64_t number, const Scratch *scratch, int me) {
+    const Segment *s = p.segment;
+    const int64_t group = p.group, head = m->head, each = m->heads / m->kv_heads, stride = m->stride, base = s->length + s->written;
+    const int64_t end = base + s->count, score_stride = scratch->keys, turned = m->turned;
+    const element *rotary = b->rotary[l->rotary];
+    const element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
+    float *scores = scratch->scores + me * 2 * TILE * scratch->keys, *ordered = scores + TILE * score_stride;
+    View view[TILE];
+    const int64_t *first = b->first + l->pattern * b->total, queries = p.to * each;
     float query[TILE * 256];
-    for (int64_t q = 0; q < queries; q += TILE) {
+    for (int64_t q = p.from * each; q < queries; q += TILE) {
         const int n = queries - q < TILE ? (int)(queries - q) : TILE;
         int64_t lowest = s->length;
         memset(query, 0, sizeof query);
@@ -711,7 +735,7 @@ typedef struct {
     int64_t each;         /* units of a layer, or items of a unit */
     const element *x, *norm; /* norm: weights of one that comes before the product, or NULL */
     element *y;
-    const float *inputs; /* what this thread made of x */
+    const float *inputs; /* what this thread made of x, or all threads did */
     int64_t sources; /* layers whose rows are not those of the first */
     int64_t x_stride, y_stride, x_apart, y_apart, inputs_apart; /* apart: what lies between two layers' rows */
     int64_t rows, size, group;
@@ -729,6 +753,8 @@ typedef struct {
 struct Job {
     void (*describe)(const Job *, int64_t step, Region *);
     int64_t steps, stride;
+    int64_t least; /* the first row that is wanted: of those before it the last layer gives keys and values alone; of experts 0 */
+    int64_t piece, pieces; /* of attention: rows of one, and how many there are; requests are looked at only by who has one */
     const Model *model;
     Scratch scratch;
     Batch batch;
@@ -754,7 +780,7 @@ static void compute_part(const Region *r, int64_t at, int64_t part, lanes (*sum)
     const int64_t which = r->each == r->units ? 0 : at / r->each;
     const Linear *l = r->linear + which;
     const int64_t first = part * r->group, n = r->rows - first < r->group ? r->rows - first : r->group;
-    unit(l, at - which * r->each, r->inputs + which * r->inputs_apart + first * l->read, n, r->size, r->far, sum);
+    unit(l, at - which * r->each, r->inputs + which * r->inputs_apart + first * input_floats(l), n, r->size, r->far, sum);
 }
 
 static void write_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
@@ -765,8 +791,9 @@ static void write_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[S
            r->y + which * r->y_apart + first * r->y_stride, r->y_stride, at - which * r->each);
 }
 
-/* Makes a thread's own inputs of the products of a region. */
+/* Makes a thread's own inputs of the products of a region, where they were not made for all. */
 static void prepare(const Job *job, Region *r, int me) {
+    if (r->inputs) return;
     if (r->experts) return prepare_experts(job, r, me);
     const Scratch *s = &job->scratch;
     const int64_t stride = job->stride, width = r->linear->read;
@@ -778,6 +805,32 @@ static void prepare(const Job *job, Region *r, int me) {
         if (r->norm) for (int64_t t = 0; t < r->rows; t++) norm(rows + t * stride, r->norm, r->eps, r->norms, width, rows + t * stride);
         arrange(r->linear, rows, stride, r->rows, inputs + i * r->inputs_apart);
     }
+}
+
+/* Makes the inputs of some rows, a tile of them, for all threads. */
+static void make_ready(const Job *job, const Region *r, int64_t at, int me) {
+    const int64_t first = at * r->each, left = r->rows - first, count = left < r->each ? left : r->each, stride = job->stride;
+    const element *x = r->x + first * r->x_stride;
+    element *rows = job->scratch.fetched + me * job->scratch.rows * stride;
+    for (int64_t t = 0; t < count && r->norm; t++) norm(x + t * r->x_stride, r->norm, r->eps, r->norms, r->linear->read, rows + t * stride);
+    arrange(r->linear, r->norm ? rows : x, r->norm ? stride : r->x_stride, count, job->scratch.inputs + first * input_floats(r->linear));
+}
+
+/* Pieces of a request's rows, of at most so many each. */
+static int64_t pieces_of(const Segment *s, int64_t rows) { return (s->count + rows - 1) / rows; }
+
+/* Attention of a piece; pieces are those of the first request's first key head, of its next, then of the next request. */
+static void attention(const Job *job, const Region *r, int64_t at, int me) {
+    const Model *m = job->model;
+    const Segment *s = job->batch.segment;
+    const int64_t rows = r->kind == ATTEND ? INT64_MAX / 2 : job->piece;
+    for (int64_t some; at >= (some = pieces_of(s, rows) * m->kv_heads); s++) at -= some;
+    const int64_t from = at % pieces_of(s, rows) * rows, to = from + rows;
+    Piece p = {s, at / pieces_of(s, rows), from, to < s->count ? to : s->count};
+    const Layer *l = m->layer + r->number;
+    if (r->kind != REGARD) remember(m, l, &job->batch, p, r->number, &job->scratch);
+    if (r->number == m->layers - 1 && p.from < job->least - s->start) p.from = job->least - s->start;
+    if (r->kind != REMEMBER) attend(m, l, &job->batch, p, r->number, &job->scratch, me);
 }
 
 /* The norm of a row that is wanted, for the LM head and for the caller. */
@@ -797,23 +850,21 @@ static void settle(const Job *job, const Region *r, int64_t row) {
 }
 
 static void whole_unit(const Job *job, const Region *r, int64_t at, int me) {
+    if (r->kind == READY) return make_ready(job, r, at, me);
     for (int64_t w = at * r->each; w < r->rows && w < (at + 1) * r->each; w++)
         if (r->kind == RANK) rank(job, w);
         else if (r->kind == PICK) pick(job, w);
         else if (r->kind == SETTLE) settle(job, r, w);
         else if (r->kind == CHOOSE) choose_experts(job, r, w);
         else if (r->kind == MERGE) merge_experts(job, w);
-        else {
-            const int64_t groups = job->model->kv_heads;
-            attend(job->model, job->model->layer + r->number, &job->batch, job->batch.segment + w / groups, r->number, w % groups, &job->scratch, me);
-        }
+        else attention(job, r, w, me);
 }
 
 #include "team.h"
 
 /* y = x W (STORE), y += x W (ADD), silu(gate) * up (GATE), or x + silu(x W) (RESIDUAL). */
 static void products(Region *r, const Linear *l, int kind, const element *x, int64_t x_stride, element *y, int64_t y_stride, int64_t rows) {
-    const int64_t size = tile_rows(rows), group = GROUP / size * size;
+    const int64_t size = tile_rows(l, rows), group = GROUP / size * size;
     *r = (Region){.kind = kind, .units = units_of(l), .parts = (rows + group - 1) / group, .linear = l, .each = units_of(l), .x = x,
                   .y = y, .sources = 1, .x_stride = x_stride, .y_stride = y_stride, .rows = rows, .size = size, .group = group};
 }
@@ -851,6 +902,8 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
     const int *of_a_layer = steps_of_a_layer(m, &steps);
     const int64_t stride = job->stride, rows = job->batch.total, number = step / steps, which = step % steps;
     const Layer *l = m->layer + number;
+    const int64_t least = number == m->layers - 1 ? job->least : 0, others = rows - least; /* behind attention */
+    element *stream = s->stream + least * stride, *projected = s->projected + least * stride, *active = s->active + least * stride;
     const int far = m->layers * m->width * m->inner * (m->experts ? m->experts : 1) > NEAR;
     if (number == m->layers) {
         const int64_t wanted = job->batch.wanted;
@@ -865,7 +918,7 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
             r->norm = l->before_attention, r->eps = l->attention_eps;
             break;
         case MIX: items(r, ATTEND, number, job->batch.segments * m->kv_heads); break;
-        case OUT: products(r, &l->out, l->after_attention ? STORE : ADD, s->mixed, stride, l->after_attention ? s->projected : s->stream, stride, rows); break;
+        case OUT: products(r, &l->out, l->after_attention ? STORE : ADD, s->mixed + least * stride, stride, l->after_attention ? projected : stream, stride, others); break;
         case SETTLE_OUT:
             items(r, SETTLE, number, rows);
             r->norm = l->after_attention, r->eps = l->after_attention_eps;
@@ -883,12 +936,12 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
                 of_experts(r, m, &l->gate_up, (int)m->gate, s->mixed, stride, m->chosen, s->between, rows);
                 break;
             }
-            products(r, &l->gate_up, (int)m->gate, s->stream, stride, s->active, stride, rows);
+            products(r, &l->gate_up, (int)m->gate, stream, stride, active, stride, others);
             r->norm = l->before_mlp, r->eps = l->mlp_eps;
             break;
         case DOWN:
             if (m->experts) of_experts(r, m, &l->down, STORE, s->between, m->spread, 1, s->given, rows);
-            else products(r, &l->down, l->after_mlp ? STORE : ADD, s->active, stride, l->after_mlp ? s->projected : s->stream, stride, rows);
+            else products(r, &l->down, l->after_mlp ? STORE : ADD, active, stride, l->after_mlp ? projected : stream, stride, others);
             break;
         case MERGED: items(r, MERGE, number, rows); break;
         case SETTLE_DOWN:
@@ -898,6 +951,16 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
     }
     r->norms = m->norms;
     r->far = far;
+}
+
+/* The same of many rows, with a step before each: what all threads need of it is made by all of them together, and none
+ * prepares anything by itself, which a late one would do where the others read. */
+static void describe_shared(const Job *job, int64_t step, Region *r) {
+    describe_forward(job, step / 2, r);
+    if (r->kind == ATTEND) items(r, step % 2 ? REGARD : REMEMBER, r->number, job->pieces);
+    else if (!is_in_parts(r)) r->units *= step % 2;
+    else if (step % 2) r->inputs = job->scratch.inputs;
+    else r->kind = READY, r->each = r->size, r->units = (r->rows + r->size - 1) / r->size;
 }
 
 /* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
@@ -914,8 +977,15 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
     }
     int64_t steps;
     steps_of_a_layer(m, &steps);
-    const Job job = {.describe = describe_forward, .steps = m->layers * steps + (b->wanted ? 2 : 0), .stride = m->stride, .model = m,
-                     .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
+    int64_t least = m->experts ? 0 : b->total;
+    for (int64_t r = 0; r < b->wanted; r++) least = b->rows[r] < least ? b->rows[r] : least;
+    const int shared = threads > 1 && b->total >= SHARED && !m->experts; /* the caller's own inputs, of experts, lie where those of all threads do */
+    const int64_t piece = b->total < 4 * PIECE ? PIECE / 2 : PIECE;
+    int64_t pieces = 0;
+    for (int64_t i = 0; i < b->segments; i++) pieces += pieces_of(b->segment + i, piece) * m->kv_heads;
+    steps = (m->layers * steps + (b->wanted ? 2 : 0)) * (1 + shared);
+    const Job job = {.describe = shared ? describe_shared : describe_forward, .steps = steps, .stride = m->stride, .least = least,
+                     .piece = piece, .pieces = pieces, .model = m, .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
     run_together(&job, threads);
     return 0;
 }
@@ -941,7 +1011,7 @@ static void describe_heads(const Job *job, int64_t step, Region *r) {
     if (!step) return;
     r->sources = h->used;
     r->x_apart = each;
-    r->inputs_apart = a->rows * l->read;
+    r->inputs_apart = a->rows * input_floats(l);
 }
 
 /* Runs heads; without layers and with one head, the LM head alone. `stride` is that of the scratch. */

@@ -51,7 +51,7 @@ static void prepare_experts(const Job *job, Region *r, int me) {
     for (const Part *p = r->part; p < r->part + r->share[r->chosen]; p++) {
         for (int64_t i = 0; i < p->count; i++)
             fetch(r->x + r->order[p->first + i] / r->slots_of_x * r->x_stride, 0, 1, width, rows + i * stride, 0);
-        arrange(r->linear, rows, stride, p->count, inputs + p->first * width);
+        arrange(r->linear, rows, stride, p->count, inputs + p->first * input_floats(r->linear));
     }
 }
 
@@ -65,7 +65,7 @@ static void compute_experts(const Region *r, int64_t at, int64_t part, lanes (*s
     const Part p = part_of(r, at, part);
     Linear l = *r->linear;
     l.weights += p.expert * r->each * unit_cells(&l);
-    if (p.count) unit(&l, at % r->each, r->inputs + p.first * l.read, p.count, tile_rows(p.count), r->far, sum);
+    if (p.count) unit(&l, at % r->each, r->inputs + p.first * input_floats(&l), p.count, tile_rows(&l, p.count), r->far, sum);
 }
 
 static void write_experts(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {

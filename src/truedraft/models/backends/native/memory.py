@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from truedraft.models.backends.native.build import SOURCE
-from truedraft.models.quantized import QuantizedWeight, numbers_of, quantized_of
+from truedraft.models.quantized import StoredWeight, numbers_of, quantized_of
 from truedraft.models.threads import forward_threads
 
 LANES = 16
@@ -154,7 +154,7 @@ class Weights:
         """
         stored = [each for part in parts if (each := quantized_of(part)) is not None]
         if len(stored) == len(parts):
-            return self._coded([each.read() for each in stored], bias, turns)
+            return self._coded(stored, bias, turns)
         return self.linears([list(map(numbers_of, parts))], bias, turns=turns)
 
     def linears(self, layers: Sequence[Sequence[Tensor]], bias: Tensor | None, *, turns: bool = False) -> CLinear:
@@ -163,38 +163,39 @@ class Weights:
         cells = self.keep(packed(self._library, layers, turns=turns))
         return CLinear(cells, None if bias is None else self.keep(bias), inputs, outputs, inputs, 0)
 
-    def _coded(self, parts: Sequence[QuantizedWeight], bias: Tensor | None, turns: bool) -> CLinear:
+    def _coded(self, parts: Sequence[StoredWeight], bias: Tensor | None, turns: bool) -> CLinear:
         """A layer with the codes and scales of its parts, all of one order; pieces of one form are whole units."""
         alike = [list(each) for _, each in itertools.groupby(parts, lambda part: part.form)]
-        outputs, inputs, order = sum(map(len, parts)), parts[0].inputs, parts[0].order
+        outputs, inputs, order = _outputs_of(parts), parts[0].shape[1], parts[0].order
         kept = None if order is None else self.keep(order)
         linear: CLinear | None = None
         for some in reversed(alike):
             linear = CLinear(
-                self._laid_out(some, turns), None, inputs, outputs, inputs, some[0].bits, some[0].scheme.value,
-                -(-sum(map(len, some)) // UNIT), None if linear is None else self._point_at(linear), kept,
+                self._laid_out(some, turns), None, inputs, outputs, inputs, some[0].form[0], some[0].form[1].value,
+                -(-_outputs_of(some) // UNIT), None if linear is None else self._point_at(linear), kept,
             )  # fmt: skip
         assert linear is not None
         linear.bias = None if bias is None else self.keep(bias)
         return linear
 
-    def _laid_out(self, parts: Sequence[QuantizedWeight], turns: bool) -> int:
+    def _laid_out(self, parts: Sequence[StoredWeight], turns: bool) -> int:
         """The address of weights that are quantised in one way, as quantized.h reads them."""
-        first, outputs = parts[0], sum(map(len, parts))
-        linear = CLinear(None, None, first.inputs, outputs, first.inputs, first.bits, first.scheme.value)
+        (bits, scheme), (_, inputs), outputs = parts[0].form, parts[0].shape, _outputs_of(parts)
+        linear = CLinear(None, None, inputs, outputs, inputs, bits, scheme.value)
         linear.own = -(-outputs // UNIT)
         memory = _huge(self.bytes_of(linear), torch.uint8)
         linear.weights = memory.data_ptr()
         apart, place = len(parts) if turns else 1, 0
         for number, part in enumerate(parts):
-            tensors = [part.codes, part.scales, part.shifts, part.inner, part.lesser]
-            held = [None if each is None else each.contiguous() for each in tensors]
-            coded = CCoded(*(None if each is None else each.data_ptr() for each in held))
-            begins = number if turns else place
-            self._library.truedraft_lay_out(
-                ctypes.byref(linear), ctypes.byref(coded), c_int64(len(part)), c_int64(begins), c_int64(apart)
-            )
-            place += len(part) // LANES
+            place = number if turns else place
+            for piece in part.pieces():
+                tensors = [piece.codes, piece.scales, piece.shifts, piece.inner, piece.lesser]
+                held = [None if each is None else each.contiguous() for each in tensors]
+                coded = CCoded(*(None if each is None else each.data_ptr() for each in held))
+                self._library.truedraft_lay_out(
+                    ctypes.byref(linear), ctypes.byref(coded), c_int64(len(piece)), c_int64(place), c_int64(apart)
+                )
+                place += len(piece) // LANES * apart
         self._kept.append(memory)
         return memory.data_ptr()
 
@@ -232,6 +233,10 @@ class Weights:
         made = CLinear(address, linear.bias, linear.inputs, linear.outputs, linear.read, bits)
         made.order = linear.order
         return made
+
+
+def _outputs_of(parts: Sequence[StoredWeight]) -> int:
+    return sum(part.shape[0] for part in parts)
 
 
 def pieces(linear: CLinear) -> Iterator[CLinear]:

@@ -22,7 +22,7 @@
 #define PER_SCALE 32
 #define QUADS (PER_SCALE / 4)
 #define PER_HEAD 8 /* groups that share a head */
-#define TOGETHER 8 /* most rows that are computed together */
+#define TOGETHER 24 /* most rows that are computed together */
 #if LANES == 16
 #define EACH_VECTOR _Pragma("GCC unroll 4")
 #else /* sums of more vectors find no room in registers */
@@ -86,37 +86,40 @@ typedef struct {
     int32_t sums[2];
 } Inputs;
 
-/* Rows of x `[rows][stride]` as quantised inputs in the weight's order, one row for every `read` floats. */
-static void gather_quantized(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
-    const int64_t groups = groups_of(l), inputs = l->read;
-    for (int64_t r = 0; r < rows; r++, x += stride, out += inputs) {
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t count = inputs - g * PER_SCALE < PER_SCALE ? inputs - g * PER_SCALE : PER_SCALE;
-            const element *from = x + g * PER_SCALE;
-            element some[PER_SCALE];
-            if (l->order) {
-                for (int64_t i = 0; i < count; i++) some[i] = x[l->order[g * PER_SCALE + i]];
-                from = some;
-            }
-            Inputs *to = (Inputs *)out + g;
-            lanes most = all(0.0f);
-            for (int64_t i = 0; i < count; i += LANES) most = larger(absolute(load(from + i)), most);
-            const float top = largest_of(most), finer = top > 0.0f ? 127.0f / top : 0.0f;
-            *to = (Inputs){.scale = top / 127.0f};
-            for (int64_t i = 0; i < count; i += LANES) {
-                const ints code = __builtin_convertvector(whole(load(from + i) * finer), ints);
-                const bytes narrow = as_bytes(code);
-                memcpy(to->codes + i, &narrow, sizeof narrow);
-                to->sums[i / (PER_SCALE / 2)] += sum_of(code);
-            }
-            to->sum = (float)(to->sums[0] + to->sums[1]);
+/* Quantises the inputs of a group. */
+static inline void quantize_inputs(const element *from, Inputs *to) {
+    enum { VECTORS = PER_SCALE / LANES };
+    lanes v[VECTORS], most = all(0.0f);
+    ints sums[2] = {{0}, {0}};
+    for (int i = 0; i < VECTORS; i++) v[i] = load(from + i * LANES), most = larger(absolute(v[i]), most);
+    const float top = largest_of(most), finer = top > 0.0f ? 127.0f / top : 0.0f;
+    for (int i = 0; i < VECTORS; i++) {
+        const ints code = __builtin_convertvector(whole(v[i] * finer), ints);
+        const bytes narrow = as_bytes(code);
+        memcpy(to->codes + i * LANES, &narrow, sizeof narrow);
+        sums[2 * i / VECTORS] += code;
+    }
+    to->scale = top / 127.0f;
+    for (int h = 0; h < 2; h++) to->sums[h] = sum_of(sums[h]);
+    to->sum = (float)(to->sums[0] + to->sums[1]);
+}
+
+/* A row of x as quantised inputs in the weight's order, groups `apart` from each other. */
+static void gather_quantized(const Linear *l, const element *x, int64_t apart, Inputs *out) {
+    for (int64_t g = 0; g < groups_of(l); g++) {
+        const int64_t first = g * PER_SCALE, count = l->read - first < PER_SCALE ? l->read - first : PER_SCALE;
+        if (!l->order && count == PER_SCALE) quantize_inputs(x + first, out + g * apart);
+        else {
+            element some[PER_SCALE] = {0};
+            for (int64_t i = 0; i < count; i++) some[i] = x[l->order ? l->order[first + i] : first + i];
+            quantize_inputs(some, out + g * apart);
         }
     }
 }
 
 /* Adds the products of 4 codes of each output with 4 inputs: by one instruction, or by two that multiply pairs of numbers
  * of 16 bits, or one by one. */
-static inline ints dot(ints sum, words codes, const int8_t *inputs) {
+static inline MAY_BE_LATE ints dot(ints sum, words codes, const int8_t *inputs) {
     int32_t four;
     memcpy(&four, inputs, sizeof four);
 #if defined(__AVX512VNNI__) && LANES == 16
@@ -203,38 +206,34 @@ static inline __attribute__((always_inline)) words codes_at(const uint8_t *codes
 }
 
 /* Adds a group's products, of some rows with one vector of outputs, to their sums. */
-static inline __attribute__((always_inline)) void add_group(
-    const Maker made, const words *codes, const int kind, const float *x, int64_t apart, const int rows, lanes *sum) {
+static inline __attribute__((always_inline)) MAY_BE_LATE void add_group(
+    const Maker made, const words *codes, const int kind, const Inputs *in, const int rows, lanes *sum) {
     const int halves = kind == HALVES ? 2 : 1;
-    const Inputs *in[4];
     ints acc[4][2];
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-        in[r] = (const Inputs *)(x + r * apart);
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int h = 0; h < halves; h++)
-            acc[r][h] = (ints){0} - made.zero * (halves == 2 ? in[r]->sums[h] : in[r]->sums[0] + in[r]->sums[1]);
-    }
+            acc[r][h] = (ints){0} - made.zero * (halves == 2 ? in[r].sums[h] : in[r].sums[0] + in[r].sums[1]);
 #pragma GCC unroll 8
     for (int q = 0; q < QUADS; q++)
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) acc[r][halves * q / QUADS] = dot(acc[r][halves * q / QUADS], codes[q], in[r]->codes + q * 4);
+        for (int r = 0; r < rows; r++) acc[r][halves * q / QUADS] = dot(acc[r][halves * q / QUADS], codes[q], in[r].codes + q * 4);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
         lanes group = __builtin_convertvector(acc[r][0], lanes) * made.scale[0];
         if (halves == 2) group += __builtin_convertvector(acc[r][1], lanes) * made.scale[1];
-        if (kind == SHIFTED || kind == NESTED) group += made.shift * in[r]->sum;
-        sum[r * SUMS] += group * in[r]->scale;
+        if (kind == SHIFTED || kind == NESTED) group += made.shift * in[r].sum;
+        sum[r * SUMS] += group * in[r].scale;
     }
 }
 
-/* Some rows, `apart` floats from each other, against one unit of outputs: what a group's codes are is found out once for
- * all of them. */
-static inline __attribute__((always_inline)) void quantized_rows(
-    const uint8_t *w, int64_t groups, const int bits, const int kind, const float *x, int64_t apart, int64_t rows, lanes (*sum)[SUMS]) {
+/* Some rows against one unit of outputs: what a group's codes are is found out once for all of them. */
+static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
+    const uint8_t *w, int64_t groups, const int bits, const int kind, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
     const uint8_t *head = w;
     memset(sum, 0, rows * sizeof *sum);
-    for (int64_t g = 0; g < groups; g++, w += code_bytes(bits), x += sizeof(Inputs) / sizeof *x) {
+    for (int64_t g = 0; g < groups; g++, w += code_bytes(bits), x += rows) {
         if (g % PER_HEAD == 0) head = w, w += head_bytes(kind);
         const uint8_t *scales = w;
         w += scale_bytes(kind);
@@ -245,26 +244,23 @@ static inline __attribute__((always_inline)) void quantized_rows(
             int64_t r = 0;
 #pragma GCC unroll 8
             for (int q = 0; q < QUADS; q++) codes[q] = codes_at(at, bits, q);
-            for (; r + 4 <= rows; r += 4) add_group(made, codes, kind, x + r * apart, apart, 4, &sum[r][b]);
-            for (; r + 2 <= rows; r += 2) add_group(made, codes, kind, x + r * apart, apart, 2, &sum[r][b]);
-            if (r < rows) add_group(made, codes, kind, x + r * apart, apart, 1, &sum[r][b]);
+            for (; r + 4 <= rows; r += 4) add_group(made, codes, kind, x + r, 4, &sum[r][b]);
+            for (; r + 2 <= rows; r += 2) add_group(made, codes, kind, x + r, 2, &sum[r][b]);
+            if (r < rows) add_group(made, codes, kind, x + r, 1, &sum[r][b]);
         }
     }
 }
 
-/* Rows of quantised inputs against one unit of outputs: sums `[rows][SUMS]`. */
-static void quantized_unit(const Linear *l, int64_t at, const float *x, int64_t rows, lanes (*sum)[SUMS]) {
+/* A tile of rows of quantised inputs against one unit of outputs: sums `[rows][SUMS]`. */
+static MAY_BE_LATE void quantized_tile(const Linear *l, int64_t at, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
     const uint8_t *w = (const uint8_t *)(l->weights + at * unit_cells(l));
     const int64_t groups = groups_of(l);
-    for (int64_t r = 0; r < rows; r += TOGETHER, x += TOGETHER * l->read, sum += TOGETHER) {
-        const int64_t some = rows - r < TOGETHER ? rows - r : TOGETHER;
-        switch (l->bits * 8 + l->scales) {
-#define FORM(B, K) case B * 8 + K: quantized_rows(w, groups, B, K, x, l->read, some, sum); break;
-            FORM(8, ONE) FORM(8, SHIFTED) FORM(8, ZEROED) FORM(6, HALVES) FORM(5, ONE) FORM(5, SHIFTED) FORM(5, NESTED)
-            FORM(4, ONE) FORM(4, SHIFTED) FORM(4, ZEROED) FORM(4, NESTED)
-            FORM(8, WIDE) FORM(8, WIDE_ZEROED) FORM(4, WIDE) FORM(4, WIDE_ZEROED)
+    switch (l->bits * 8 + l->scales) {
+#define FORM(B, K) case B * 8 + K: quantized_rows(w, groups, B, K, x, rows, sum); break;
+        FORM(8, ONE) FORM(8, SHIFTED) FORM(8, ZEROED) FORM(6, HALVES) FORM(5, ONE) FORM(5, SHIFTED) FORM(5, NESTED)
+        FORM(4, ONE) FORM(4, SHIFTED) FORM(4, ZEROED) FORM(4, NESTED)
+        FORM(8, WIDE) FORM(8, WIDE_ZEROED) FORM(4, WIDE) FORM(4, WIDE_ZEROED)
 #undef FORM
-        }
     }
 }
 

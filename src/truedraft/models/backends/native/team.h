@@ -8,7 +8,7 @@
  * memory, in parts, and written in one short moment: to that end a thread announces what it computes, and whoever has
  * waited long enough computes it, too. The first to turn the announcement from COMPUTING to WRITING writes; the other
  * forgets what it has. A thread that has lost may still be computing when the region, or the forward, is over, and one
- * that wakes late may prepare from rows that others are writing. Neither does harm: what it needs is its own or stays
+ * that wakes late may prepare or compute from rows that others are writing. Neither does harm: what it needs is its own or stays
  * (`reading`; `truedraft_settle` waits before memory is given back), and nothing comes of it, for whatever is claimed or
  * written is claimed by a word that carries the region's epoch: while a region has units that are not over, its
  * inputs are as they were, and when it has none there is nothing left to claim.
