@@ -176,14 +176,21 @@ def run_delay_s() -> float:
     return waited / 1e9
 
 
+def versions() -> dict[str, str]:
+    """Versions of the libraries that speeds depend on; truedraft's where it is not installed, too."""
+    return {
+        "truedraft": __version__,
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
+
+
 def machine_facts() -> dict[str, Any]:
     """Machine, versions and threads, for reports."""
     device = pick_device("auto")
     return {
-        "truedraft": __version__,
+        **versions(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

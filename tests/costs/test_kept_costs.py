@@ -19,10 +19,10 @@ from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, Effort, Measured, StepCosts, drafter_cost, target_cost
 from truedraft.costs import kept as kept_module
 from truedraft.costs import store as store_module
-from truedraft.costs.store import CostKey, model_identity, versions
+from truedraft.costs.store import CostKey, model_identity
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.errors import DrafterError
-from truedraft.machine import could_not_be_kept
+from truedraft.machine import could_not_be_kept, versions
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, TargetCost
 

@@ -302,7 +302,9 @@ def _in_bfloat16(models: Models, params: SamplingParams) -> Stack:
 
 def _judges_at_one(models: Models, params: SamplingParams) -> Stack:
     stack = _chain(models)
-    return stack.but(rule=faults.judges_another_temperature(stack.rule, 1.0 / params.temperature))
+    return stack.but(
+        rule=faults.judges_another_temperature(stack.rule, 1.0 / (params.temperature or 1.0))
+    )  # 0 is greedy
 
 
 def _emitted_judged_at_one(seen: Seen, params: SamplingParams) -> Tensor:

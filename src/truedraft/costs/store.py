@@ -7,18 +7,14 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from truedraft import __version__
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
 from truedraft.files import written_whole
-from truedraft.machine import cache_folder, could_not_be_kept, this_machine
+from truedraft.machine import cache_folder, could_not_be_kept, this_machine, versions
 from truedraft.models.base import LanguageModel
 from truedraft.options import read_record
 
@@ -179,15 +175,6 @@ def _place(model: LanguageModel) -> dict[str, Any]:
         "model": model.name,
         "dtype": str(model.dtype),
         "fast_paths": list(model.fast_paths),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries that costs depend on."""
-    return {
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-        "truedraft": __version__,
     }
 
 
