@@ -45,6 +45,8 @@ PEERS = ("llama.cpp", "OpenVINO", "vLLM", "transformers")
 CELLS = ("decode", "first", "requests", "batched", "perplexity", "memory")
 LONG = 1000
 """Tokens of the prompt of `first`."""
+WARM_UP = 16
+"""Tokens of a prompt that each engine reads before it is timed."""
 LONG_TEXTS = ("summarization", "rag")
 PIECES, PIECE_TOKENS = 2, 256
 """Of each text whose perplexity is measured, as of `quantised_weights.py`."""
@@ -98,6 +100,8 @@ def taken(turn: Turn, engines: Engines) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, way in rotated(able, turn.number + len(turn.name)):
         try:
+            # Behind another engine caches are cold, and its threads may still wait on a core.
+            way.tokens(replace(turn, prompts=[turn.prompts[0][:WARM_UP]], max_tokens=1))
             first_s = None
             if turn.alone:
                 began = time.perf_counter()
