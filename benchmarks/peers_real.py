@@ -210,6 +210,7 @@ def figures(cell: str, line: Mapping[str, Any], found: Mapping[str, Any]) -> Ite
         decoded = found["tokens"] - len(line["prompt_tokens"])
         yield f"decoding {line['name']}, {heat}, tokens/s", decoded / max(found["seconds"] - found["first_s"], 1e-9)
         yield f"first tokens of {line['name']}, {heat}, s", found["first_s"]
+        yield f"answering {line['name']}, prompts included, {heat}, tokens/s", found["tokens"] / found["seconds"]
     elif cell == "first":
         yield f"first token of {line['name']}, s", found["seconds"]
     elif cell == "batched":
