@@ -52,7 +52,7 @@ class _Own:
         shaping: its sampling options that acceptance hangs on.
         acceptance: estimates from its own verdicts.
         kinds: at the last decision, by drafter.
-        lucky: drafters of whose last proposal something was accepted.
+        accepted: whether anything of the last proposal was, by drafter.
         share: what the last plan has for it.
         decided: by these kinds, since that plan was made.
     """
@@ -60,7 +60,7 @@ class _Own:
     shaping: object
     acceptance: dict[Kind, Acceptance] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
-    lucky: set[str] = field(default_factory=set)
+    accepted: dict[str, bool] = field(default_factory=dict)
     share: Share = None
     decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)
 
@@ -341,7 +341,7 @@ class Goodput(Controller):
             short = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
             stopped = short and budget.floor > 0.0
             own.acceptance[kind].learn(share, self._step, stopped)
-            (own.lucky.add if share.path else own.lucky.discard)(share.drafter)
+            own.accepted[share.drafter] = bool(share.path)
             if (own.shaping, kind) in self._pool:
                 _used(self._pool, (own.shaping, kind)).learn(share, self._step, stopped)
                 if share.confidence:
@@ -381,7 +381,7 @@ def _kind(own: _Own, drafter: str, hint: Hint) -> int:
 
     Worked example: hints of kind 0 and 1 are 0 and 2 behind a proposal that was rejected whole, else 1 and 3.
     """
-    return 2 * hint.kind + (drafter in own.lucky)
+    return 2 * hint.kind + own.accepted.get(drafter, False)
 
 
 def _most(limits: Budget, room: int) -> int:
