@@ -392,7 +392,7 @@ def test_it_may_learn_from_questions_that_the_target_asks_itself(learned_folder,
     told = Callbacks(lambda *words: said.append(words), on_note=notes.append)
     result = train_heads(target, [SELF, own], tmp_path / "out", config, callbacks=told)
     assert {words[0] for words in said} >= {"asking", "writing text", "training"}
-    assert result.report.promised_on.endswith("a part of questions of its own, own.jsonl")
+    assert result.report.promised_on.endswith("held-out prompts from questions of its own, own.jsonl")
     lines = (tmp_path / "out" / "work" / "train.jsonl").read_text().splitlines()
     asked = [tokenizer.decode(json.loads(line)["prompt"]) for line in lines]
     assert any(text.startswith("def add_1") for text in asked) and all(text.endswith("\n    ") for text in asked)

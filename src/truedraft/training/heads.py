@@ -233,7 +233,7 @@ def _prompts_of(
         prompts=shuffled(prompts, config.seed),
         held_out_prompts=held_out_prompts,
     )
-    part = "" if held_out else "a part of " if prompts else "the end of "
+    part = "" if held_out or prompts else "the end of "
     return replace(found, source=part + names_of(held_out or data))
 
 

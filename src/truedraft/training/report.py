@@ -13,6 +13,7 @@ from typing import Any
 from truedraft.drafters.heads.calibration import PROMISED_ON
 from truedraft.files import parameters_in
 from truedraft.machine import describe_machine
+from truedraft.models.smollm2 import ON_THE_HUB, WORD
 from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
@@ -170,7 +171,7 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
     effort = result.effort
     rows = training_facts(
         parameters=sum(map(parameters_in, result.folder.glob("*.safetensors"))),
-        data=f"{effort.written_tokens:,} tokens that the target wrote, asked with pieces of {data}",
+        data=f"{effort.written_tokens:,} tokens that the target wrote, asked with {data}",
         steps=effort.steps,
         tokens=effort.positions,
         elapsed_s=effort.elapsed_s,
@@ -192,7 +193,7 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
 
 def base_name(target: str) -> str:
     """A target as hubs name models: a name of a hub as it is, a folder by its own name."""
-    name = target.replace(":", "-")
+    name = ON_THE_HUB if target == WORD else target.replace(":", "-")
     return Path(name).resolve().name if name.count("/") != 1 or Path(name).is_dir() else name
 
 

@@ -53,6 +53,13 @@ def test_without_held_out_texts_the_end_is_kept_back(tokenizer):
     assert max(map(held_out.find, tree)) < min(map(held_out.find, test))
 
 
+def test_few_prompts_keep_back_enough_to_measure_on(tokenizer):
+    for count, kept in ((6, 2), (57, 12), (100, 16), (1000, 61)):
+        prompts = [[number] for number in range(count)]
+        sets = split_prompts([], (), tokenizer, PromptCounts(2000, 64, 64), 10, prompts=prompts)
+        assert [*sets.tree, *sets.test, *sets.train] == prompts and len(sets.tree) + len(sets.test) == kept
+
+
 def test_held_out_texts_are_shared_by_tree_and_test(tokenizer):
     sets = split_prompts([TEXT[:4000]], [TEXT[4000:]], tokenizer, PromptCounts(10, 5, 5), 10)
     assert all(prompt in TEXT[:4000] for prompt in decoded(tokenizer, sets.train))

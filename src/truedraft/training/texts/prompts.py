@@ -26,6 +26,8 @@ from truedraft.training.texts.data import Encoder, as_stream
 
 _SKIPPED = ("site-packages/", "dist-packages/", "ensurepip/_bundled/", "lib2to3/tests/data/", "test/bad", "encodings/")
 _CHARACTERS_PER_TOKEN = 16  # what is encoded to get a prompt of so many tokens; more is needed only by odd texts
+_MOST_HELD_OUT = 0.2  # of texts and prompts
+_FEW = 16  # held-out prompts: of fewer answers figures are noise
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,10 @@ def split_prompts(
         DataError: there is too little text.
     """
     if not held_out and not held_out_prompts:
-        share = min(0.2, counts.held_out / (counts.train + counts.held_out))
+        share = min(_MOST_HELD_OUT, counts.held_out / (counts.train + counts.held_out))
         texts, held_out = keep_back(texts, share)
-        kept = math.ceil(share * len(prompts))
+        few = min(_FEW, counts.held_out, _MOST_HELD_OUT * len(prompts))
+        kept = math.ceil(max(few, share * len(prompts)))
         prompts, held_out_prompts = prompts[kept:], prompts[:kept]
     tree_texts, test_texts = _divide(held_out, _characters(held_out) * counts.tree // counts.held_out)
     middle = len(held_out_prompts) * counts.tree // counts.held_out
