@@ -131,7 +131,7 @@ def write_answers(
             are. None is nobody, and never.
         width: entries of each vector that are kept; None are all that heads read, 0 keeps none.
         least: answers that are written however little time there is; None is one at each temperature.
-        least_tokens: of an answer that is kept while it runs.
+        least_tokens: of each of these, if it is not over.
 
     Raises:
         OptionError: the folder holds answers to other prompts, of another target, or otherwise written.
@@ -150,8 +150,8 @@ def write_answers(
     watch.came(len(files.records), len(prompts), target.name)
     try:
         while (written := len(files.records)) < len(prompts):
-            if watch.over() and written + len(whole := answering.long_enough(least_tokens)) >= least:
-                answering.keep(whole)
+            if watch.over() and written + len(answering.long_enough(least_tokens)) >= least:
+                answering.keep(answering.long_enough(_LEAST_CUT))  # a long one holds back none that are over
                 break
             pace.stepped(trial.run(answering.step))
             if len(files.records) > written:
