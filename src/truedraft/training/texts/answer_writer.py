@@ -104,7 +104,8 @@ class Watch:
             self.on_forecast(left_s)
         else:
             within_s = min(left_s, self.budget.left_s(self.share))
-            self.told.on_plan(f"{self.what.partition(' ')[0]} takes about {duration(within_s)}")
+            if within_s > 0:
+                self.told.on_plan(f"{self.what.partition(' ')[0]} takes about {duration(within_s)}")
 
 
 def write_answers(
