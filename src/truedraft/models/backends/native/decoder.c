@@ -19,6 +19,10 @@
 #ifndef PAIRED
 #define PAIRED 0 /* whether inputs of bfloat16 are multiplied in pairs, by one instruction */
 #endif
+#if !defined(TILES) || !defined(__AMX_BF16__) || !defined(__AMX_INT8__)
+#undef TILES
+#define TILES 0 /* whether products go by AMX's tiles */
+#endif
 
 /* A vector is one register: of wider ones a compiler keeps sums in memory and takes comparisons apart. */
 #if defined(__AVX512F__)
@@ -161,6 +165,11 @@ typedef struct {
                                       * inner scales [rows][2 groups] */
 } Coded;
 
+#if TILES
+#include "tiles.h"
+#else
+#define TILE_ROWS 0
+#endif
 #include "quantized.h"
 
 typedef struct {
@@ -220,15 +229,18 @@ typedef struct {
 
 enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, READY, REMEMBER, REGARD, SETTLE, PICK, RANK, CHOOSE, MERGE };
 
+/* Whether a layer of bfloat16 goes by AMX's tiles, whatever its rows are. */
+static int is_tiled(const Linear *l) { return BF16 && TILES && !l->bits && l->read % 32 == 0; }
+
 /* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
 static int64_t tile_rows(const Linear *l, int64_t rows) {
-    const int64_t most = l->bits ? TOGETHER : ROWS, tiles = (rows + most - 1) / most;
+    const int64_t most = l->bits ? TOGETHER : is_tiled(l) ? TILE_ROWS : ROWS, tiles = (rows + most - 1) / most;
     return rows ? (rows + tiles - 1) / tiles : 1;
 }
 
 /* Floats that a row takes as inputs of a product. */
 static int64_t input_floats(const Linear *l) {
-    return l->bits ? groups_of(l) * (int64_t)(sizeof(Inputs) / sizeof(float)) : l->read;
+    return l->bits ? groups_of(l) * (int64_t)(sizeof(Inputs) / sizeof(float)) : is_tiled(l) ? l->read / 2 : l->read;
 }
 
 /* Copies rows, which another thread may be writing over: what a thread that comes late reads is of no use to it, nor used. */
@@ -241,7 +253,8 @@ __attribute__((noinline, no_sanitize("thread"))) static void fetch(
 }
 
 /* What products of a layer with rows of x `[rows][stride]` read, one behind another: `[tiles][inputs][rows of the tile]`,
- * or groups of quantised inputs in place of inputs. Where inputs are multiplied in pairs, a pair lies in the place of one. */
+ * or groups of quantised inputs in place of inputs. Where inputs are multiplied in pairs, a pair lies in the place of one;
+ * for AMX's tiles 32 inputs of each row lie together. */
 static void arrange(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
     const int64_t size = tile_rows(l, rows), inputs = input_floats(l);
     for (int64_t r = 0; r < rows; r += size) {
@@ -250,6 +263,7 @@ static void arrange(const Linear *l, const element *x, int64_t stride, int64_t r
             const element *from = x + (r + i) * stride;
             float *to = out + r * inputs + i;
             if (l->bits) gather_quantized(l, from, n, (Inputs *)(out + r * inputs) + i);
+            else if (is_tiled(l)) for (int64_t k = 0; k < inputs; k += 16) memcpy(out + r * inputs + k * n + i * 16, from + 2 * k, 64);
 #if PAIRED
             else for (int64_t k = 0; k < inputs / 2; k++) memcpy(to + k * n, from + 2 * k, sizeof *to);
 #else
@@ -352,6 +366,12 @@ static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int6
     }
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
     const cell *w = l->weights + at * (UNIT / BLOCK) * block;
+#if BF16 && TILES
+    if (is_tiled(l)) {
+        tiled_unit(w, block, l->read / 32, (const char *)x, rows, size, sum);
+        return;
+    }
+#endif
     memset(sum, 0, rows * sizeof *sum);
 #define WEIGHTS(b) (w + (b) * LANES / BLOCK * block + (b) * LANES % BLOCK)
 #define FROM(r, b) (lanes(*)[SUMS])((lanes *)sum[r] + (b))
