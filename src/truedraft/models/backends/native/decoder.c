@@ -48,8 +48,9 @@
 #define NEAR (1 << 23) /* weights of all MLPs' gates that caches hold with all others */
 #define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
 #define TILE 8   /* queries of attention that are computed together */
+#define QUERIES (TILES ? 16 : TILE) /* most of them */
 #define SHARED 8 /* rows from which on inputs of products are made once for all threads, and attention is cut into pieces */
-#define PIECE 8 /* rows of such a piece; half as many where there are few, for both of two threads to have some */
+#define PIECE (TILES ? 16 : 8) /* rows of such a piece; half as many where there are few, for both of two threads to have some */
 
 /* Whoever has it reads inputs that others may be writing over, where its thread comes late: see team.h. */
 #define MAY_BE_LATE __attribute__((no_sanitize("thread")))
@@ -80,6 +81,8 @@ static inline lanes plus_products(lanes sum, ints weights, const float *inputs) 
     memcpy(&both, inputs, sizeof both);
     return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(both));
 }
+#endif
+#if PAIRED || TILES
 /* Pairs of numbers with those as far in the next row: of the first 16 of a row's 32 numbers, or of the others. */
 static inline ints pairs(const element *row, const element *next, int others) {
     typedef uint16_t some __attribute__((vector_size(64)));
@@ -219,7 +222,7 @@ typedef struct {
     element *stream, *projected, *mixed, *active;
     element *fetched; /* [threads][rows][stride] */
     float *inputs;    /* [threads][room] */
-    float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
+    float *scores; /* [threads][2 QUERIES][keys, up to whole 32s and some more] */
     element *between, *given; /* [rows * chosen][spread]: of experts */
     int64_t *choices;         /* [rows][chosen] */
     float *shares;            /* likewise */
@@ -537,7 +540,12 @@ typedef struct {
     const int32_t *own;
     float *weights;
     element *out;
+    int64_t first; /* position of the first of them */
 } View;
+
+#if BF16 && TILES
+#include "tiled_attention.h"
+#endif
 
 /* Adds weighted values of slots from .. to - 1 to the sums of some views that see them all. */
 static inline __attribute__((always_inline)) void mix_slots(
@@ -642,12 +650,13 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
     const int64_t end = base + s->count, score_stride = scratch->keys, turned = m->turned;
     const element *rotary = b->rotary[l->rotary];
     const element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
-    float *scores = scratch->scores + me * 2 * TILE * scratch->keys, *ordered = scores + TILE * score_stride;
-    View view[TILE];
+    float *scores = scratch->scores + me * 2 * QUERIES * scratch->keys, *ordered = scores + QUERIES * score_stride;
+    const int tiled = BF16 && TILES && head % 32 == 0, most = tiled ? QUERIES : TILE;
+    View view[QUERIES];
     const int64_t *first = b->first + l->pattern * b->total, queries = p.to * each;
-    float query[TILE * 256];
-    for (int64_t q = p.from * each; q < queries; q += TILE) {
-        const int n = queries - q < TILE ? (int)(queries - q) : TILE;
+    float query[TILE * 256]; /* or as many in pairs */
+    for (int64_t q = p.from * each; q < queries; q += most) {
+        const int n = queries - q < most ? (int)(queries - q) : most;
         int64_t lowest = s->length;
         memset(query, 0, sizeof query);
         for (int r = 0; r < n; r++) {
@@ -655,22 +664,31 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
             element *x = scratch->projected + row * stride + (group * each + (q + r) % each) * head;
             if (l->query_norm) norm(x, l->query_norm, l->head_eps, m->norms, head, x);
             rotate(x, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
-            if (PAIRED) memcpy(query + r * head, x, head * sizeof *x);
+            if (tiled) memcpy(query + r * head / 2, x, head * sizeof *x);
+            else if (PAIRED) memcpy(query + r * head, x, head * sizeof *x);
             else for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
             lowest = first[row] < lowest ? first[row] : lowest;
         }
         const int64_t furthest = s->own ? end : base + (q + n - 1) / each + 1;
+#if BF16 && TILES
+        if (tiled) tiled_scores(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
+        else
+#endif
         score(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         for (int r = 0; r < n; r++) {
             const int64_t i = (q + r) / each, row = s->start + i;
             float *of_slots = scores + r * score_stride;
             View *see = view + r;
-            *see = (View){first[row], base + i + 1 - first[row], 0, NULL, of_slots + first[row], scratch->mixed + row * stride + (group * each + (q + r) % each) * head};
+            *see = (View){first[row], base + i + 1 - first[row], 0, NULL, of_slots + first[row], scratch->mixed + row * stride + (group * each + (q + r) % each) * head, first[row]};
             if (s->own) see_path(s, i, of_slots, ordered + r * score_stride, see);
             const int64_t seen = see->count + see->own_count;
             if (l->sinks) see->weights[seen] = l->sinks[group * each + (q + r) % each];
             soften(see->weights, seen + (l->sinks != NULL));
         }
+#if BF16 && TILES
+        if (tiled) tiled_mix(view, n, values, head, s->length, scores, score_stride);
+        else
+#endif
         mix(view, n, values, head, s->length);
     }
 }
