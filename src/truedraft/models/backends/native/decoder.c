@@ -235,10 +235,12 @@ enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, READY, REMEM
 /* Whether a layer of bfloat16 goes by AMX's tiles, whatever its rows are. */
 static int is_tiled(const Linear *l) { return BF16 && TILES && !l->bits && l->read % 32 == 0; }
 
-/* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
+/* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size, but of full ones for AMX, where
+ * they cost as much as others. */
 static int64_t tile_rows(const Linear *l, int64_t rows) {
-    const int64_t most = l->bits ? TOGETHER : is_tiled(l) ? TILE_ROWS : ROWS, tiles = (rows + most - 1) / most;
-    return rows ? (rows + tiles - 1) / tiles : 1;
+    const int full = TILES && (l->bits || is_tiled(l));
+    const int64_t most = l->bits ? TOGETHER : full ? TILE_ROWS : ROWS, tiles = (rows + most - 1) / most;
+    return rows == 0 ? 1 : full && tiles > 1 ? most : (rows + tiles - 1) / tiles;
 }
 
 /* Floats that a row takes as inputs of a product. */
