@@ -1,4 +1,4 @@
-"""Products of bfloat16 one by one, in pairs and by tiles: the machine's own way is what most tests run, here are all."""
+"""Products of bfloat16 one by one, in pairs and by tiles: most tests run the machine's own way, here are all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from models.test_row_invariance import VOCAB, random_llama
 from support.backends import llama_of, native_backend
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.machine import has_avx512_bfloat16, may_use_tiles
+from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel

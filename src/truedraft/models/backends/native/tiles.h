@@ -27,8 +27,7 @@ static void shape_tiles(int64_t first, int64_t second, int64_t bytes) {
         s.rows[t] = (uint8_t)(t > 5 ? bytes / 4 : of_second ? second : first);
         s.bytes[t] = (uint16_t)(t == 4 || t == 5 ? bytes : TILE_BYTES);
     }
-    ALL_IS_WRITTEN;
-    _tile_loadconfig(&s);
+    __asm__ volatile("ldtilecfg %0" ::"m"(s)); /* GCC 12 takes the function of that name to read 8 bytes of it */
 }
 
 /* What is multiplied: A += B C of registers. */
