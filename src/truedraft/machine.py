@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import sys
@@ -70,6 +71,12 @@ def has_bfloat16(device: torch.device) -> bool:
 def has_avx512_bfloat16() -> bool:
     """Whether the processor multiplies vectors of bfloat16."""
     return _cpu_has("_is_avx512_bf16_supported")
+
+
+@functools.cache
+def may_use_tiles() -> bool:
+    """Whether the processor multiplies tiles of AMX, and the system lets this process use them; asks for it."""
+    return _cpu_has("_is_amx_tile_supported") and _cpu_has("_init_amx")
 
 
 def keep_rows_alike(device: torch.device, dtype: torch.dtype) -> None:

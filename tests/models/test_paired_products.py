@@ -1,4 +1,4 @@
-"""Products of bfloat16 one by one and in pairs: the machine's own way is what most tests run, here are both."""
+"""Products of bfloat16 one by one, in pairs and by tiles: most tests run the machine's own way, here are all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.test_row_invariance import VOCAB, random_llama
-from support.backends import native_backend
-from truedraft.core.tree import chain_shape
-from truedraft.machine import has_avx512_bfloat16
+from support.backends import llama_of, native_backend
+from truedraft.core.tree import chain_shape, shape_of
+from truedraft.machine import has_avx512_bfloat16, may_use_tiles
+from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
@@ -27,12 +28,25 @@ pytestmark = [
 IDS = torch.arange(40) * 37 % VOCAB
 
 
-@pytest.fixture(scope="module", params=["AuthenticAMD", "GenuineIntel"])
+_TILES = pytest.param(
+    ("GenuineIntel", True),
+    id="tiles",
+    marks=pytest.mark.skipif(
+        not may_use_tiles(), reason="this processor has no AMX, or the system does not let it be used"
+    ),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("AuthenticAMD", False), id="pairs"), pytest.param(("GenuineIntel", False), id="one"), _TILES],
+)
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HuggingFaceModel]:
     """A model by a library as it is compiled for a maker's processors."""
-    told = f"vendor_id\t: {request.param}"
+    maker, tiles = request.param
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(building, "_processor", lambda: told)
+        monkeypatch.setattr(building, "_processor", lambda: f"vendor_id\t: {maker}")
+        monkeypatch.setattr(building, "may_use_tiles", lambda: tiles)
         monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path_factory.mktemp("native")))
         made = built.__wrapped__(torch.bfloat16)
         assert made.library is not None, made.reason
@@ -67,3 +81,29 @@ def test_rows_do_not_depend_on_their_number(native: HuggingFaceModel) -> None:
     whole = logits(native, IDS)
     assert logits(native, *IDS.split(1)).equal(whole)
     assert logits(native, *IDS.split([13, 2, 25])).equal(whole)
+
+
+def with_a_broken_token(model: PreTrainedModel) -> NativeBackend:
+    """The last token of the vocabulary becomes no numbers."""
+    llama = llama_of(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCAB - 1] = torch.nan  # type: ignore[index,operator]
+    return NativeBackend(llama)
+
+
+def test_what_is_no_number_reaches_only_rows_that_see_it(native: HuggingFaceModel) -> None:
+    model, bad = random_llama(2, with_a_broken_token), torch.tensor([VOCAB - 1])
+    whole, others = logits(model, IDS)[:, :-1], slice(0, VOCAB - 1)
+    assert whole.isfinite().all()
+    chain = logits(model, torch.cat([IDS[:20], bad, IDS[20:]]))
+    assert chain[:20, others].equal(whole[:20])
+    assert chain[20:].isnan().all()
+
+    cache = model.new_cache()
+    model.forward([Segment(cache, IDS[:10], chain_shape(10), ())])
+    cache.commit(range(10))
+    tokens = torch.cat([bad, IDS[10:11], bad, IDS[11:12], IDS[12:13]])
+    tree = model.forward([Segment(cache, tokens, shape_of((-1, -1, 0, 1, 3)), range(5))]).logits.float()
+    model.release_cache(cache)
+    assert tree[[1, 3, 4], others].equal(whole[10:13])
+    assert tree[[0, 2]].isnan().all()

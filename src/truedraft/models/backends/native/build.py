@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from truedraft.files import take_place
-from truedraft.machine import cache_folder, could_not_be_kept, dtype_name, has_avx512_bfloat16
+from truedraft.machine import cache_folder, could_not_be_kept, dtype_name, has_avx512_bfloat16, may_use_tiles
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ def _defines(dtype: torch.dtype) -> tuple[str, ...]:
     and addition of float32, and Intel's four times as long (benchmarks/LOG.md).
     """
     narrow = dtype is torch.bfloat16
-    return f"-DBF16={int(narrow)}", f"-DPAIRED={int(narrow and 'AuthenticAMD' in _processor())}"
+    paired = narrow and "AuthenticAMD" in _processor()
+    return f"-DBF16={int(narrow)}", f"-DPAIRED={int(paired)}", *(["-DTILES=1"] if may_use_tiles() else [])
 
 
 def _processor() -> str:

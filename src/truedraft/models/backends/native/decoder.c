@@ -19,6 +19,10 @@
 #ifndef PAIRED
 #define PAIRED 0 /* whether inputs of bfloat16 are multiplied in pairs, by one instruction */
 #endif
+#if !defined(TILES) || !defined(__AMX_BF16__) || !defined(__AMX_INT8__) || !defined(__AVX512BW__)
+#undef TILES
+#define TILES 0 /* whether products go by AMX's tiles */
+#endif
 
 /* A vector is one register: of wider ones a compiler keeps sums in memory and takes comparisons apart. */
 #if defined(__AVX512F__)
@@ -44,8 +48,9 @@
 #define NEAR (1 << 23) /* weights of all MLPs' gates that caches hold with all others */
 #define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
 #define TILE 8   /* queries of attention that are computed together */
+#define QUERIES (TILES ? 16 : TILE) /* most of them */
 #define SHARED 8 /* rows from which on inputs of products are made once for all threads, and attention is cut into pieces */
-#define PIECE 8 /* rows of such a piece; half as many where there are few, for both of two threads to have some */
+#define PIECE (TILES ? 16 : 8) /* rows of such a piece; half as many where there are few, for both of two threads to have some */
 
 /* Whoever has it reads inputs that others may be writing over, where its thread comes late: see team.h. */
 #define MAY_BE_LATE __attribute__((no_sanitize("thread")))
@@ -76,6 +81,8 @@ static inline lanes plus_products(lanes sum, ints weights, const float *inputs) 
     memcpy(&both, inputs, sizeof both);
     return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(both));
 }
+#endif
+#if PAIRED || TILES
 /* Pairs of numbers with those as far in the next row: of the first 16 of a row's 32 numbers, or of the others. */
 static inline ints pairs(const element *row, const element *next, int others) {
     typedef uint16_t some __attribute__((vector_size(64)));
@@ -161,6 +168,11 @@ typedef struct {
                                       * inner scales [rows][2 groups] */
 } Coded;
 
+#if TILES
+#include "tiles.h"
+#else
+#define TILE_ROWS 0
+#endif
 #include "quantized.h"
 
 typedef struct {
@@ -210,7 +222,7 @@ typedef struct {
     element *stream, *projected, *mixed, *active;
     element *fetched; /* [threads][rows][stride] */
     float *inputs;    /* [threads][room] */
-    float *scores; /* [threads][2 TILE][keys, up to whole 32s and some more] */
+    float *scores; /* [threads][2 QUERIES][keys, up to whole 32s and some more] */
     element *between, *given; /* [rows * chosen][spread]: of experts */
     int64_t *choices;         /* [rows][chosen] */
     float *shares;            /* likewise */
@@ -220,15 +232,20 @@ typedef struct {
 
 enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, READY, REMEMBER, REGARD, SETTLE, PICK, RANK, CHOOSE, MERGE };
 
-/* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size. */
+/* Whether a layer of bfloat16 goes by AMX's tiles, whatever its rows are. */
+static int is_tiled(const Linear *l) { return BF16 && TILES && !l->bits && l->read % 32 == 0; }
+
+/* Into how many rows a tile of `rows` is cut: as few tiles as fit, of nearly equal size, but of full ones for AMX, where
+ * they cost as much as others. */
 static int64_t tile_rows(const Linear *l, int64_t rows) {
-    const int64_t most = l->bits ? TOGETHER : ROWS, tiles = (rows + most - 1) / most;
-    return rows ? (rows + tiles - 1) / tiles : 1;
+    const int full = TILES && (l->bits || is_tiled(l));
+    const int64_t most = l->bits ? TOGETHER : full ? TILE_ROWS : ROWS, tiles = (rows + most - 1) / most;
+    return rows == 0 ? 1 : full && tiles > 1 ? most : (rows + tiles - 1) / tiles;
 }
 
 /* Floats that a row takes as inputs of a product. */
 static int64_t input_floats(const Linear *l) {
-    return l->bits ? groups_of(l) * (int64_t)(sizeof(Inputs) / sizeof(float)) : l->read;
+    return l->bits ? groups_of(l) * (int64_t)(sizeof(Inputs) / sizeof(float)) : is_tiled(l) ? l->read / 2 : l->read;
 }
 
 /* Copies rows, which another thread may be writing over: what a thread that comes late reads is of no use to it, nor used. */
@@ -241,7 +258,8 @@ __attribute__((noinline, no_sanitize("thread"))) static void fetch(
 }
 
 /* What products of a layer with rows of x `[rows][stride]` read, one behind another: `[tiles][inputs][rows of the tile]`,
- * or groups of quantised inputs in place of inputs. Where inputs are multiplied in pairs, a pair lies in the place of one. */
+ * or groups of quantised inputs in place of inputs. Where inputs are multiplied in pairs, a pair lies in the place of one;
+ * for AMX's tiles 32 inputs of each row lie together. */
 static void arrange(const Linear *l, const element *x, int64_t stride, int64_t rows, float *out) {
     const int64_t size = tile_rows(l, rows), inputs = input_floats(l);
     for (int64_t r = 0; r < rows; r += size) {
@@ -250,6 +268,7 @@ static void arrange(const Linear *l, const element *x, int64_t stride, int64_t r
             const element *from = x + (r + i) * stride;
             float *to = out + r * inputs + i;
             if (l->bits) gather_quantized(l, from, n, (Inputs *)(out + r * inputs) + i);
+            else if (is_tiled(l)) for (int64_t k = 0; k < inputs; k += 16) memcpy(out + r * inputs + k * n + i * 16, from + 2 * k, 64);
 #if PAIRED
             else for (int64_t k = 0; k < inputs / 2; k++) memcpy(to + k * n, from + 2 * k, sizeof *to);
 #else
@@ -352,6 +371,12 @@ static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int6
     }
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;
     const cell *w = l->weights + at * (UNIT / BLOCK) * block;
+#if BF16 && TILES
+    if (is_tiled(l)) {
+        tiled_unit(w, block, l->read / 32, (const char *)x, rows, size, sum);
+        return;
+    }
+#endif
     memset(sum, 0, rows * sizeof *sum);
 #define WEIGHTS(b) (w + (b) * LANES / BLOCK * block + (b) * LANES % BLOCK)
 #define FROM(r, b) (lanes(*)[SUMS])((lanes *)sum[r] + (b))
@@ -517,7 +542,12 @@ typedef struct {
     const int32_t *own;
     float *weights;
     element *out;
+    int64_t first; /* position of the first of them */
 } View;
+
+#if BF16 && TILES
+#include "tiled_attention.h"
+#endif
 
 /* Adds weighted values of slots from .. to - 1 to the sums of some views that see them all. */
 static inline __attribute__((always_inline)) void mix_slots(
@@ -622,12 +652,13 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
     const int64_t end = base + s->count, score_stride = scratch->keys, turned = m->turned;
     const element *rotary = b->rotary[l->rotary];
     const element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
-    float *scores = scratch->scores + me * 2 * TILE * scratch->keys, *ordered = scores + TILE * score_stride;
-    View view[TILE];
+    float *scores = scratch->scores + me * 2 * QUERIES * scratch->keys, *ordered = scores + QUERIES * score_stride;
+    const int tiled = BF16 && TILES && head % 32 == 0, most = tiled ? QUERIES : TILE;
+    View view[QUERIES];
     const int64_t *first = b->first + l->pattern * b->total, queries = p.to * each;
-    float query[TILE * 256];
-    for (int64_t q = p.from * each; q < queries; q += TILE) {
-        const int n = queries - q < TILE ? (int)(queries - q) : TILE;
+    float query[TILE * 256]; /* or as many in pairs */
+    for (int64_t q = p.from * each; q < queries; q += most) {
+        const int n = queries - q < most ? (int)(queries - q) : most;
         int64_t lowest = s->length;
         memset(query, 0, sizeof query);
         for (int r = 0; r < n; r++) {
@@ -635,22 +666,31 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
             element *x = scratch->projected + row * stride + (group * each + (q + r) % each) * head;
             if (l->query_norm) norm(x, l->query_norm, l->head_eps, m->norms, head, x);
             rotate(x, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
-            if (PAIRED) memcpy(query + r * head, x, head * sizeof *x);
+            if (tiled) memcpy(query + r * head / 2, x, head * sizeof *x);
+            else if (PAIRED) memcpy(query + r * head, x, head * sizeof *x);
             else for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
             lowest = first[row] < lowest ? first[row] : lowest;
         }
         const int64_t furthest = s->own ? end : base + (q + n - 1) / each + 1;
+#if BF16 && TILES
+        if (tiled) tiled_scores(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
+        else
+#endif
         score(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         for (int r = 0; r < n; r++) {
             const int64_t i = (q + r) / each, row = s->start + i;
             float *of_slots = scores + r * score_stride;
             View *see = view + r;
-            *see = (View){first[row], base + i + 1 - first[row], 0, NULL, of_slots + first[row], scratch->mixed + row * stride + (group * each + (q + r) % each) * head};
+            *see = (View){first[row], base + i + 1 - first[row], 0, NULL, of_slots + first[row], scratch->mixed + row * stride + (group * each + (q + r) % each) * head, first[row]};
             if (s->own) see_path(s, i, of_slots, ordered + r * score_stride, see);
             const int64_t seen = see->count + see->own_count;
             if (l->sinks) see->weights[seen] = l->sinks[group * each + (q + r) % each];
             soften(see->weights, seen + (l->sinks != NULL));
         }
+#if BF16 && TILES
+        if (tiled) tiled_mix(view, n, values, head, s->length, scores, score_stride);
+        else
+#endif
         mix(view, n, values, head, s->length);
     }
 }

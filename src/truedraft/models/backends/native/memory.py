@@ -29,7 +29,7 @@ UNIT = 64
 """Outputs of a layer are padded with zeros to a multiple of this."""
 
 _CPU = torch.device("cpu")
-_TILE = 8
+_TILE = 16
 _GROUP = 96
 _MOST_THREADS = 128  # that team.h uses
 _NUMBERS: dict[str, type[Any]] = {"float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}

@@ -22,7 +22,14 @@
 #define PER_SCALE 32
 #define QUADS (PER_SCALE / 4)
 #define PER_HEAD 8 /* groups that share a head */
-#define TOGETHER 24 /* most rows that are computed together */
+#if TILES
+#define TOGETHER (2 * TILE_ROWS) /* most rows that are computed together */
+#else
+#define TOGETHER 24
+#endif
+#ifndef LEAST_TILED
+#define LEAST_TILED 6 /* rows from which on tiles are quicker */
+#endif
 #if LANES == 16
 #define EACH_VECTOR _Pragma("GCC unroll 4")
 #else /* sums of more vectors find no room in registers */
@@ -205,6 +212,20 @@ static inline __attribute__((always_inline)) words codes_at(const uint8_t *codes
     return low;
 }
 
+/* What is taken off sums of codes and inputs, of a group or of one of its halves. */
+static inline __attribute__((always_inline)) MAY_BE_LATE ints zeros_of(const Maker made, const int kind, const Inputs *in, int half) {
+    return made.zero * (kind == HALVES ? in->sums[half] : in->sums[0] + in->sums[1]);
+}
+
+/* Adds a group's products with a row, or those of its halves, to its sums. */
+static inline __attribute__((always_inline)) MAY_BE_LATE void add_row(
+    const Maker made, const int kind, ints products, ints of_others, const Inputs *in, lanes *sum) {
+    lanes group = __builtin_convertvector(products, lanes) * made.scale[0];
+    if (kind == HALVES) group += __builtin_convertvector(of_others, lanes) * made.scale[1];
+    if (kind == SHIFTED || kind == NESTED) group += made.shift * in->sum;
+    *sum += group * in->scale;
+}
+
 /* Adds a group's products, of some rows with one vector of outputs, to their sums. */
 static inline __attribute__((always_inline)) MAY_BE_LATE void add_group(
     const Maker made, const words *codes, const int kind, const Inputs *in, const int rows, lanes *sum) {
@@ -213,20 +234,82 @@ static inline __attribute__((always_inline)) MAY_BE_LATE void add_group(
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int h = 0; h < halves; h++)
-            acc[r][h] = (ints){0} - made.zero * (halves == 2 ? in[r].sums[h] : in[r].sums[0] + in[r].sums[1]);
+        for (int h = 0; h < halves; h++) acc[r][h] = (ints){0} - zeros_of(made, kind, in + r, h);
 #pragma GCC unroll 8
     for (int q = 0; q < QUADS; q++)
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) acc[r][halves * q / QUADS] = dot(acc[r][halves * q / QUADS], codes[q], in[r].codes + q * 4);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-        lanes group = __builtin_convertvector(acc[r][0], lanes) * made.scale[0];
-        if (halves == 2) group += __builtin_convertvector(acc[r][1], lanes) * made.scale[1];
-        if (kind == SHIFTED || kind == NESTED) group += made.shift * in[r].sum;
-        sum[r * SUMS] += group * in[r].scale;
+    for (int r = 0; r < rows; r++) add_row(made, kind, acc[r][0], acc[r][1], in + r, sum + r * SUMS);
+}
+
+#if TILES
+/* Products of a group with the rows of two sets, or of one, for each block of outputs: codes lie `apart` from each other. */
+static inline __attribute__((always_inline)) void tiled_group(
+    const uint8_t *codes, int64_t apart, const Inputs *x, int64_t first, int64_t second, const int half, ints *to, int64_t stride) {
+    _tile_loadd(4, x->codes + half, sizeof *x);
+    if (!second) {
+        no_sums();
+        _tile_loadd(6, codes, TILE_BYTES);
+        OF_BYTES(0, 4, 6);
+        _tile_loadd(7, codes + apart, TILE_BYTES);
+        OF_BYTES(1, 4, 7);
+        _tile_loadd(6, codes + 2 * apart, TILE_BYTES);
+        OF_BYTES(2, 4, 6);
+        _tile_loadd(7, codes + 3 * apart, TILE_BYTES);
+        OF_BYTES(3, 4, 7);
+        _tile_stored(0, to, stride);
+        _tile_stored(1, to + 1, stride);
+        _tile_stored(2, to + 2, stride);
+        _tile_stored(3, to + 3, stride);
+        return;
+    }
+    _tile_loadd(5, x[first].codes + half, sizeof *x);
+    for (int b = 0; b < 4; b += 2, codes += 2 * apart, to += 2) {
+        no_sums();
+        _tile_loadd(6, codes, TILE_BYTES);
+        OF_BYTES(0, 4, 6);
+        OF_BYTES(2, 5, 6);
+        _tile_loadd(7, codes + apart, TILE_BYTES);
+        OF_BYTES(1, 4, 7);
+        OF_BYTES(3, 5, 7);
+        _tile_stored(0, to, stride);
+        _tile_stored(1, to + 1, stride);
+        _tile_stored(2, (char *)to + first * stride, stride);
+        _tile_stored(3, (char *)to + first * stride + TILE_BYTES, stride);
     }
 }
+
+/* The same sums as those of `quantized_rows`, to the last bit. */
+static inline __attribute__((always_inline)) void quantized_tiles(
+    const uint8_t *w, int64_t groups, const int bits, const int kind, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
+    const int halves = kind == HALVES ? 2 : 1;
+    const int64_t second = rows > TILE_ROWS ? rows / 2 : 0, first = rows - second, block = code_bytes(bits) / SUMS;
+    const uint8_t *head = w;
+    words codes[SUMS][QUADS];
+    ints products[2][TOGETHER][SUMS];
+    shape_tiles(first, second, PER_SCALE / halves);
+    memset(sum, 0, rows * sizeof *sum);
+    for (int64_t g = 0; g < groups; g++, w += code_bytes(bits), x += rows) {
+        if (g % PER_HEAD == 0) head = w, w += head_bytes(kind);
+        const uint8_t *scales = w;
+        w += scale_bytes(kind);
+        for (int b = 0; b < SUMS && bits < 8; b++)
+            for (int q = 0; q < QUADS; q++) codes[b][q] = codes_at(w + b * block, bits, q);
+        ALL_IS_WRITTEN;
+        const uint8_t *from = bits < 8 ? (const uint8_t *)codes : w;
+        const int64_t apart = bits < 8 ? (int64_t)sizeof codes[0] : block;
+        for (int h = 0; h < halves; h++)
+            tiled_group(from + h * QUADS / 2 * TILE_BYTES, apart, x, first, second, h * PER_SCALE / 2, products[h][0], sizeof products[h][0]);
+        EACH_VECTOR for (int b = 0; b < SUMS; b++) {
+            const Maker made = maker_of(head, scales, bits, kind, b);
+            for (int64_t r = 0; r < rows; r++)
+                add_row(made, kind, products[0][r][b] - zeros_of(made, kind, x + r, 0),
+                        products[1][r][b] - zeros_of(made, kind, x + r, 1), x + r, &sum[r][b]);
+        }
+    }
+}
+#endif
 
 /* Some rows against one unit of outputs: what a group's codes are is found out once for all of them. */
 static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
@@ -256,7 +339,14 @@ static MAY_BE_LATE void quantized_tile(const Linear *l, int64_t at, const Inputs
     const uint8_t *w = (const uint8_t *)(l->weights + at * unit_cells(l));
     const int64_t groups = groups_of(l);
     switch (l->bits * 8 + l->scales) {
+#if TILES
+#define FORM(B, K) case B * 8 + K: \
+            if (rows < LEAST_TILED) quantized_rows(w, groups, B, K, x, rows, sum); \
+            else quantized_tiles(w, groups, B, K, x, rows, sum); \
+            break;
+#else
 #define FORM(B, K) case B * 8 + K: quantized_rows(w, groups, B, K, x, rows, sum); break;
+#endif
         FORM(8, ONE) FORM(8, SHIFTED) FORM(8, ZEROED) FORM(6, HALVES) FORM(5, ONE) FORM(5, SHIFTED) FORM(5, NESTED)
         FORM(4, ONE) FORM(4, SHIFTED) FORM(4, ZEROED) FORM(4, NESTED)
         FORM(8, WIDE) FORM(8, WIDE_ZEROED) FORM(4, WIDE) FORM(4, WIDE_ZEROED)
