@@ -285,11 +285,12 @@ class Goodput(Controller):
         late_s = candidate.catch_up_s - candidate.setup_s  # which this step alone takes
         brings = now[0].tokens[now[1]] - 1.0 if now is not None else 0.0
         stake_s = max(choice.seconds - mine.seconds + late_s + brings / plan.rate, 0.0)
-        if stake_s > self._credit_s or not _are_ready(views):
-            self._wanted_s = stake_s
+        price_s = stake_s + (median_low(self._plans_s) if self._plans_s else 0.0)  # a new plan is made of what it shows
+        if price_s > self._credit_s or not _are_ready(views):
+            self._wanted_s = price_s
             return
         self._wanted_s = 0.0
-        self._credit_s -= stake_s
+        self._credit_s -= price_s
         self._probe = view.id, plan.rate, stake_s
         decisions[number] = self._decision(view, choice.share, "probe")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -180,8 +180,7 @@ class Planner:
         load = self._load(others)
         best = Choice(None, 0.0, 0.0)
         for candidate in candidates:
-            for nodes in candidate.sizes:
-                seconds = self._extra_s(load, candidate, nodes)
+            for nodes, seconds in self._extra_s(load, candidate, candidate.sizes):
                 value = self._worth(plan, candidate, nodes) - plan.rate * seconds
                 if value > best.value:
                     best = Choice((candidate, nodes), value, seconds)
@@ -191,16 +190,17 @@ class Planner:
         """What a share is worth to a request beside those of the others; see `choice`."""
         if share is None:
             return Choice(None, 0.0, 0.0)
-        seconds = self._extra_s(self._load(others), *share)
+        ((_, seconds),) = self._extra_s(self._load(others), share[0], [share[1]])
         return Choice(share, self._worth(plan, *share) - plan.rate * seconds, seconds)
 
-    def _extra_s(self, load: _Load, candidate: Candidate, nodes: int) -> float:
-        """Seconds that so many nodes add to a step."""
+    def _extra_s(self, load: _Load, candidate: Candidate, sizes: Iterable[int]) -> Iterator[tuple[int, float]]:
+        """Numbers of nodes, each with the seconds that it adds to a step."""
         rows, drafting, _ = load
         name, (requests, deepest) = candidate.drafter, drafting.get(candidate.drafter, (0, 0.0))
-        seconds = self.step_s(rows + nodes) - self.step_s(rows) + candidate.setup_s
-        levels = max(candidate.levels(nodes), deepest)
-        return seconds + self.drafting_s(name, requests + 1, levels) - self.drafting_s(name, requests, deepest)
+        without_s = self.step_s(rows) + self.drafting_s(name, requests, deepest) - candidate.setup_s
+        for nodes in sizes:
+            with_s = self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, max(candidate.levels(nodes), deepest))
+            yield nodes, with_s - without_s
 
     def _worth(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
         """What a request's tokens beyond its first are worth, in tokens of the batch.
