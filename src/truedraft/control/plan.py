@@ -199,8 +199,8 @@ class Planner:
         name, (requests, deepest) = candidate.drafter, drafting.get(candidate.drafter, (0, 0.0))
         without_s = self.step_s(rows) + self.drafting_s(name, requests, deepest) - candidate.setup_s
         for nodes in sizes:
-            with_s = self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, max(candidate.levels(nodes), deepest))
-            yield nodes, with_s - without_s
+            levels = max(candidate.levels(nodes), deepest)
+            yield nodes, self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, levels) - without_s
 
     def _worth(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
         """What a request's tokens beyond its first are worth, in tokens of the batch.
