@@ -144,7 +144,8 @@ def test_a_client_that_leaves_while_the_engine_gets_its_request(
     finally:
         running.service.listeners.remove(listener)
     assert ended[0].answer is not None and ended[0].answer.finish_reason == "cancelled"
-    assert running.service.is_idle and running.engine.check_idle() == []
+    wait_for(lambda: running.service.is_idle)
+    assert running.engine.check_idle() == []
 
 
 def test_a_slow_reader_holds_nobody_up(running: Running) -> None:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _ROWS, _CONTEXT, _PARTS = (1, 8), 256, 100
 _KL_OF_TYPES = (
-    "Q4_0 0.0057, Q4_1 0.0050, Q5_0 0.0047, Q5_1 0.0065, Q8_0 0.0047, Q4_K_S 0.0047, Q5_K_S 0.0055, Q6_K 0.0043, "
-    "Q4_K_M 0.0073"
+    "SmolLM2 135M: Q4_0 0.0057, Q4_1 0.0050, Q5_0 0.0047, Q5_1 0.0065, Q8_0 0.0047, Q4_K_S 0.0047, Q5_K_S 0.0055, "
+    "Q6_K 0.0043; Gemma 3 270M: Q4_0 0.0068, Q5_0 0.0091, Q8_0 0.0068, Q4_K_M 0.0073, Q6_K 0.0110"
 )
-"""In bfloat16, of SmolLM2 135M's weights in each type and of Gemma 3 270M's file, which is Q4_K_M."""
+"""In bfloat16, of two models' weights in each type."""
 _OF_CODES = (
     "answers are those of plain decoding of these quantised weights by this engine; how far distributions lay from "
-    f"those of the same weights in float32, as mean KL by the type of the file: {_KL_OF_TYPES} (docs/models.md)"
+    f"those of the same weights in float32, as mean KL by the type of the file, of {_KL_OF_TYPES} (docs/models.md)"
 )
 
 
