@@ -50,12 +50,12 @@ CALL = {"type": "function", "function": {"name": "get", "parameters": SCHEMA}}
     [{"reasoning_budget": 6}, {"thinking": {"type": "enabled", "budget_tokens": 6}}, {"reasoning": {"max_tokens": 6}}],
 )
 def test_chats(thinker: Running, target: LanguageModel, budget: dict[str, Any]) -> None:
-    choice = chat(thinker, **budget, response_format=FORMAT)
+    choice = chat(thinker, **budget, temperature=0, response_format=FORMAT)
     assert json.loads(choice["message"]["content"])["a"] in "xy" and choice["finish_reason"] == "stop"
     assert target.tokenizer is not None
     assert 0 < len(target.tokenizer.plain_ids(choice["message"]["reasoning_content"])) <= 8
     asked = {"tools": [CALL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
-    choice = chat(thinker, **budget, **asked)
+    choice = chat(thinker, **budget, temperature=0, **asked)
     assert choice["message"]["reasoning_content"] and choice["finish_reason"] == "tool_calls"
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["a"] in "xy"
 

@@ -341,7 +341,7 @@ static MAY_BE_LATE void quantized_tile(const Linear *l, int64_t at, const Inputs
     switch (l->bits * 8 + l->scales) {
 #if TILES
 #define FORM(B, K) case B * 8 + K: \
-            if (rows < LEAST_TILED) quantized_rows(w, groups, B, K, x, rows, sum); \
+            if (rows < LEAST_TILED * (K == HALVES ? 2 : 1)) quantized_rows(w, groups, B, K, x, rows, sum); \
             else quantized_tiles(w, groups, B, K, x, rows, sum); \
             break;
 #else
