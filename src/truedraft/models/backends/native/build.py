@@ -126,14 +126,19 @@ def _key(compiler: Sequence[str], dtype: torch.dtype) -> str:
 
 
 def _defines(dtype: torch.dtype) -> tuple[str, ...]:
-    """What decoder.c is compiled for.
+    """What decoder.c is compiled for; all of it measured (benchmarks/LOG.md).
 
     The instruction that multiplies pairs of bfloat16 and adds them takes AMD's processors as long as one multiplication
-    and addition of float32, and Intel's four times as long (benchmarks/LOG.md).
+    and addition of float32, and Intel's four times as long. Intel's have to be asked for quantised weights ahead.
     """
-    narrow = dtype is torch.bfloat16
-    paired = narrow and "AuthenticAMD" in _processor()
-    return f"-DBF16={int(narrow)}", f"-DPAIRED={int(paired)}", *(["-DTILES=1"] if may_use_tiles() else [])
+    narrow, processor = dtype is torch.bfloat16, _processor()
+    told = {
+        "BF16": narrow,
+        "PAIRED": narrow and "AuthenticAMD" in processor,
+        "TILES": may_use_tiles(),
+        "ASKS_AHEAD": "GenuineIntel" in processor,
+    }
+    return tuple(f"-D{name}={int(value)}" for name, value in told.items())
 
 
 def _processor() -> str:

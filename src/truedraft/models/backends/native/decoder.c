@@ -19,7 +19,7 @@
 #ifndef PAIRED
 #define PAIRED 0 /* whether inputs of bfloat16 are multiplied in pairs, by one instruction */
 #endif
-#if !defined(TILES) || !defined(__AMX_BF16__) || !defined(__AMX_INT8__) || !defined(__AVX512BW__)
+#if !defined(TILES) || !TILES || !defined(__AMX_BF16__) || !defined(__AMX_INT8__) || !defined(__AVX512BW__)
 #undef TILES
 #define TILES 0 /* whether products go by AMX's tiles */
 #endif
