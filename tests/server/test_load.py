@@ -454,7 +454,7 @@ def test_preempted_requests_go_on_exactly() -> None:
     """Memory for about two long answers: one waits, one gives its room back, and all are those of plain decoding."""
     target = load_model("embedded:target")  # whose pool keeps nothing of other tests
     prompts = [f"def f{number}(" for number in range(4)]
-    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
     plain = Engine(target, prefix_cache_bytes=0)
     expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
     one = plain.cache_bytes

@@ -682,7 +682,7 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
             float *of_slots = scores + r * score_stride;
             View *see = view + r;
             *see = (View){first[row], base + i + 1 - first[row], 0, NULL, of_slots + first[row], scratch->mixed + row * stride + (group * each + (q + r) % each) * head, first[row]};
-            if (s->own) see_path(s, i, of_slots, ordered + r * score_stride, see);
+            if (s->own) see_path(s, i, of_slots, ordered + r * score_stride + first[row] - lowest / 32 * 32, see);
             const int64_t seen = see->count + see->own_count;
             if (l->sinks) see->weights[seen] = l->sinks[group * each + (q + r) % each];
             soften(see->weights, seen + (l->sinks != NULL));

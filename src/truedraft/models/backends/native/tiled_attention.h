@@ -1,6 +1,6 @@
 /* Attention by AMX's tiles: scores and weighted values of up to 16 queries of one key head.
  *
- * Weights are rounded to bfloat16 once they sum to 1, as models' own modules round them; sums are float32. A row's sum of
+ * Weights are two numbers of bfloat16 each, which add up to 16 of their bits; sums are float32. A row's sum of
  * weighted values goes over pieces of 32 positions, from position 0 on, with weights of 0 where it sees nothing: so it is
  * the same whether a token that it sees is committed, or a node of a tree somewhere behind these. Values that a row does
  * not see may be no numbers, which times 0 are none either: such pieces are taken for each row by itself, as are those
@@ -67,17 +67,22 @@ static int are_numbers(const element *const *values, int64_t d, int blocks) {
 }
 
 /* Adds a piece's weighted values to sums of so many rows. */
-static inline void add_piece(const element *weights, int64_t stride, const ints (*values)[TILE_ROWS], int blocks) {
+static inline void add_piece(const element *weights, const element *rest, int64_t stride, const ints (*values)[TILE_ROWS], int blocks) {
     _tile_loadd(4, weights, stride);
+    _tile_loadd(5, rest, stride);
     _tile_loadd(6, values[0], TILE_BYTES);
     OF_BFLOAT16(0, 4, 6);
+    OF_BFLOAT16(0, 5, 6);
     _tile_loadd(7, values[1], TILE_BYTES);
     OF_BFLOAT16(1, 4, 7);
+    OF_BFLOAT16(1, 5, 7);
     if (blocks < 4) return;
     _tile_loadd(6, values[2], TILE_BYTES);
     OF_BFLOAT16(2, 4, 6);
+    OF_BFLOAT16(2, 5, 6);
     _tile_loadd(7, values[3], TILE_BYTES);
     OF_BFLOAT16(3, 4, 7);
+    OF_BFLOAT16(3, 5, 7);
 }
 
 static void take_sums(int64_t rows, lanes (*sum)[4]) {
@@ -95,19 +100,24 @@ static void put_sums(lanes (*sum)[4]) {
     _tile_stored(3, sum[0] + 3, sizeof *sum);
 }
 
-/* A view's weights as bfloat16 from position `from` up to `to`, both whole pieces; they may lie in their own place. */
-static void narrow_weights(const View *v, int64_t from, int64_t to, element *weights) {
+/* A view's weights as numbers of bfloat16 and what these leave, from position `from` up to `to`, both whole pieces. Either
+ * may lie in the place of the weights, whose first is as far from its beginning as from `from`, or further (see `attend`). */
+static void narrow_weights(const View *v, int64_t from, int64_t to, element *weights, element *rest) {
     const int64_t before = v->first - from, count = v->count + v->own_count;
-    memset(weights, 0, before * sizeof *weights);
     for (int64_t i = 0; i < count; i += LANES) {
         lanes w;
         memcpy(&w, v->weights + i, sizeof w);
         store(weights + before + i, w);
+        store(rest + before + i, w - rounded(w));
     }
-    memset(weights + before + count, 0, (to - from - before - count) * sizeof *weights);
+    for (int p = 0; p < 2; p++) {
+        element *own = p ? rest : weights;
+        memset(own, 0, before * sizeof *own);
+        memset(own + before + count, 0, (to - from - before - count) * sizeof *own);
+    }
 }
 
-/* Weighted values of up to 16 views, whose weights are made bfloat16 in the place of their scores. */
+/* Weighted values of up to 16 views, whose weights are made bfloat16 in the place of their scores and behind these. */
 static void tiled_mix(const View *view, int n, const element *values, int64_t head, int64_t length, float *scores, int64_t stride) {
     View any = *view; /* what one of them sees before its own path; from .. to: what all do */
     int64_t from = view->first, to = INT64_MAX, end = 0, paths = 0;
@@ -120,8 +130,9 @@ static void tiled_mix(const View *view, int n, const element *values, int64_t he
         paths |= v->own_count;
     }
     any.own_count = 0, any.count = (paths ? to : end) - any.first;
+    float *rest = scores + QUERIES * stride;
     const int64_t base = any.first / SPAN * SPAN, pieces = (end - base + SPAN - 1) / SPAN;
-    for (int r = 0; r < n; r++) narrow_weights(view + r, base, base + pieces * SPAN, (element *)(scores + r * stride));
+    for (int r = 0; r < n; r++) narrow_weights(view + r, base, base + pieces * SPAN, (element *)(scores + r * stride), (element *)(rest + r * stride));
     const element *at[SPAN];
     for (int64_t d = 0; d < head; d += 4 * BLOCK) {
         const int blocks = head - d < 4 * BLOCK ? 2 : 4;
@@ -130,14 +141,14 @@ static void tiled_mix(const View *view, int n, const element *values, int64_t he
         int together = 0;
         for (int64_t i = 0; i < pieces; i++) {
             const int64_t piece = base + i * SPAN;
-            const element *weights = (const element *)scores + i * SPAN;
+            const element *weights = (const element *)scores + i * SPAN, *others = (const element *)rest + i * SPAN;
             find_values(&any, values, head, length, piece, at);
             const int seen = piece >= from && piece + SPAN <= to;
             if (seen || ((!paths || piece + SPAN <= to) && are_numbers(at, d, blocks))) {
                 if (!together) take_sums(n, sum);
                 together = 1;
                 pair_values(at, d, blocks, paired);
-                add_piece(weights, stride * sizeof *scores, paired, blocks);
+                add_piece(weights, others, stride * sizeof *scores, paired, blocks);
                 continue;
             }
             if (together) put_sums(sum);
@@ -146,7 +157,7 @@ static void tiled_mix(const View *view, int n, const element *values, int64_t he
                 find_values(view + r, values, head, length, piece, at);
                 pair_values(at, d, blocks, paired);
                 take_sums(1, sum + r);
-                add_piece(weights + r * stride * 2, TILE_BYTES, paired, blocks);
+                add_piece(weights + r * stride * 2, others + r * stride * 2, TILE_BYTES, paired, blocks);
                 put_sums(sum + r);
             }
         }
