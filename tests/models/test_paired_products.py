@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from models.test_row_invariance import VOCAB, random_llama
 from support.backends import llama_of, native_backend
@@ -107,3 +107,37 @@ def test_what_is_no_number_reaches_only_rows_that_see_it(native: HuggingFaceMode
     model.release_cache(cache)
     assert tree[[1, 3, 4], others].equal(whole[10:13])
     assert tree[[0, 2]].isnan().all()
+
+
+def test_a_trees_rows_are_those_of_plain_decoding_where_windows_begin_in_different_pieces(
+    native: HuggingFaceModel,
+) -> None:
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        sliding_window=40,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        mistral = MistralForCausalLM(config).to(torch.bfloat16)
+    model = HuggingFaceModel(mistral, None, "windows", native_backend)
+    ids = torch.arange(90) * 37 % VOCAB
+    whole = logits(model, *ids.split(1))
+    for context in (60, 65, 70):
+        cache = model.new_cache()
+        model.forward([Segment(cache, ids[:context], chain_shape(context), ())])
+        cache.commit(range(context))
+        path = ids[context : context + 12]
+        tokens = torch.stack([path.flip(0), path], dim=1).flatten()  # a wrong token beside each of the path
+        parents = tuple(parent for depth in range(12) for parent in (2 * depth - 1, 2 * depth - 1))
+        tree = model.forward([Segment(cache, tokens, shape_of(parents), range(1, 24, 2))]).logits.float()
+        model.release_cache(cache)
+        assert tree.equal(whole[context : context + 12])
