@@ -8,7 +8,7 @@
  * rows, on the tree around it, or on the number of threads.
  *
  * Numbers are rounded to the model's dtype where its own modules round them, but for attention, which stays in
- * float32 from scores to mixed values.
+ * float32 from scores to mixed values (by AMX's tiles its weights have 16 bits).
  */
 #include <stdint.h>
 #include <string.h>

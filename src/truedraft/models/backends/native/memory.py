@@ -29,7 +29,7 @@ UNIT = 64
 """Outputs of a layer are padded with zeros to a multiple of this."""
 
 _CPU = torch.device("cpu")
-_TILE = 16
+_QUERIES = 16
 _GROUP = 96
 _MOST_THREADS = 128  # that team.h uses
 _NUMBERS: dict[str, type[Any]] = {"float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}
@@ -348,7 +348,7 @@ class Scratch:
             slots, room = rows * self._chosen, rows * max(self._stride, self._chosen * self._spread)
             listed = 5 * slots + self._experts + self._chosen + 2
             inputs = torch.zeros(threads, room, dtype=torch.float32, device=_CPU)
-            scores = torch.zeros(threads, 2 * _TILE, span, dtype=torch.float32, device=_CPU)
+            scores = torch.zeros(threads, 2 * _QUERIES, span, dtype=torch.float32, device=_CPU)
             of_experts = [self._zeros(slots, self._spread) for _ in range(2)]
             choices = torch.zeros(slots, dtype=torch.int64, device=_CPU)
             shares = torch.zeros(slots, dtype=torch.float32, device=_CPU)

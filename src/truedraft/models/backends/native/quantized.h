@@ -259,29 +259,19 @@ static inline __attribute__((always_inline)) void tiled_group(
     _tile_loadd(4, x->codes + half, sizeof *x);
     if (!second) {
         no_sums();
-        _tile_loadd(6, codes, TILE_BYTES);
-        OF_BYTES(0, 4, 6);
-        _tile_loadd(7, codes + apart, TILE_BYTES);
-        OF_BYTES(1, 4, 7);
-        _tile_loadd(6, codes + 2 * apart, TILE_BYTES);
-        OF_BYTES(2, 4, 6);
-        _tile_loadd(7, codes + 3 * apart, TILE_BYTES);
-        OF_BYTES(3, 4, 7);
-        _tile_stored(0, to, stride);
-        _tile_stored(1, to + 1, stride);
-        _tile_stored(2, to + 2, stride);
-        _tile_stored(3, to + 3, stride);
+        ADD_PRODUCTS(_tile_dpbsud, codes, apart);
+        put_sums(to, stride);
         return;
     }
     _tile_loadd(5, x[first].codes + half, sizeof *x);
     for (int b = 0; b < 4; b += 2, codes += 2 * apart, to += 2) {
         no_sums();
         _tile_loadd(6, codes, TILE_BYTES);
-        OF_BYTES(0, 4, 6);
-        OF_BYTES(2, 5, 6);
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(2, 5, 6);
         _tile_loadd(7, codes + apart, TILE_BYTES);
-        OF_BYTES(1, 4, 7);
-        OF_BYTES(3, 5, 7);
+        _tile_dpbsud(1, 4, 7);
+        _tile_dpbsud(3, 5, 7);
         _tile_stored(0, to, stride);
         _tile_stored(1, to + 1, stride);
         _tile_stored(2, (char *)to + first * stride, stride);

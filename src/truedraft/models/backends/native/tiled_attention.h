@@ -24,9 +24,9 @@ static void tiled_scores(
             ALL_IS_WRITTEN;
             _tile_loadd(4, (const element *)query + d, head * sizeof(element));
             _tile_loadd(6, key[0], TILE_BYTES);
-            OF_BFLOAT16(0, 4, 6);
+            _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, key[1], TILE_BYTES);
-            OF_BFLOAT16(1, 4, 7);
+            _tile_dpbf16ps(1, 4, 7);
         }
         _tile_stored(0, scores + s, stride * sizeof *scores);
         _tile_stored(1, scores + s + BLOCK, stride * sizeof *scores);
@@ -57,6 +57,7 @@ static inline void pair_values(const element *const *values, int64_t d, int bloc
     ALL_IS_WRITTEN;
 }
 
+/* Whether a product with 0 of each of these is 0. */
 static int are_numbers(const element *const *values, int64_t d, int blocks) {
     __mmask32 none = 0;
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
@@ -71,18 +72,18 @@ static inline void add_piece(const element *weights, const element *rest, int64_
     _tile_loadd(4, weights, stride);
     _tile_loadd(5, rest, stride);
     _tile_loadd(6, values[0], TILE_BYTES);
-    OF_BFLOAT16(0, 4, 6);
-    OF_BFLOAT16(0, 5, 6);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(0, 5, 6);
     _tile_loadd(7, values[1], TILE_BYTES);
-    OF_BFLOAT16(1, 4, 7);
-    OF_BFLOAT16(1, 5, 7);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(1, 5, 7);
     if (blocks < 4) return;
     _tile_loadd(6, values[2], TILE_BYTES);
-    OF_BFLOAT16(2, 4, 6);
-    OF_BFLOAT16(2, 5, 6);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
     _tile_loadd(7, values[3], TILE_BYTES);
-    OF_BFLOAT16(3, 4, 7);
-    OF_BFLOAT16(3, 5, 7);
+    _tile_dpbf16ps(3, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
 }
 
 static void take_sums(int64_t rows, lanes (*sum)[4]) {
@@ -91,13 +92,6 @@ static void take_sums(int64_t rows, lanes (*sum)[4]) {
     _tile_loadd(1, sum[0] + 1, sizeof *sum);
     _tile_loadd(2, sum[0] + 2, sizeof *sum);
     _tile_loadd(3, sum[0] + 3, sizeof *sum);
-}
-
-static void put_sums(lanes (*sum)[4]) {
-    _tile_stored(0, sum[0], sizeof *sum);
-    _tile_stored(1, sum[0] + 1, sizeof *sum);
-    _tile_stored(2, sum[0] + 2, sizeof *sum);
-    _tile_stored(3, sum[0] + 3, sizeof *sum);
 }
 
 /* A view's weights as numbers of bfloat16 and what these leave, from position `from` up to `to`, both whole pieces. Either
@@ -151,17 +145,17 @@ static void tiled_mix(const View *view, int n, const element *values, int64_t he
                 add_piece(weights, others, stride * sizeof *scores, paired, blocks);
                 continue;
             }
-            if (together) put_sums(sum);
+            if (together) put_sums(sum, sizeof *sum);
             together = 0;
             for (int r = 0; r < n; r++) {
                 find_values(view + r, values, head, length, piece, at);
                 pair_values(at, d, blocks, paired);
                 take_sums(1, sum + r);
                 add_piece(weights + r * stride * 2, others + r * stride * 2, TILE_BYTES, paired, blocks);
-                put_sums(sum + r);
+                put_sums(sum + r, sizeof *sum);
             }
         }
-        if (together) put_sums(sum);
+        if (together) put_sums(sum, sizeof *sum);
         for (int r = 0; r < n; r++)
             for (int b = 0; b < blocks; b++) store(view[r].out + d + b * BLOCK, sum[r][b]);
     }

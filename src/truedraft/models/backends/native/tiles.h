@@ -30,11 +30,27 @@ static void shape_tiles(int64_t first, int64_t second, int64_t bytes) {
     __asm__ volatile("ldtilecfg %0" ::"m"(s)); /* GCC 12 takes the function of that name to read 8 bytes of it */
 }
 
-/* What is multiplied: A += B C of registers. */
-#define OF_BFLOAT16(a, b, c) _tile_dpbf16ps(a, b, c)
-#define OF_BYTES(a, b, c) _tile_dpbsud(a, b, c)
-
 static inline void no_sums(void) { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
+
+/* The four blocks of sums of one set of rows, which lie side by side. */
+static inline void put_sums(void *to, int64_t stride) {
+    _tile_stored(0, to, stride);
+    _tile_stored(1, (char *)to + TILE_BYTES, stride);
+    _tile_stored(2, (char *)to + 2 * TILE_BYTES, stride);
+    _tile_stored(3, (char *)to + 3 * TILE_BYTES, stride);
+}
+
+/* Adds the products of one set of rows with four blocks of weights, so many bytes apart from each other. */
+#define ADD_PRODUCTS(product, weights, apart) do { \
+        _tile_loadd(6, weights, TILE_BYTES); \
+        product(0, 4, 6); \
+        _tile_loadd(7, (const char *)(weights) + (apart), TILE_BYTES); \
+        product(1, 4, 7); \
+        _tile_loadd(6, (const char *)(weights) + 2 * (apart), TILE_BYTES); \
+        product(2, 4, 6); \
+        _tile_loadd(7, (const char *)(weights) + 3 * (apart), TILE_BYTES); \
+        product(3, 4, 7); \
+    } while (0)
 
 #if BF16
 /* Sums of a unit of outputs with up to 16 rows. Inputs lie as `[pieces of 32][rows][32]`. */
@@ -43,19 +59,9 @@ static void few_tiled_rows(const cell *w, int64_t block, int64_t pieces, const c
     no_sums();
     for (int64_t k = 0; k < pieces; k++, w += TILE_ROWS * BLOCK) {
         _tile_loadd(4, x + k * rows * TILE_BYTES, TILE_BYTES);
-        _tile_loadd(6, w, TILE_BYTES);
-        OF_BFLOAT16(0, 4, 6);
-        _tile_loadd(7, w + block, TILE_BYTES);
-        OF_BFLOAT16(1, 4, 7);
-        _tile_loadd(6, w + 2 * block, TILE_BYTES);
-        OF_BFLOAT16(2, 4, 6);
-        _tile_loadd(7, w + 3 * block, TILE_BYTES);
-        OF_BFLOAT16(3, 4, 7);
+        ADD_PRODUCTS(_tile_dpbf16ps, w, block * (int64_t)sizeof *w);
     }
-    _tile_stored(0, sum[0], sizeof *sum);
-    _tile_stored(1, sum[0] + 1, sizeof *sum);
-    _tile_stored(2, sum[0] + 2, sizeof *sum);
-    _tile_stored(3, sum[0] + 3, sizeof *sum);
+    put_sums(sum, sizeof *sum);
 }
 
 /* Sums of two blocks of outputs with two sets of rows, which lie one behind the other, each as above. */
@@ -65,12 +71,12 @@ static inline void tiled_rows(const cell *w, int64_t block, int64_t pieces, cons
     for (int64_t k = 0; k < pieces; k++, w += TILE_ROWS * BLOCK) {
         _tile_loadd(4, x + k * first * TILE_BYTES, TILE_BYTES);
         _tile_loadd(6, w, TILE_BYTES);
-        OF_BFLOAT16(0, 4, 6);
+        _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w + block, TILE_BYTES);
-        OF_BFLOAT16(1, 4, 7);
+        _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, y + k * second * TILE_BYTES, TILE_BYTES);
-        OF_BFLOAT16(2, 5, 6);
-        OF_BFLOAT16(3, 5, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, sum[0], sizeof *sum);
     _tile_stored(1, sum[0] + 1, sizeof *sum);
