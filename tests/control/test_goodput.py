@@ -122,6 +122,17 @@ def test_nothing_accepted_costs_next_to_nothing() -> None:
     assert any(simulation.lengths), "it never stops trying"
 
 
+def test_plain_decoding_that_settles_is_what_drafting_must_beat() -> None:
+    """Drafts bring a tenth over plain steps that stand between others, and lose a tenth to those in a row."""
+    machine = Machine(lambda rows: STEP_S if rows == 1 else 0.0125 + ROW_S * (rows - 2), settles_s=0.0025)
+    simulation = simulated(drafters=[SimulatedDrafter(steady(0.36), 0.3 * DRAFT_S)], machine=machine)
+    simulation.run(5.0)
+    simulation.reset()
+    simulation.run(40.0)
+    assert simulation.of_plain > 0.97
+    assert any(simulation.lengths), "it tries"
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.9, 1.0])
 def test_it_comes_near_the_best_length(rate: float) -> None:
     """Found from an acceptance rate of 0.65 that nobody measured, although tokens beyond its drafts go untried."""

@@ -39,6 +39,24 @@ def test_the_cost_of_a_target_comes_back() -> None:
         assert cost(rows, contexts) == pytest.approx(linear(rows, contexts), rel=1e-6)
 
 
+@pytest.mark.parametrize(("slow", "saved_s"), [(1.0, 1e-3), (10.0, 0.0)])
+def test_what_plain_forwards_save_where_many_follow_each_other(slow: float, saved_s: float) -> None:
+    """A millisecond from the 30th on; where so many take too long nobody looks."""
+    clock = Clock()
+    plain = 0
+
+    def settling(rows: int, contexts: tuple[int, ...]) -> float:
+        nonlocal plain
+        plain = plain + 1 if rows == 1 else 0
+        return slow * (linear(rows, contexts) - 1e-3 * (plain > 30))
+
+    cost = measure_target(TimedModel.of(clock, settling), effort=THRICE, clock=clock)
+    assert cost.settles_s == pytest.approx(saved_s)
+    assert cost(1, [128]) == pytest.approx(slow * linear(1, (128,)) - saved_s)
+    assert cost(2, [128]) == pytest.approx(slow * linear(2, (128,)))
+    assert cost(2, [128, 128]) == pytest.approx(slow * linear(2, (128, 128)) - saved_s, rel=1e-3)
+
+
 def test_a_slow_moment_does_not_count() -> None:
     """One forward in 29 takes a second more; medians of nine rounds do not see it."""
     clock = Clock()

@@ -158,6 +158,55 @@ def test_the_first_step_behind_one_of_another_kind_is_outvoted() -> None:
     assert times.step_s(5, [100], True) == pytest.approx(drafted, rel=0.03)
 
 
+def settling() -> tuple[RunningTimes, FakeClock, Machine]:
+    """Plain steps of 10 ms that take up to 4 ms more until many follow each other."""
+    clock, machine = FakeClock(), Machine(settles_s=0.004)
+    return RunningTimes(machine, {"a": SimulatedDrafter(steady(0.5))}, clock), clock, machine  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slow", [1.0, 1.5])
+def test_plain_steps_among_drafted_ones_may_take_longer_than_plain_decoding(slow: float) -> None:
+    times, clock, machine = settling()
+    plain, drafted = machine.step_s(1), machine.step_s(5)
+    assert times.step_s(1, [100], True) == pytest.approx(plain)
+    for _ in range(8):
+        for _ in range(12):
+            times.observe(record(slow * drafted, 5))
+        for taken in (plain, plain + 0.004, plain + 0.002):
+            times.observe(record(slow * taken))
+        clock.now += 0.25
+        assert times.step_s(1, [100], True) == pytest.approx(slow * plain, rel=0.01)
+    for number in range(60):
+        times.observe(record(plain + machine.settling_s(number)))
+    assert times.step_s(1, [100], True) == pytest.approx(plain, rel=0.01), "many in a row are what plain decoding takes"
+
+
+def test_plain_steps_that_took_longer_than_cold_caches_explain_say_so() -> None:
+    times, _, machine = settling()
+    plain = machine.step_s(1)
+    assert times.step_s(1, [100], True) == pytest.approx(plain)
+    for _ in range(3):
+        times.observe(record(2 * (plain + 0.004)))
+    assert times.step_s(1, [100], True) > 1.9 * plain
+
+
+def test_steps_that_pass_unseen_settle_too() -> None:
+    times, _, machine = settling()
+    times.step_s(1, [100], True)
+    times.observe(record(1.2 * machine.step_s(1)))
+    assert times.step_s(1, [100], True) == pytest.approx(machine.step_s(1)), "cold caches explain it"
+    for _ in range(3):
+        times.observe(record(1.2 * machine.step_s(1)), 30)
+    assert times.step_s(1, [100], True) == pytest.approx(1.2 * machine.step_s(1), rel=0.02)
+
+
+def test_a_step_in_which_something_was_measured_says_nothing() -> None:
+    times, _, machine = times_of()
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
+    times.observe(record(machine.step_s(5) + 0.5, 5, decide_s=0.5))
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
+
+
 def test_what_catching_up_takes_is_learnt_from_drafters_that_were_behind() -> None:
     times, clock, _ = times_of()
     assert times.catch_up_s("a", 2) == 0.0

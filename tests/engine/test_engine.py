@@ -549,17 +549,24 @@ def test_a_controller_that_rests_is_asked_as_soon_as_other_requests_run() -> Non
 
 
 class Changing(ScriptedDrafter):
-    """Finds something every second time that it is asked."""
+    """Finds something in two of four steps, as its kinds say what."""
+
+    def __init__(self, kinds: Callable[[int], int]) -> None:
+        super().__init__(lambda tokens: [])
+        self.found = kinds
 
     def hint(self, request: DraftRequest) -> Hint:
-        return Hint(finds=len(request.tokens) % 4 < 2)
+        return Hint(self.found(len(request.tokens)), finds=len(request.tokens) % 4 < 2)
 
 
-def test_what_drafters_find_ends_a_rest() -> None:
-    controller = Resting()
-    engine = Engine(MarkovModel.random(5, 1), Changing(lambda tokens: []), controller=controller)
-    engine.generate([[1, 2], [1, 3, 2]], SamplingParams(max_tokens=15))
-    assert len(controller.asked) > 4
+def test_what_drafters_find_anew_ends_a_rest_and_what_was_found_before_does_not() -> None:
+    asked = []
+    for kinds in (lambda length: length, lambda length: 1):
+        controller = Resting()
+        engine = Engine(MarkovModel.random(5, 1), Changing(kinds), controller=controller)
+        engine.generate([[1, 2], [1, 3, 2]], SamplingParams(max_tokens=31))
+        asked.append(len(controller.asked))
+    assert asked == [15, 8]
 
 
 class RestingWithDrafts(Resting):

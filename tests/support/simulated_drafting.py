@@ -7,6 +7,7 @@ decision, or against plain decoding, is known.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -131,6 +132,8 @@ class Machine:
         drafting_believed: likewise of drafting.
         context_share: by which a cached token makes steps longer, as is believed.
         slow: factor of all true seconds, by the clock.
+        settles_s: seconds that plain steps save where many follow each other, truly and as is believed; `step_s` says
+            what they take in the end.
         measuring: called when what drafting takes is asked for the first time, as where nobody measured it.
     """
 
@@ -141,10 +144,12 @@ class Machine:
         drafting_believed: float = 1.0,
         context_share: float = 0.0,
         slow: Callable[[float], float] = lambda seconds: 1.0,
+        settles_s: float = 0.0,
         measuring: Callable[[], None] = lambda: None,
     ) -> None:
         self.step_s = step_s
         self.slow = slow
+        self.settles_s = settles_s
         self._believed, self._drafting_believed = believed, drafting_believed
         self._context_share = context_share
         self._measuring = measuring
@@ -155,9 +160,16 @@ class Machine:
         return drafter.token_s * depth * (1.0 + 0.2 * (requests - 1)) if requests else 0.0
 
     # What `RunningTimes` asks of measured costs.
-    def forwards(self) -> Callable[[int, Sequence[int]], float]:
-        share = self._context_share
-        return lambda rows, contexts: self._believed * self.step_s(rows) * (1.0 + share * sum(contexts))
+    def forwards(self) -> Machine:
+        return self
+
+    def __call__(self, rows: int, contexts: Sequence[int]) -> float:
+        """V."""
+        return self._believed * self.step_s(rows) * (1.0 + self._context_share * sum(contexts))
+
+    def settling_s(self, steps: int) -> float:
+        """Likewise; what it believes of this is true."""
+        return self.settles_s * math.exp(-steps / 12)
 
     def judge(self, ratio: float) -> None:
         """Where a kept curve would be doubted."""
@@ -205,6 +217,7 @@ class Simulation:
         self.requests = [SimulatedRequest(0)]
         self.began = clock.now
         self._rests = 0  # steps in which the controller is not asked
+        self._unsettled = 0.0  # share of what plain steps may save that they do not
         self._asked_for: list[int] = []
         self._decisions: list[Decision] = []
         self._jitter = jitter
@@ -312,7 +325,12 @@ class Simulation:
                 seconds = self.machine.drafting_s(drafter, len(own), depth if levels is None else levels) * factor
                 nodes = sum(step.nodes for step in own)
                 spent.append(DraftTime(name, len(own), depth, nodes, len(own), seconds, levels))
-        target_s = self.machine.step_s(sum(step.rows for step in steps)) * factor
+        # Plain steps take the longer the longer drafting paused the target before.
+        pause_s, rows = sum(each.seconds for each in spent), sum(step.rows for step in steps)
+        late_s = 0.0 if spent else self.machine.settles_s * self._unsettled
+        paused = pause_s / (pause_s + self.machine.step_s(1))
+        self._unsettled = max(self._unsettled * math.exp(-1 / 12), paused)
+        target_s = (self.machine.step_s(rows) + late_s) * factor
         draft_s = sum(each.seconds for each in spent)
         total_s = draft_s + target_s + decide_s
         return StepRecord(tuple(steps), draft_s, target_s, 0.0, total_s, decide_s, drafting=tuple(spent))

@@ -15,7 +15,7 @@ from scipy.optimize import isotonic_regression
 
 from truedraft.errors import OptionError
 from truedraft.options import read_record
-from truedraft.theory import BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
+from truedraft.theory import SETTLED, BatchPoint, CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost
 from truedraft.theory.cost_curves import isotonic, isotonic_grid
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
@@ -99,6 +99,18 @@ def linear_costs() -> TargetCost:
     }
     batches = [BatchPoint(n, 200, 2e-3 + 1e-4 * n + 1e-4 * n + 2e-4 * (n - 1)) for n in (2, 4, 8)]
     return TargetCost.fit(single, batches)
+
+
+def test_plain_forwards_settle_and_others_do_not() -> None:
+    """The worked example of `settling_s`."""
+    cost, settled = linear_costs(), dataclasses.replace(linear_costs(), settles_s=2e-3)
+    assert settled(1, [300]) == pytest.approx(cost(1, [300]) - 2e-3)
+    assert settled(2, [300, 100]) == pytest.approx(cost(2, [300, 100]) - 2e-3)
+    assert settled(2, [300]) == cost(2, [300])
+    assert settled.settling_s(0) == 2e-3
+    assert settled.settling_s(12) == pytest.approx(0.74e-3, abs=5e-6)
+    assert settled.settling_s(SETTLED) < 0.1e-3
+    assert cost.settling_s(0) == 0.0
 
 
 def test_a_target_cost_takes_a_linear_world_apart() -> None:

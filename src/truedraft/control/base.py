@@ -42,8 +42,8 @@ class StepTimes(Protocol):
         """Gains of a drafter's nodes that were measured before; empty where nobody did."""
         ...
 
-    def observe(self, record: StepRecord) -> None:
-        """A step was made, and took what its record says."""
+    def observe(self, record: StepRecord, steps: int = 1) -> None:
+        """A step was made, and took what its record says; it is the last of so many that were alike."""
         ...
 
     def measure(self, greedy: bool) -> None:
@@ -60,7 +60,7 @@ class Controller(ABC):
         weighs_costs: whether it chooses sizes by what they cost, so that nobody else need do so beforehand.
         takes_all_sizes: whether it drafts whatever a drafter can, pay or not, so that nobody should choose beforehand.
         rests: steps behind the next one in which it would decide the same, as long as the same requests run and, where
-            that is to draft nothing, drafters do not find other things. The engine neither asks nor tells it anything
+            that is to draft nothing, drafters find nothing new. The engine neither asks nor tells it anything
             of these.
     """
 

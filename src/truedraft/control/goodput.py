@@ -26,7 +26,7 @@ _AHEAD = 32  # tokens over which catching up must pay, where so many may come
 _HYSTERESIS = 0.02  # gain below which nothing is changed, for costs are not known better
 _PLAN_SHARE, _MOST_KEPT = 0.005, 96  # of time that planning may take before a plan is kept for so many steps
 _ASK_SHARE, _MOST_RESTS = 0.02, 2  # of time that asking may take where drafts are made, and steps that it rests for
-_PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.02  # steps, and seconds, until who drafts nothing is looked at
+_PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # steps, and seconds, until who drafts nothing is looked at
 _OTHER_BATCH = 0.34  # change of the number of requests after which a plan says nothing
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
 _PLAIN_AGE_S, _PLAIN_STEPS = 0.25, 3  # after which what a plain step takes is measured again, and by how many
@@ -311,7 +311,7 @@ class Goodput(Controller):
     def observe(self, record: StepRecord) -> None:
         steps, now = 1 + self._rested, self._clock()
         self._step += steps
-        self._timing.observe(record)
+        self._timing.observe(record, steps)
         if not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
             self._ask_s += _SLOW * (record.decide_s - self._ask_s)

@@ -27,7 +27,7 @@ from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.machine import wait_for
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.progress import Progress, unwatched
-from truedraft.theory import BatchPoint, DraftCost, DraftPoint, TargetCost
+from truedraft.theory import SETTLED, BatchPoint, DraftCost, DraftPoint, TargetCost
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -39,6 +39,8 @@ _GROWTH = 256  # tokens after which a new request starts
 _PERIOD = 16
 _ALL_DEPTHS = 8  # beyond these, only every doubling
 _ACCEPTED_SHARES = (0.0, 1.0, 0.5)
+_SETTLED_OF = 12  # forwards whose median is what they take in the end
+_SETTLING_S = 0.6  # within which a model must settle: the weights of one that takes longer fit no processor's caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ def measure_target(
     """Time forwards of 1 to 64 rows behind contexts of 128 to 1,024 tokens, and of several requests at once.
 
     Rows and contexts are cut to the model's context length. Each kind of forward is run once to warm up, then in
-    interleaved rounds; its median counts.
+    interleaved rounds; its median counts. Then forwards of one row follow each other, as in plain decoding, until they
+    take no less time than before.
 
     Args:
         model: any; it must not run elsewhere at the same time.
@@ -148,12 +151,26 @@ def measure_target(
                 times[cell].append(seconds)
 
         in_rounds(cells, measure, effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
+        settled_s = _settled_s(model, caches[cells[0].context][0], clock)
     finally:
         for cache in (cache for held in caches.values() for cache in held):
             model.release_cache(cache)
     alone = {(cell.rows, cell.context): median(times[cell]) for cell in cells if cell.requests == 1}
     batches = [BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in cells if cell.requests > 1]
-    return TargetCost.fit(alone, batches)
+    cost = TargetCost.fit(alone, batches)
+    saved_s = cost(1, [cells[0].context]) - settled_s if settled_s is not None else 0.0
+    return replace(cost, settles_s=max(saved_s, 0.0))
+
+
+def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], float]) -> float | None:
+    """Seconds of a plain forward behind many others; None where so many would take too long."""
+    began = clock()
+    found: list[float] = []
+    while len(found) < SETTLED + _SETTLED_OF:
+        if clock() - began > _SETTLING_S:
+            return None
+        found.append(_forward_s(model, [cache], 1, clock))
+    return median(found[SETTLED:])
 
 
 def _room(model: LanguageModel) -> int:

@@ -16,7 +16,7 @@ from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.costs.kept import CurveCheck, StepCosts
 from truedraft.drafters.base import Drafter
 from truedraft.errors import TruedraftError
-from truedraft.theory import ForwardTable
+from truedraft.theory import SETTLED, ForwardTable
 
 _log = logging.getLogger(__name__)
 _LARGEST = 256  # size of which something is known apart
@@ -27,6 +27,8 @@ _MOST = 0.5  # log ratio that one step may count for; beyond it lies a step that
 _FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted for together
 _READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with something
 _LEARN = 0.2
+_MEASURED = 0.5  # share of a step that deciding takes only where something was measured for it
+_SOON = 4 * SETTLED  # plain steps within which what drafted steps take is still known
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -127,6 +129,8 @@ class RunningTimes:
         self._steps = {kind: Corrected(clock) for kind in itertools.product((False, True), repeat=2)}
         self._drafting = {name: Corrected(clock) for name in drafters}
         self._kind = False, False  # of the last step, as in `_steps`
+        self._plain = 0  # steps in a row, the last one among them
+        self._apart: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
         self._forward_s = ForwardTable(lambda rows, contexts: costs.forwards()(rows, contexts))
@@ -134,10 +138,15 @@ class RunningTimes:
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         drafted = rows > len(contexts)
-        # Until such a step was made, and where the last one was long ago, as those of the other kinds.
-        others = (self._steps[not drafted, greedy], self._steps[drafted, not greedy])
-        otherwise = next((each.common for each in others if each.known), 0.0)
+        otherwise = self._as_others(drafted, greedy)
         return self._forward_s(rows, contexts) * self._steps[drafted, greedy].factor(rows, otherwise)
+
+    def _as_others(self, drafted: bool, greedy: bool) -> float:
+        """What steps of a kind have in common until one was made, and where the last one was long ago: a log ratio."""
+        if (other := self._steps[not drafted, greedy]).known:
+            apart = self._apart.get(greedy, 0.0)
+            return other.common + (-apart if drafted else apart)
+        return self._steps[drafted, not greedy].common
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._proposals_s(drafter, requests, depth, greedy) * self._drafting[drafter].factor(requests)
@@ -180,19 +189,29 @@ class RunningTimes:
         for drafter in self._drafters:
             self._proposals_s(drafter, 1, 1, greedy)
 
-    def observe(self, record: StepRecord) -> None:
-        asked = len(self._forward_s) or self._proposals or self._read_s
-        if record.prefill or not asked:  # who never asked needs no answers
-            return
+    def observe(self, record: StepRecord, steps: int = 1) -> None:
         rows, requests = record.rows, record.requests
+        self._plain = 0 if record.prefill or rows > len(requests) else self._plain + steps
+        asked = len(self._forward_s) or self._proposals or self._read_s  # who never did needs no answers
+        if record.prefill or not asked or record.decide_s > _MEASURED * record.total_s:
+            return
         before, self._kind = self._kind, (rows > len(requests), all(step.greedy for step in requests))
         drafted, greedy = self._kind
         # Deciding is a price of drafting: plain steps are decided for long beforehand.
         measured = record.total_s - record.draft_s - (0.0 if drafted else record.decide_s)
-        forward_s = self._forward_s(rows, record.contexts)
+        expected_s = self._forward_s(rows, record.contexts)
+        if not drafted:
+            # What came before may have left the processor's caches cold for some steps, or not: seconds in between say
+            # nothing new.
+            usual_s = measured / math.exp(self._as_others(drafted, greedy))
+            expected_s = min(max(expected_s, usual_s), expected_s + self._costs.forwards().settling_s(self._plain - 1))
         # A step behind one of another kind finds the processor's caches cold, and takes longer than among its own.
-        self._steps[drafted, greedy].learn(rows, measured, forward_s, usual=self._kind == before)
-        self._check(record)
+        steps_of = self._steps[drafted, greedy]
+        steps_of.learn(rows, measured, expected_s, usual=self._kind == before)
+        if SETTLED < self._plain <= _SOON and self._steps[True, greedy].known:
+            self._apart[greedy] = max(-_MOST, min(_MOST, steps_of.common - self._steps[True, greedy].common))
+        if drafted or self._plain > SETTLED:
+            self._check(record)
         for each in record.drafting:
             self._observe_drafting(each, greedy)
 

@@ -50,7 +50,7 @@ class Drafting:
         self._resting = False  # whether the controller is not asked in this step
         self._rests = 0  # that and the steps to come of which it is true
         self._resting_plain = False  # whether nothing is drafted in these
-        self._seen: list[tuple[int, bool]] | None = None  # what drafters found then, if that may end a rest
+        self._seen: set[tuple[int, int]] = set()  # what drafters found where nothing was drafted of it
         self._last: tuple[list[Request], list[Decision | None]] = [], []  # when it was asked, and what it decided
         self._controller = controller
         self._failures = failures
@@ -110,8 +110,8 @@ class Drafting:
         if not self._drafts:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
-        if self._rests and self._seen is not None and self._rests % max(len(batch) // 2, 2) == 0:
-            self._rests = self._rests if self._found(batch) == self._seen else 0
+        if self._rests and self._resting_plain and self._rests % max(len(batch) // 2, 2) == 0:
+            self._rests = self._rests if self._found(batch) <= self._seen else 0
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1] if self._resting_plain else self._fitted(batch, self._last[1])
@@ -124,9 +124,13 @@ class Drafting:
             decisions[number] = decision
         if self._controller.rests and len(asked) == len(batch):
             self._rests = 1 + self._controller.rests
-            self._last = [item.request for item in batch], decisions
-            self._resting_plain = all(each is None or each.is_zero for each in decisions)
-            self._seen = self._found(batch) if self._resting_plain else None
+            before, self._last = self._last[0], ([item.request for item in batch], decisions)
+            plain = all(each is None or each.is_zero for each in decisions)
+            if not (plain and self._resting_plain and before == self._last[0]):
+                self._seen = set()
+            self._resting_plain = plain
+            if plain:
+                self._seen |= self._found(batch)
         return self._fitted(batch, decisions)
 
     def _fitted(self, batch: Batch, decisions: Sequence[Decision | None]) -> list[Decision | None]:
@@ -143,10 +147,10 @@ class Drafting:
             fitted.append(decision)
         return fitted
 
-    def _found(self, batch: Batch) -> list[tuple[int, bool]]:
-        """What drafters know of their next proposals that changes while nothing is drafted."""
+    def _found(self, batch: Batch) -> set[tuple[int, int]]:
+        """What drafters would propose that may come and go while nothing is drafted: places and kinds of hints."""
         hints = (member.hint(item.request) for item in batch for member in self._members.values())
-        return [(hint.kind, hint.finds) for hint in hints]
+        return {(place, hint.kind) for place, hint in enumerate(hints) if hint.finds}
 
     def _limits_for(self, request: Request) -> Mapping[str, Budget]:
         """Of the drafters that may draft for a request now, by name."""

@@ -235,7 +235,7 @@ class WhatIf:
         base = CostCurve(cost.base.sizes, tuple(seconds - saved for seconds in cost.base.seconds))
         lines = tuple(tuple(each / self.bandwidth for each in line) for line in cost.attention.seconds)
         attention = CostSurface(cost.attention.rows, cost.attention.contexts, lines)
-        return TargetCost(base, attention, cost.request_s)
+        return TargetCost(base, attention, cost.request_s, cost.settles_s / self.bandwidth)
 
     def drafting(self, drafting: Drafting, target: Footprint, cost: TargetCost) -> Drafting:
         """A drafter on that machine; `cost` is V on this one."""

@@ -13,6 +13,7 @@ from truedraft.theory.chains import (
     speedup,
 )
 from truedraft.theory.cost_curves import (
+    SETTLED,
     BatchPoint,
     CostCurve,
     CostSurface,
@@ -23,6 +24,7 @@ from truedraft.theory.cost_curves import (
 )
 
 __all__ = [
+    "SETTLED",
     "AcceptanceCurve",
     "BatchPoint",
     "CostCurve",

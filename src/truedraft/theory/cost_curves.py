@@ -19,6 +19,9 @@ from truedraft.errors import OptionError
 from truedraft.options import check_not_negative, check_whole
 
 _MOST_SHAPES = 4096  # of forwards, of which it is kept what they take
+SETTLED = 40
+"""Plain steps in a row after which they take as long as they go on to take."""
+_SETTLING = 12.0  # steps in which all but 1 / e of the way is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +170,19 @@ class TargetCost:
         base: by rows, for one request at the smallest context that was measured.
         attention: what a request adds to that by its rows and its context; 0 at the smallest context.
         request_s: what each request beyond the first adds by being there.
+        settles_s: what a forward with one row for each request saves where many such follow each other, so that the
+            processor keeps at hand what they read. V is of forwards in that state; other forwards never come to it.
     """
 
     base: CostCurve
     attention: CostSurface
     request_s: float
+    settles_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse a negative share."""
         check_not_negative("request_s", self.request_s)
+        check_not_negative("settles_s", self.settles_s)
 
     @classmethod
     def fit(cls, single: Mapping[tuple[int, int], float], batches: Sequence[BatchPoint] = ()) -> TargetCost:
@@ -216,7 +223,15 @@ class TargetCost:
         check_whole("rows", rows, least=len(contexts))
         each = rows / len(contexts)
         attention = sum(count * self.attention(each, context) for context, count in Counter(contexts).items())
-        return self.base(rows) + attention + (len(contexts) - 1) * self.request_s
+        unsettled_s = self.base(rows) + attention + (len(contexts) - 1) * self.request_s
+        return unsettled_s - self.settles_s if rows == len(contexts) else unsettled_s
+
+    def settling_s(self, steps: int) -> float:
+        """What a plain forward takes beyond V, at most, behind so many others, in seconds: ever less.
+
+        Worked example: of 2 ms that are saved in the end, the first takes 2 ms longer, and the 13th 0.74 ms.
+        """
+        return self.settles_s * math.exp(-steps / _SETTLING)
 
 
 class ForwardTable:

@@ -31,7 +31,7 @@
 #define ASKS_AHEAD 0
 #endif
 #ifndef LEAST_TILED
-#define LEAST_TILED 6 /* rows from which on tiles are quicker */
+#define LEAST_TILED 10 /* rows from which on tiles are quicker */
 #endif
 #if LANES == 16
 #define EACH_VECTOR _Pragma("GCC unroll 4")
