@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 # Before anything imports them: huggingface_hub reads its switch once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,6 +24,42 @@ torch.set_num_threads(1)
 keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 gc.disable()  # a fifth of the time of collecting tests
+
+_MOST = 4
+"""Cases of a test that the whole suite runs by default: the others are marked `slow`. A file that is named runs whole."""
+_WHOLE = (
+    "core", "verification", "test_docs.py", "certify/test_mutants.py", "engine/test_block",
+    "engine/test_distribution", "engine/test_one_wait.py", "models/test_row_invariance.py",
+)  # fmt: skip
+"""Where every case counts: laws that are summed exactly, what must be seen, and bits of rows."""
+
+
+def _runs_all(config: pytest.Config) -> bool:
+    """Whether no files were named; a worker is told."""
+    found: bool = getattr(config, "workerinput", {}).get(
+        "runs_all", config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    )
+    return found
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker of xdist is about to start."""
+    node.workerinput["runs_all"] = _runs_all(node.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with many cases take a few, the same each time, chosen by the hashes of their names."""
+    if not _runs_all(config):
+        return
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None and not item.nodeid.removeprefix("tests/").startswith(_WHOLE):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for each in cases.values():
+        for item in sorted(each, key=lambda item: hashlib.sha1(item.nodeid.encode()).hexdigest())[_MOST:]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

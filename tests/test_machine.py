@@ -90,8 +90,10 @@ print(os.environ.get("ONEDNN_MAX_CPU_ISA"), model.equality)
 @pytest.mark.skipif(not _WITH_TILES, reason="this CPU has no AMX, whose products depend on the number of rows")
 @pytest.mark.parametrize(
     ("told", "printed"),
-    [(None, "AVX512_CORE_FP16 bit for bit"), ("ALL", "ALL up to near ties")],
-    ids=["unset", "the user's own"],
+    [
+        pytest.param(None, "AVX512_CORE_FP16 bit for bit", id="unset"),
+        pytest.param("ALL", "ALL up to near ties", id="the user's own", marks=pytest.mark.slow),
+    ],
 )
 def test_loading_in_bfloat16_keeps_rows_alike(told: str | None, printed: str) -> None:
     """In a process of its own: oneDNN reads what it may use once."""

@@ -104,7 +104,7 @@ def test_portfolios(run: Run, base: tuple[str, ...], target: str, draft: str, tm
     assert "note: portfolio(prompt-lookup,min_ngram=1;draft:draft) is prompt-lookup + draft" in result.out
     assert auto["identical"] is True and named["identical"] is True
     for each in (auto, named):
-        assert each["predicted_speedup"] > 0 and each["shares"]["draft"] > 0, each
+        assert each["predicted_speedup"] > 0 and each["shares"]["timed_draft"] > 0, each
 
 
 def test_a_batch_at_a_temperature(run: Run, base: tuple[str, ...], draft: str) -> None:

@@ -79,6 +79,7 @@ def plain(target: LanguageModel, prompts: list[str], options: Options) -> dict[s
     return {name: [answer.token_ids for answer in answers] for name, answers in found.items()}
 
 
+@pytest.mark.slow
 @needs_bfloat16
 def test_answers_with_a_chain_are_the_same(
     target: LanguageModel,

@@ -31,7 +31,7 @@ class FakeTimes(StepTimes):
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         return ()
 
-    def observe(self, record: StepRecord) -> None:
+    def observe(self, record: StepRecord, steps: int = 1) -> None:
         pass
 
     def measure(self, greedy: bool) -> None:

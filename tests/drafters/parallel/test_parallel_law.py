@@ -124,6 +124,7 @@ def test_the_distribution_of_answers_is_the_targets(monkeypatch: pytest.MonkeyPa
     assert 0.05 < hits < 0.95  # runs of both sorts
 
 
+@pytest.mark.slow
 def test_noise_that_decided_another_token_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting for an outcome with the number that draws it, which a careless drafter might."""
     target, draft = quarters(2), halves(12)
