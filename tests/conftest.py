@@ -25,8 +25,8 @@ keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 gc.disable()  # a fifth of the time of collecting tests
 
-_MOST = 4
-"""Cases of a test that the whole suite runs by default: the others are marked `slow`. A file that is named runs whole."""
+_MOST = 3
+"""Cases of a test that the suite runs: others are marked `slow`. A file that is named runs whole."""
 _WHOLE = (
     "core", "verification", "test_docs.py", "certify/test_mutants.py", "engine/test_block",
     "engine/test_distribution", "engine/test_one_wait.py", "models/test_row_invariance.py",

@@ -232,6 +232,7 @@ def test_the_time_holds_and_says_before_what_it_can_show(
         assert float(sentence.split("about --minutes ")[1]) > 2.0
 
 
+@pytest.mark.slow
 def test_members_of_a_portfolio_share_what_is_left_for_their_states(time: VirtualTime) -> None:
     time.step_s = 0.02
     stack = healthy().but(drafter=Portfolio([DraftModel(markov(0, astray=1.0), 3), PromptLookup()]))
