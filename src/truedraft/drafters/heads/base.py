@@ -75,7 +75,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         facts: what was found out about it when it was trained.
     """
 
-    features: ClassVar[Features | None] = Features()
+    features: Features | None = Features()
     observes_lazily = True
 
     def __init__(self, head: HeadT) -> None:
