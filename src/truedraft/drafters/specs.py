@@ -433,7 +433,9 @@ def _recurrent_head(path: str | None, target: LanguageModel) -> Any:
 def _eagle3_head(path: str | None, target: LanguageModel) -> Any:
     from truedraft.heads import Eagle3Head
 
-    return Eagle3Head.load(_heads_folder(_trained_path("eagle3", path, target)))
+    head = Eagle3Head.load(_heads_folder(_trained_path("eagle3", path, target)))
+    head.config = head.config.at_usual_layers(target.shown_layers)
+    return head
 
 
 def _medusa(

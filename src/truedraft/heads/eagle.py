@@ -6,7 +6,7 @@ EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -20,7 +20,10 @@ from truedraft.heads.base import Head
 from truedraft.models.llama import RotaryTable, Rotation
 
 _SIZES = ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "reach")
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "own_output", "own_embedding")
+_FLAGS = (
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms", "own_output", "own_embedding",
+)  # fmt: skip
+_USUAL_LAYERS = 3  # that are read
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to what they mix, `[rows, heads * head]`."""
@@ -33,7 +36,8 @@ class Eagle3Config:
     Attributes:
         width: entries of the target's vectors.
         vocab_size: token ids of the target.
-        layers: the target's layers whose output is read, by number, 0 the first; -1 is the embedding.
+        layers: the target's layers whose output is read, by number, 0 the first; -1 is the embedding. Empty: three that
+            a published folder does not name, see `at_usual_layers`.
         heads: of queries.
         kv_heads: of keys and values.
         head: entries of a head.
@@ -44,6 +48,7 @@ class Eagle3Config:
         norm_before_fc: whether all layers' vectors together are normed before they are merged.
         fc_norm: whether each layer's are, by a norm of its own (EAGLE-3.1).
         norm_output: whether what goes into the next step is normed (EAGLE-3.1).
+        query_norms: whether each head's queries and keys are normed before they are rotated, as in Qwen 3.
         own_output: whether it has an LM head of its own; else it ends in the target's.
         own_embedding: whether it has an embedding of its own; else it reads the target's.
         rope_start: position of the first pair; 1 in heads of `speculators`.
@@ -68,6 +73,7 @@ class Eagle3Config:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    query_norms: bool = False
     own_output: bool = True
     own_embedding: bool = False
     rope_start: int = 0
@@ -89,7 +95,7 @@ class Eagle3Config:
                 f"{self.heads} heads of {self.head} entries do not fit {self.kv_heads} of keys and values; heads must "
                 "be a multiple of those, and their entries even"
             )
-        if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < -1:
+        if len(set(self.layers)) != len(self.layers) or min(self.layers, default=0) < -1:
             raise OptionError(f"an EAGLE-3 head reads different layers, 0 the first, got {list(self.layers)}")
         if not 0 <= self.draft_vocab <= self.vocab_size:
             raise OptionError(f"the draft's vocabulary has 1 to {self.vocab_size} ids, got {self.draft_vocab}")
@@ -97,6 +103,16 @@ class Eagle3Config:
             raise OptionError("a head with fewer ids than the target needs an LM head of its own")
         if self.fc_norm and self.norm_before_fc:
             raise OptionError("layers are normed together or each for itself, not both")
+
+    @property
+    def merged(self) -> int:
+        """How many layers are read."""
+        return len(self.layers) or _USUAL_LAYERS
+
+    def at_usual_layers(self, count: int) -> Eagle3Config:
+        """The same with the layers that EAGLE reads of a target with so many, where none are named: those whose output
+        enters layers 2, the middle one and the third last."""
+        return self if self.layers else replace(self, layers=(1, count // 2 - 1, count - 4))
 
 
 class _Attention(nn.Module):
@@ -109,6 +125,8 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(both, keys, bias=False)
         self.v_proj = nn.Linear(both, keys, bias=False)
         self.o_proj = nn.Linear(mixed, config.width, bias=False)
+        self.q_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
+        self.k_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
 
 
 class _Mlp(nn.Module):
@@ -152,7 +170,7 @@ class Eagle3Head(Head):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        width, many = config.width, len(config.layers)
+        width, many = config.width, config.merged
         self.fc = nn.Linear(many * width, width, bias=False)
         self.fc_norm = nn.ModuleList(nn.RMSNorm(width, config.eps) for _ in range(many if config.fc_norm else 0))
         self.input_norm = nn.RMSNorm(many * width, config.eps) if config.norm_before_fc else None
@@ -216,6 +234,8 @@ class Eagle3Head(Head):
             product(both).view(rows, -1, config.head)
             for product in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
+        if attention.q_norm is not None and attention.k_norm is not None:
+            query, key = attention.q_norm(query), attention.k_norm(key)
         x = normed if config.norm_before_residual else vectors
         x = x + attention.o_proj(attend(rotation(query), rotation(key), value))
         entering = layer.post_attention_layernorm(x)

@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "normed residual, positions from 1": {"norm_before_residual": True, "rope_start": 1},
     "norm before fc": {"norm_before_fc": True},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "norms of queries and keys": {"query_norms": True},
 }
 GREEDY = SamplingParams(max_tokens=24)
 
@@ -115,6 +116,9 @@ class Reference:
         both = torch.cat([self.norm("midlayer.input_layernorm", embedded), normed])
         query = self.product(name + "q_proj", both).view(config.heads, -1)
         key = self.product(name + "k_proj", both).view(config.kv_heads, -1)
+        if config.query_norms:
+            query = torch.stack([self.norm(name + "q_norm", each) for each in query])
+            key = torch.stack([self.norm(name + "k_norm", each) for each in key])
         keys.append(torch.stack([self.turned(each, position) for each in key]))
         values.append(self.product(name + "v_proj", both).view(config.kv_heads, -1))
         mixed = []

@@ -146,8 +146,11 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         min_probability: float = 0.0,
     ) -> None:
         super().__init__(head)
-        if min(head.config.layers) < 0:
-            raise OptionError("heads that read the target's embedding as a layer cannot be run here")
+        if min(head.config.layers, default=-1) < 0:
+            raise OptionError(
+                "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
+                "give its config at_usual_layers of the target"
+            )
         length = head.reach if num_speculative_tokens is None else num_speculative_tokens
         check_nodes("num_speculative_tokens", length)
         self.branching = tuple(branching) if branching is not None else (1,) * length
@@ -220,7 +223,7 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         last: list[tuple[RequestCache, Tensor, Tensor]] = []  # what the joint forward reads of each
         for builder in builders:
             text, request = self._texts[builder.request.id], builder.request
-            layers = torch.cat(text.unread).chunk(len(self.head.config.layers), dim=-1)
+            layers = torch.cat(text.unread).chunk(self.head.config.merged, dim=-1)
             tokens, vectors = torch.tensor(request.tokens[-text.behind :]), runner.fuse(layers)
             text.unread.clear()
             *parts, end = zip(tokens.split(_READ_TOKENS), vectors.split(_READ_TOKENS), strict=True)
