@@ -455,7 +455,7 @@ class _Rehearsal:
 
 
 def _last_vectors(target: LanguageModel, features: Features | None) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Vectors `[1, width]` that entered the target's LM head and that layers gave; none where nobody wants to see any."""
+    """Vectors `[1, width]` that entered the target's LM head and that layers gave; none where nobody asked for any."""
     if features is None:
         return None, ()
     cache = target.begun_cache()

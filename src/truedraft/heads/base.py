@@ -248,7 +248,9 @@ class Head(nn.Module, ABC):
                     f"{list(own[here].shape)} there; {_AGAIN}"
                 )
         numbers = {weights[there].dtype for there, here in names.items() if own[here].is_floating_point()}
-        others = [weights[there].dtype == own[here].dtype for there, here in names.items() if own[here].dtype is torch.int64]
+        others = [
+            weights[there].dtype == own[here].dtype for there, here in names.items() if own[here].dtype is torch.int64
+        ]
         if len(numbers) != 1 or not next(iter(numbers)).is_floating_point or not all(others):
             raise ModelError(f"{str(file)!r} holds numbers of several kinds; {_AGAIN}")
         heads.load_state_dict({here: weights[there] for there, here in names.items()}, strict=True, assign=True)

@@ -1,4 +1,4 @@
-"""The head of EAGLE-3: one decoder layer that reads vectors of several layers of the target, and the tokens behind them.
+"""The head of EAGLE-3: one decoder layer that reads vectors of some of the target's layers, and the tokens behind them.
 
 EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
 """

@@ -15,10 +15,10 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
-    VectorHead,
     HeadRecord,
     ResidualBlock,
     Unembed,
+    VectorHead,
     linears_of,
     placed,
     scaled_embedding,

@@ -13,9 +13,9 @@ from torch.nn.functional import embedding, silu
 from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
-    VectorHead,
     Product,
     ResidualBlock,
+    VectorHead,
     linears_of,
     placed,
     scaled_embedding,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from truedraft.errors import CompositionError, DataError, OptionError
-from truedraft.heads import VectorHead, HeadRecord
+from truedraft.heads import HeadRecord, VectorHead
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from truedraft.errors import MissingExtraError
-from truedraft.heads import VectorHead, HeadRecord
+from truedraft.heads import HeadRecord, VectorHead
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.huggingface import weights_hash

@@ -110,7 +110,9 @@ class Reference:
         whole[self.weights["draft_ids"]] = own
         return whole
 
-    def layer(self, vector: Tensor, embedded: Tensor, position: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    def layer(
+        self, vector: Tensor, embedded: Tensor, position: int, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
         config, name = self.made.config, "midlayer.self_attn."
         normed = self.norm("midlayer.hidden_norm", vector)
         both = torch.cat([self.norm("midlayer.input_layernorm", embedded), normed])

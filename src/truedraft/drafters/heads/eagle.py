@@ -126,7 +126,7 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
 
     Args:
         head: trained for the target.
-        num_speculative_tokens: length of a chain; ignored when `branching` is given; None takes what it was trained for.
+        num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the head gave less than this; the token stays.
 
