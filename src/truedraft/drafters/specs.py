@@ -600,9 +600,10 @@ KINDS: Mapping[str, DrafterKind] = {
     "eagle3": DrafterKind(
         "Eagle3",
         "DIR",
-        {"num_speculative_tokens": "5", "branching": "3-2-1", "min_probability": "0.3"},
-        "an EAGLE-3 head on vectors of several of the target's layers: a chain of so many tokens, or a tree with so "
-        "many at each node, cut below those that it gives less than min_probability",
+        {"num_speculative_tokens": "5", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        "an EAGLE-3 head on vectors of several of the target's layers: a chain of so many tokens, a tree with so many "
+        "at each node, cut below those that it gives less than min_probability, or for greedy requests the likeliest "
+        "tree of so many nodes, of which beams are open at each level",
         parts={"head": _eagle3_head},
         widest={"num_speculative_tokens": "8"},
     ),

@@ -15,9 +15,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from support.backends import native_backend
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
+from truedraft.cache import RequestCache
+from truedraft.core.budget import Budget
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftRequest, Eagle3, Portfolio, PromptLookup
-from truedraft.errors import CompositionError
+from truedraft.drafters.heads.eagle import LikeliestTree
+from truedraft.errors import CompositionError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head, HeadRecord
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
@@ -143,6 +146,7 @@ class Recorded(Eagle3):
         proposals = super().propose(batch, budgets, noise)
         self.seen = getattr(self, "seen", [])
         self.seen += [(list(each.tokens), own) for each, own in zip(batch, proposals, strict=True)]
+        self.depths = [*getattr(self, "depths", []), *(each.depth for each in budgets)]
         return proposals
 
 
@@ -184,6 +188,38 @@ def test_trees_of_sampled_requests_have_the_pages_distributions(backend: str) ->
     assert any(len(proposal.tree) > 5 for _, proposal in drafter.seen)
 
 
+@pytest.mark.parametrize("options", [{}, {"logit_bias": {7: 3.0}, "presence_penalty": 0.5}], ids=["plain", "shaped"])
+@torch.inference_mode()
+def test_the_likeliest_tree_has_the_largest_products_of_a_search_by_hand(options: dict[str, Any]) -> None:
+    params, made = SamplingParams(max_tokens=16, **options), head()
+    reference, drafter = Reference(made), Recorded(made, nodes=7, beams=3)
+    answers = Engine(target(), drafter, controller="fixed").generate([list(each) for each in PROMPTS], params)
+    assert [each.token_ids for each in answers] == plain_answers(params)
+    whole = [each for each, depth in zip(drafter.seen, drafter.depths, strict=True) if depth == SIZES.reach]
+    for text, proposal in whole[::6] if not options else ():
+        found: dict[tuple[int, ...], float] = {}
+        opened: list[tuple[int, ...]] = [()]
+        for _ in range(SIZES.reach):
+            level = {}
+            for path in opened:
+                logs, ids = torch.log_softmax(reference.logits(text, path), -1).topk(3)
+                level |= {(*path, int(i)): found.get(path, 0.0) + float(log) for i, log in zip(ids, logs, strict=True)}
+            found |= level
+            opened = sorted(level, key=lambda path: -level[path])[:3]
+        tree = proposal.tree
+        paths = {tuple(tree.host_ids[each] for each in tree.shape.path(node)) for node in range(len(tree))}
+        assert paths == set(sorted(found, key=lambda path: -found[path])[:7])
+
+
+def test_the_worked_example_of_the_likeliest_tree() -> None:
+    tree = LikeliestTree(RequestCache(64), DraftRequest(0, GREEDY), Budget(2, 2, 4))
+    tree.grow([[10, 11]], [[math.log(0.6), math.log(0.3)]])
+    assert tree.open_paths() == [(10,), (11,)]
+    tree.grow([[12, 13], [14, 15]], [[math.log(0.4), math.log(0.2)], [math.log(0.9), math.log(0.1)]])
+    proposal = tree.proposal()
+    assert (proposal.tree.host_ids, proposal.tree.shape.parents) == ([10, 11, 14, 12], (-1, -1, 1, 0))
+
+
 @torch.inference_mode()
 def test_seeded_answers_are_those_of_plain_decoding() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=5)
@@ -210,6 +246,10 @@ def test_tokens_that_others_drafted_are_read_with_the_targets_vectors() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CompositionError, match=r"reads layers 0, 7, and tiny shows 3"):
         Engine(target(), Eagle3(head(layers=(0, 7))))
+    with pytest.raises(OptionError, match="takes branching or nodes"):
+        Eagle3(head(), nodes=8, branching=(2, 1))
+    with pytest.raises(OptionError, match="layers are not named"):
+        Eagle3(head(layers=()))
 
 
 def test_a_folder_holds_what_was_saved(tmp_path: Any) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from truedraft.cache import CachePool, RequestCache
-from truedraft.core.budget import Budget, Hint, check_nodes, nodes_of
+from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import chain_shape
+from truedraft.core.top_k import TopK
+from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.held import Held
@@ -25,7 +27,7 @@ from truedraft.models.attention import Full, Scoring
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.packing import ForwardPlan
 
-_READ_TOKENS = 512
+_READ_TOKENS, _BEAMS = 512, 8
 
 
 class Eagle3Runner:
@@ -114,13 +116,110 @@ class _Text:
         return sum(map(len, self.unread))
 
 
+class LikeliestTree:
+    """The nodes with the largest products of probabilities, of a search that keeps so many open at each level.
+
+    EAGLE-2 (Li et al., arXiv 2406.16858), section 4: each open node brings its likeliest tokens, the best of all of
+    them are opened next, and in the end the best nodes of all levels are kept. A node is never likelier than its
+    parent, so these are a tree. They are chosen, not drawn: candidates, which every rule judges exactly.
+
+    Worked example, two open at a level: the root brings a of 0.6 and b of 0.3, a brings c of 0.4 and d of 0.2, b brings
+    e of 0.9 and f of 0.1. Products are 0.24, 0.12, 0.27 and 0.03, so c and e are opened, and the best four nodes are a,
+    b, e and c.
+
+    Args:
+        cache: of the head.
+        request: what is drafted for.
+        budget: its width is how many are open, and how many tokens each brings.
+    """
+
+    def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget) -> None:
+        self.cache, self.request, self.budget = cache, request, budget
+        self.open: Sequence[int] = [-1]
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._scores: list[float] = []  # logs of products
+        self._depths: list[int] = []
+        self._fed: list[int] = []
+
+    @property
+    def unfed_parents(self) -> Sequence[int]:
+        """The parent of each node that is opened; -1 is the root."""
+        return [self._parents[node] for node in self.open]
+
+    def open_paths(self) -> list[tuple[int, ...]]:
+        """The tokens from the root to each open node."""
+        return [tuple(self._tokens[each] for each in path_to(node, self._parents)) for node in self.open]
+
+    def grow(self, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> None:
+        """Hang the likeliest tokens of each open node below it, and open the best of them."""
+        first = len(self._tokens)
+        for parent, tokens, logs in zip(self.open, ids, log_probs, strict=True):
+            above, depth = (self._scores[parent], self._depths[parent]) if parent >= 0 else (0.0, 0)
+            for token, log in zip(tokens, logs, strict=True):
+                if log > -math.inf:
+                    self._tokens.append(token)
+                    self._parents.append(parent)
+                    self._scores.append(above + log)
+                    self._depths.append(depth + 1)
+        best = sorted(range(first, len(self._tokens)), key=lambda node: -self._scores[node])[: self.budget.width]
+        grows = best and self._depths[best[0]] < self.budget.depth
+        self.open = sorted(best) if grows else ()
+
+    def segment(self) -> Segment:
+        """The open nodes, with logits at each."""
+        written = len(self._fed)
+        self._fed += self.open
+        place = {node: number for number, node in enumerate(self._fed)} | {-1: -1}
+        shape = shape_of(tuple(place[self._parents[node]] for node in self._fed))
+        tokens = torch.tensor([self._tokens[node] for node in self.open])
+        return Segment(self.cache, tokens, shape, range(len(self.open)), written)
+
+    def proposal(self) -> Proposal:
+        """The best nodes, the likeliest first."""
+        order = sorted(range(len(self._tokens)), key=lambda node: (-self._scores[node], self._depths[node]))
+        kept = order[: self.budget.nodes]
+        if not kept:
+            return Proposal.empty()
+        place = {node: number for number, node in enumerate(kept)} | {-1: -1}
+        shape = shape_of(tuple(place[self._parents[node]] for node in kept))
+        return Proposal.deterministic(TokenTree.of_ids([self._tokens[node] for node in kept], shape))
+
+
+def grow_likeliest(trees: Sequence[LikeliestTree], logits: Tensor) -> list[LikeliestTree]:
+    """Grow trees by a level; returns those that grow on.
+
+    Args:
+        trees: some.
+        logits: `[nodes, vocab]`, the trees' open nodes one behind another.
+    """
+    counts = [len(tree.open) for tree in trees]
+    if any(tree.request.shaping is not None for tree in trees):
+        parts = zip(trees, logits.split(counts), strict=True)
+        logits = torch.cat(
+            [own if tree.request.shaping is None else tree.request.shaping.of_paths(own, tree.open_paths())
+             for tree, own in parts]
+        )  # fmt: skip
+    top = TopK.of(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
+    start = 0
+    for tree, count in zip(trees, counts, strict=True):
+        here = slice(start, start + count), slice(tree.budget.width)
+        tree.grow(top.ids[here].tolist(), top.log_probs[here].tolist())
+        start += count
+    return [tree for tree in trees if tree.open]
+
+
+Tree = TypeVar("Tree", TreeBuilder, LikeliestTree)
+
+
 class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
     """Drafts with an EAGLE-3 head (2503.01840) on vectors of several layers of the target.
 
     The head has a cache of its own: what it drafted is dropped after each verdict, and committed tokens are read again
-    with the target's own vectors. A level of the tree is one forward for all requests. Sampled requests get draws from
-    the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it never guesses have no
-    probability there.
+    with the target's own vectors. A level of the tree is one forward for all requests. Greedy requests get a chain, a
+    tree of so many draws at each node, or with `nodes` the likeliest tree (`LikeliestTree`). Sampled requests get draws
+    from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it never guesses have
+    no probability there.
 
     It sees the rows of all tokens of a prompt, so the target computes them: no prefix of another request is copied.
 
@@ -129,6 +228,8 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the head gave less than this; the token stays.
+        nodes: of the likeliest tree, which greedy requests then get.
+        beams: nodes of it that are open at each level, and tokens that each brings.
 
     Raises:
         OptionError: an option is out of range.
@@ -144,6 +245,8 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         num_speculative_tokens: int | None = None,
         branching: Sequence[int] | None = None,
         min_probability: float = 0.0,
+        nodes: int | None = None,
+        beams: int = _BEAMS,
     ) -> None:
         super().__init__(head)
         if min(head.config.layers, default=-1) < 0:
@@ -154,16 +257,23 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         length = head.reach if num_speculative_tokens is None else num_speculative_tokens
         check_nodes("num_speculative_tokens", length)
         self.branching = tuple(branching) if branching is not None else (1,) * length
-        self.limits = Budget(
-            len(self.branching), max(self.branching, default=0), nodes_of(self.branching), min_probability
-        )
+        widest, most = max(self.branching, default=0), nodes_of(self.branching)
+        if nodes is not None:
+            if branching is not None:
+                raise OptionError("drafter 'eagle3' takes branching or nodes, not both")
+            check_nodes("nodes", nodes)
+            check_nodes("beams", beams)
+            widest, most = beams, nodes
+        self._chooses = nodes is not None
+        self.limits = Budget(len(self.branching), widest, most, min_probability)
         self.features = Features("kept", layers=head.config.layers)
         self._texts: dict[int, _Text] = {}
         self.held = Held(noted=[self._texts])
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.INDEPENDENT if self.limits.width == 1 else DrawKind.WITHOUT_REPLACEMENT})
+        single = max(self.branching, default=1) == 1
+        return frozenset({DrawKind.INDEPENDENT if single else DrawKind.WITHOUT_REPLACEMENT})
 
     def _runner_for(self, target: LanguageModel) -> Eagle3Runner:
         if max(self.head.config.layers) >= target.shown_layers:
@@ -199,30 +309,37 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Read what was committed since the last proposal, then draw level by level."""
-        runner = self._running[0]
-        builders = []
+        trees: list[TreeBuilder | LikeliestTree] = []
         for request, budget, own in zip(batch, budgets, noise, strict=True):
             text = self._texts[request.id]
             text.cache.rollback(text.cache.length)
-            within = budget.within(self.limits) if text.unread else Budget(0, 0, 0)
-            builders.append(TreeBuilder(text.cache, request, within, own, self.branching, runner.device))
-        level = [builder for builder in builders if not builder.budget.is_zero]
-        if level:
-            vectors, logits = self._catch_up(level)
-            while level:
-                rows = {each: row for row, each in enumerate((own, node) for own in level for node in own.open)}
-                level = draw_level(level, logits)
-                above = [rows[own, parent] for own in level for parent in own.unfed_parents]
-                if level:
-                    vectors, logits = runner.forward([own.segment() for own in level], vectors[above])
-        return [builder.proposal() for builder in builders]
+            within = budget.within(self.limits) if text.unread else NO_DRAFT
+            if self._chooses and request.params.greedy:
+                trees.append(LikeliestTree(text.cache, request, within))
+            else:
+                trees.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
+        asked = [each for each in trees if not each.budget.is_zero]
+        self._grow([each for each in asked if isinstance(each, LikeliestTree)], grow_likeliest)
+        self._grow([each for each in asked if isinstance(each, TreeBuilder)], draw_level)
+        return [each.proposal() for each in trees]
 
-    def _catch_up(self, builders: Sequence[TreeBuilder]) -> tuple[Tensor, Tensor]:
+    def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
+        """Read what trees stand behind, then grow them level by level."""
+        runner = self._running[0]
+        vectors, logits = self._catch_up(level) if level else (torch.empty(0), torch.empty(0))
+        while level:
+            rows = {each: row for row, each in enumerate((own, node) for own in level for node in own.open)}
+            level = grow(level, logits)
+            if level:
+                above = [rows[own, parent] for own in level for parent in own.unfed_parents]
+                vectors, logits = runner.forward([own.segment() for own in level], vectors[above])
+
+    def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
         """Read pairs of vectors and the tokens behind them; what `Eagle3Runner.forward` gives at the last of each."""
         runner = self._running[0]
         last: list[tuple[RequestCache, Tensor, Tensor]] = []  # what the joint forward reads of each
-        for builder in builders:
-            text, request = self._texts[builder.request.id], builder.request
+        for tree in trees:
+            text, request = self._texts[tree.request.id], tree.request
             layers = torch.cat(text.unread).chunk(self.head.config.merged, dim=-1)
             tokens, vectors = torch.tensor(request.tokens[-text.behind :]), runner.fuse(layers)
             text.unread.clear()
