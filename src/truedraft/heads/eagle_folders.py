@@ -69,7 +69,7 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3]) -> _Eagle3:
         weights["draft_ids"] = ids
     head = kind.with_weights(config, weights, file, None)
     record = object_of(path / _CONFIG)
-    verifier = record.get("speculators_config", {}).get("verifier", {})
+    verifier = (record.get("speculators_config") or {}).get("verifier") or {}
     name = str(verifier.get("name_or_path") or "")
     head.record = HeadRecord(
         name,
