@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,12 @@ test-slow: $(STAMP)
 test-formats: $(STAMP)
 	$(BIN)/python -m pip install --quiet --group formats
 	$(BIN)/python -m pytest tests/models/test_quantization_tools.py -rs
+
+# EAGLE-3 heads that `speculators` made, against its own forward; it lies beside the tests, with what it imports.
+test-speculators: $(STAMP)
+	$(BIN)/python -m pip install --quiet --target .speculators --no-deps speculators==0.9.0
+	$(BIN)/python -m pip install --quiet --target .speculators/others datasets loguru pydantic pydantic-settings
+	PYTHONPATH=.speculators:.speculators/others $(BIN)/python -m pytest tests/heads/test_eagle_by_speculators.py -rs
 
 # The playground in a browser; Debian's Chromium is installed where it is missing, which only root can do.
 test-browser: $(STAMP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import pytest
 import torch
@@ -205,7 +204,7 @@ def test_draft_models_are_measured_as_chains_and_trees(
 
 def test_hidden_vectors_are_given_to_those_that_want_them() -> None:
     class Hungry(TimedDrafter):
-        features: ClassVar[Features | None] = Features()
+        features: Features | None = Features()
 
     drafter = Hungry(Clock(), depth=2)
     target = packed("llama")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 
@@ -65,10 +63,10 @@ def test_other_members_in_the_same_places() -> None:
 
 def test_features_of_all_members_are_asked_of_the_target_at_once() -> None:
     class Last(ScriptedDrafter):
-        features: ClassVar[Features | None] = Features(layers=(5, 1))
+        features: Features | None = Features(layers=(5, 1))
 
     class All(ScriptedDrafter):
-        features: ClassVar[Features | None] = Features("all", logits=True, layers=(3, 1))
+        features: Features | None = Features("all", logits=True, layers=(3, 1))
 
     assert joint_features(scripted()) is None
     assert joint_features(Portfolio([scripted(), PromptLookup()])) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import pytest
 import torch
@@ -43,11 +42,11 @@ class Watching(ScriptedDrafter):
 
 
 class Last(Watching):
-    features: ClassVar[Features | None] = Features(logits=True)
+    features: Features | None = Features(logits=True)
 
 
 class All(Watching):
-    features: ClassVar[Features | None] = Features(rows="all", logits=True)
+    features: Features | None = Features(rows="all", logits=True)
 
 
 class Both(Controller):
@@ -62,7 +61,7 @@ class Both(Controller):
 
 
 class OfTrees(Watching):
-    features: ClassVar[Features | None] = Features(rows="tree", logits=True)
+    features: Features | None = Features(rows="tree", logits=True)
 
 
 PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperature=1.0)]
@@ -150,7 +149,7 @@ def test_layers_are_shown_at_the_same_rows() -> None:
     """Of a real model, as it runs and in one fused loop; what a layer gives is what transformers says."""
 
     class Layered(Watching):
-        features: ClassVar[Features | None] = Features(rows="all", layers=(0,))
+        features: Features | None = Features(rows="all", layers=(0,))
 
     for backend in (StockBackend, fused_backend):
         target = HuggingFaceModel(stock("llama"), None, "llama", backend)
@@ -170,7 +169,7 @@ def test_layers_are_shown_at_the_same_rows() -> None:
 
 def test_layers_that_a_forward_does_not_show_are_refused(target: MarkovWithHead) -> None:
     class Layered(Watching):
-        features: ClassVar[Features | None] = Features(layers=(2,))
+        features: Features | None = Features(layers=(2,))
 
     with pytest.raises(CompositionError, match=r"reads vectors of layers 2, .* shows none; load the target"):
         Engine(target, Layered(), controller="fixed", entropy=2)

@@ -7,11 +7,12 @@ each other: `test_row_invariance.py`.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,11 @@ def native(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Hugg
     return HuggingFaceModel(build(config, seed=3, spread=0.15, dtype=dtype), None, "native", native_backend)
 
 
-def run_forwards(model: LanguageModel) -> list[Tensor]:
-    """Ragged, with many rows and none wanted; trees by levels, in which a window begins; paths kept; one token."""
+def run_forwards(model: LanguageModel, layers: Sequence[int] = (1, 0)) -> list[Tensor]:
+    """Ragged, with many rows and none wanted; trees by levels, in which a window begins; paths kept; one token.
+
+    Logits, what enters the LM head and what each of some layers gives, of each forward.
+    """
     generator = torch.Generator().manual_seed(7)
     caches = [model.new_cache() for _ in range(3)]
     outputs: list[Tensor] = []
@@ -125,8 +129,8 @@ def run_forwards(model: LanguageModel) -> list[Tensor]:
         return Segment(caches[number], tokens, shape, range(count) if wanted else (), written)
 
     def forward(*segments: Segment) -> None:
-        output = model.forward(segments)
-        outputs.extend((output.logits.double(), output.hidden.double()))
+        output = model.forward_showing(segments, layers) if layers else model.forward(segments)
+        outputs.extend(each.double() for each in (output.logits, output.hidden, *output.layers))
 
     forward(segment(0, chain_shape(131)), segment(1, chain_shape(1)), segment(2, chain_shape(38), wanted=False))
     for cache, count in zip(caches, (131, 1, 38), strict=True):
@@ -157,6 +161,16 @@ def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
         assert ours.shape == theirs.shape
         if theirs.numel():
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.std()))
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["nothing fills a unit", "norms behind sums", "experts"])
+def test_layers_that_are_shown_change_no_bit_and_are_in_the_order_asked_for(name: str) -> None:
+    model = native(CONFIGS[name]())
+    plain, shown, other = run_forwards(model, ()), run_forwards(model), run_forwards(model, (0,))
+    assert all(map(torch.equal, plain, itertools.chain.from_iterable(zip(shown[::4], shown[1::4], strict=True))))
+    assert all(map(torch.equal, shown[3::4], other[2::3]))
+    assert not shown[2].equal(shown[3])
 
 
 @needs_library

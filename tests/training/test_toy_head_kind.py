@@ -18,7 +18,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, ModelError
-from truedraft.heads import Head, HeadRecord, MedusaHeads
+from truedraft.heads import HeadRecord, MedusaHeads, VectorHead
 from truedraft.models.base import LanguageModel
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
@@ -36,7 +36,7 @@ class LinearConfig:
     vocab_size: int
 
 
-class LinearHead(Head):
+class LinearHead(VectorHead):
     """h -> W h + h guesses the token after the next, through the target's own LM head."""
 
     kind: ClassVar[str] = "linear"
@@ -92,7 +92,7 @@ class LinearDrafter(HeadDrafter[LinearHead, LinearHead]):
 
 @dataclass(frozen=True)
 class LinearTrainingConfig(HeadTrainingConfig):
-    head: ClassVar[type[Head]] = LinearHead
+    head: ClassVar[type[VectorHead]] = LinearHead
 
     def sizes(self, width: int, vocab_size: int) -> LinearConfig:
         return LinearConfig(width, vocab_size)

@@ -22,7 +22,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.core.token_view import TokenView
 from truedraft.core.tree import chain_shape
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.machine import wait_for
 from truedraft.models.base import LanguageModel, Segment
@@ -355,7 +355,8 @@ class _Rehearsal:
         limit = max(min(context, self._prompt + _GROWTH), self._prompt + 4)
         self.most_depth = limit - self._prompt - 3
         self._limit = len(target.opening) + limit
-        self._vector = _last_hidden(target) if drafter.features is not None else None
+        self._hidden, self._layers = _last_vectors(target, drafter.features)
+        self._kept = drafter.features is not None and drafter.features.rows == "kept"
         self._between = target.begun_cache()
         self._tokens = torch.zeros(1, dtype=torch.int64, device=target.device)
         self._period = _PERIOD if drafter.levels is None else target.vocab_size
@@ -386,7 +387,7 @@ class _Rehearsal:
         longest = shape.path(shape.depths.index(shape.depth)) if len(shape) else ()
         path = longest[: round(accepted_share * len(longest))]
         tokens = (*(proposal.tree.host_ids[node] for node in path), self._text(len(request.tokens) + len(path)))
-        return proposal, proposed_s + self._observe(request, StepOutcome(proposal, path, tokens, self._vector))
+        return proposal, proposed_s + self._observe(request, self._outcome(proposal, path, tokens))
 
     def _read_on(self, request: DraftRequest) -> None:
         """What the target itself has read before a step: all tokens but the last."""
@@ -414,7 +415,7 @@ class _Rehearsal:
         self._request = request
         self._drafter.begin(request)
         nothing = Proposal.empty()
-        self._observe(request, StepOutcome(nothing, (), (self._text(self._prompt),), self._vector))
+        self._observe(request, self._outcome(nothing, (), (self._text(self._prompt),)))
         self.step(1, 0.0)
         return request
 
@@ -423,6 +424,13 @@ class _Rehearsal:
         started = self._now()
         self._drafter.observe([request], [outcome])
         return self._now() - started
+
+    def _outcome(self, proposal: Proposal, path: tuple[int, ...], tokens: tuple[int, ...]) -> StepOutcome:
+        """What became of a proposal; every row that is shown is the same."""
+        count = len(tokens) if self._kept else 1
+        shown = [each.expand(count, -1) for each in self._layers]
+        hidden = None if self._hidden is None else self._hidden.expand(count, -1)
+        return StepOutcome(proposal, path, tokens, hidden, layers=tuple(shown))
 
     def _text(self, place: int) -> int:
         """The token at a place of a text that repeats itself, sooner or later."""
@@ -446,10 +454,13 @@ class _Rehearsal:
         self._target.release_cache(self._between)
 
 
-def _last_hidden(target: LanguageModel) -> Tensor:
-    """A vector `[1, width]` that entered the target's LM head."""
+def _last_vectors(target: LanguageModel, features: Features | None) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """Vectors `[1, width]` that entered the target's LM head and that layers gave; none where nobody asked for any."""
+    if features is None:
+        return None, ()
     cache = target.begun_cache()
     token = torch.zeros(1, dtype=torch.int64, device=target.device)
-    hidden = target.forward([Segment(cache, token, chain_shape(1), (0,))]).hidden
+    segment = Segment(cache, token, chain_shape(1), (0,))
+    output = target.forward_showing([segment], features.layers) if features.layers else target.forward([segment])
     target.release_cache(cache)
-    return hidden
+    return output.hidden, output.layers

@@ -60,15 +60,21 @@ class Features:
 
     Attributes:
         rows: "last" is the row where the next token was drawn, and at a part of a prompt its last; "tree" are all rows
-            of a tree, and at a part of a prompt its last; "all" are all rows that were fed: those of a tree, or of the
-            part of the prompt.
+            of a tree, and at a part of a prompt its last; "kept" are those of tokens that stay: of a tree the last
+            token's and the accepted ones', whoever drafted them, or all of a part of a prompt; "all" are all rows that
+            were fed: those of a tree, or of the part of the prompt.
         logits: whether the logits of these rows are wanted, too.
         layers: numbers of layers, 0 the first, whose output at these rows is wanted, too.
     """
 
-    rows: Literal["last", "tree", "all"] = "last"
+    rows: Literal["last", "tree", "kept", "all"] = "last"
     logits: bool = False
     layers: tuple[int, ...] = ()
+
+    @property
+    def of_prompts(self) -> bool:
+        """Whether rows of all tokens of a prompt are wanted."""
+        return self.rows in ("kept", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,8 @@ class StepOutcome:
         path: accepted nodes of it, from the root's child down, cut where the answer ended.
         tokens: what was emitted.
         hidden: `[rows, width]`: the vectors that entered the LM head, at the rows of `Drafter.features`: one row, or
-            row 0 at the last token of the context and row i + 1 at node i, or one for each token of a part of a prompt;
+            row 0 at the last token of the context and row i + 1 at node i, or at the i + 1st accepted token where only
+            kept ones were declared, or one for each token of a part of a prompt;
             None where none were declared.
         logits: `[rows, vocab]` of the same rows, where they were declared.
         layers: `[rows, width]` of each declared layer at the same rows.
@@ -133,7 +140,7 @@ class Drafter(ABC):
     trees: HeadDrafter[Any, Any] | None = None
     branching: tuple[int, ...] = ()
     levels: int | None = None
-    features: ClassVar[Features | None] = None
+    features: Features | None = None
     observes_lazily: bool = False
     model: LanguageModel | None = None
     held: Held = Held()

@@ -160,7 +160,7 @@ class Lookahead(CandidateDrafter):
     """
 
     name: ClassVar[str] = "lookahead"
-    features: ClassVar[Features | None] = Features("tree", logits=True)
+    features: Features | None = Features("tree", logits=True)
 
     def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2) -> None:
         for option, value, least in (("window", window, 0), ("ngram", ngram, 2), ("candidates", candidates, 1)):

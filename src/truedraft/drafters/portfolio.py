@@ -95,7 +95,7 @@ def joint_features(drafter: Drafter) -> Features | None:
     if not wanted:
         return None
     layers = sorted({layer for each in wanted for layer in each.layers})
-    rows = max((each.rows for each in wanted), key=("last", "tree", "all").index)
+    rows = max((each.rows for each in wanted), key=("last", "tree", "kept", "all").index)
     return Features(rows, any(each.logits for each in wanted), tuple(layers))
 
 

@@ -430,6 +430,14 @@ def _recurrent_head(path: str | None, target: LanguageModel) -> Any:
     return RedrafterHead.load(_heads_folder(_trained_path("redrafter", path, target)))
 
 
+def _eagle3_head(path: str | None, target: LanguageModel) -> Any:
+    from truedraft.heads import Eagle3Head
+
+    head = Eagle3Head.load(_heads_folder(_trained_path("eagle3", path, target)))
+    head.config = head.config.at_usual_layers(target.shown_layers)
+    return head
+
+
 def _medusa(
     path: str | None,
     target: LanguageModel,
@@ -588,6 +596,16 @@ KINDS: Mapping[str, DrafterKind] = {
         "are drawn, at every one with sampled=true and at none with sampled=false",
         parts={"head": _recurrent_head},
         widest={"beams": "4", "nodes": "16"},
+    ),
+    "eagle3": DrafterKind(
+        "Eagle3",
+        "DIR",
+        {"num_speculative_tokens": "5", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        "an EAGLE-3 head on vectors of several of the target's layers: a chain of so many tokens, a tree with so many "
+        "at each node, cut below those that it gives less than min_probability, or for greedy requests the likeliest "
+        "tree of so many nodes, of which beams are open at each level",
+        parts={"head": _eagle3_head},
+        widest={"num_speculative_tokens": "8"},
     ),
 }
 """The kinds of drafters by their words."""

@@ -77,6 +77,16 @@ class TreeBuilder:
         """Whether another level is drawn."""
         return bool(self._open)
 
+    @property
+    def open(self) -> Sequence[int]:
+        """Nodes whose children are drawn next; -1 is the root."""
+        return self._open
+
+    @property
+    def unfed_parents(self) -> Sequence[int]:
+        """The parent of each node that was not fed yet; -1 is the root."""
+        return self._parents[self._fed :]
+
     def open_nodes(self) -> list[OpenNode]:
         """What is drawn next; the node budget cuts by order, so before anything is drawn."""
         width = min(self._branching[self._depth], self.budget.width)

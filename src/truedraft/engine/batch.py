@@ -159,7 +159,7 @@ class Batch:
             assert request.cache is not None
             ids = request.tokens[item.context : item.context + fed]
             if fed > 1 or not item.judged:
-                all_wanted = request.params.prompt_logprobs is not None or (features and features.rows == "all")
+                all_wanted = request.params.prompt_logprobs is not None or (features and features.of_prompts)
                 wanted = fed if all_wanted else int(features is not None)
                 asked = max(wanted, int(item.judged))
                 prompt = max(0, min(fed, request.prompt_tokens - 1 - item.context))

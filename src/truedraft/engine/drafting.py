@@ -329,6 +329,9 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
             else item.rows.stop - 1
         )
         rows = slice(end, end + 1)
+    elif features.rows == "kept" and item.judged:
+        first = item.judged_rows.start
+        rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in outcome.path)]
     elif nodes is not None:
         first = item.judged_rows.start
         rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in nodes)]

@@ -44,7 +44,7 @@ class PrefixSharing:
             store.shares = most != 0
         self.stores = [store for store, _ in weights]
         # Who wants to see the rows of all tokens of a prompt has to see them computed.
-        if any(each.features is not None and each.features.rows == "all" for each in members.values()):
+        if any(each.features is not None and each.features.of_prompts for each in members.values()):
             self._own.shares = False
 
     @property

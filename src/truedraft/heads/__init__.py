@@ -1,11 +1,14 @@
-"""Modules that read the vector which enters the target's LM head, used by drafting and by training alike."""
+"""Modules that read vectors of the target, used by drafting and by training alike."""
 
-from truedraft.heads.base import Head, HeadRecord
+from truedraft.heads.base import Head, HeadRecord, VectorHead
+from truedraft.heads.eagle import Eagle3Config, Eagle3Head
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads, MedusaRunner
 from truedraft.heads.published import published_tree
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead, RedrafterRunner
 
 __all__ = [
+    "Eagle3Config",
+    "Eagle3Head",
     "Head",
     "HeadRecord",
     "MedusaConfig",
@@ -14,5 +17,6 @@ __all__ = [
     "RedrafterConfig",
     "RedrafterHead",
     "RedrafterRunner",
+    "VectorHead",
     "published_tree",
 ]

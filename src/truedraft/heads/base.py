@@ -11,7 +11,7 @@ import copy
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
@@ -119,21 +119,6 @@ class Head(nn.Module, ABC):
     def start_from(self, weight: Tensor) -> None:
         """Let outputs of its own start at the weight `[vocab, width]` of the target's LM head."""
 
-    @abstractmethod
-    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What enters the output at each place: `[reach, rows, exit_width]`.
-
-        Args:
-            hidden: `[rows, width]`: vectors that entered the target's LM head.
-            embedded: `[reach, rows, width]`: the target's embeddings of the token drawn from each, and of those behind
-                it; place k (from 0) reads at most the first k + 1 and is about the one behind these.
-        """
-
-    def place_logits(self, place: int, vectors: Tensor, lm_head: LmHead) -> Tensor:
-        """Logits `[rows, vocab]` at a place, for what enters its output `[rows, exit_width]`."""
-        output = self.outputs[place]
-        return lm_head(vectors) if output is None else lm_head.finish(output(vectors))
-
     def with_record(self, record: HeadRecord) -> Self:
         """The same weights, of which other things are known."""
         other = copy.copy(self)
@@ -154,7 +139,7 @@ class Head(nn.Module, ABC):
         path, target = Path(folder), {"name": record.target_name, "fingerprint": record.fingerprint}
         about = {"kind": self.kind, "version": _VERSION, "target": target}
         about |= {"dtype": dtype_name(dtype), **asdict(self.config)}  # type: ignore[call-overload]
-        weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in self.state_dict().items()}
+        weights = {name: _in(dtype, each.detach().cpu()).contiguous() for name, each in self.state_dict().items()}
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / _CONFIG).unlink(missing_ok=True)
@@ -207,7 +192,7 @@ class Head(nn.Module, ABC):
             dtype = DTYPES[about["dtype"]]
         except (KeyError, TypeError, OptionError) as error:
             raise ModelError(f"{str(path / _CONFIG)!r} is damaged ({error}); {_AGAIN}") from error
-        weights = {name: each.to(dtype) for name, each in tensors_in(path / _WEIGHTS, _AGAIN).items()}
+        weights = {name: _in(dtype, each) for name, each in tensors_in(path / _WEIGHTS, _AGAIN).items()}
         heads = cls.with_weights(config, weights, path / _WEIGHTS)
         kept = _read_json(path / cls.facts_file)
         try:
@@ -219,7 +204,7 @@ class Head(nn.Module, ABC):
     @classmethod
     def _refuse_other_kinds(cls, about: dict[str, Any], path: Path) -> None:
         kind, version = about.get("kind"), about.get("version")
-        others = {each.kind: each.noun for each in Head.__subclasses__() if each is not cls}
+        others = {each.kind: each.noun for each in _kinds(Head) if each is not cls}  # type: ignore[type-abstract]
         if kind in others:
             raise ModelError(f"{str(path)!r} holds {others[kind]}, not {cls.noun}; use {kind}:{path}")
         if kind != cls.kind:
@@ -262,10 +247,33 @@ class Head(nn.Module, ABC):
                     f"{there} in {str(file)!r} has the shape {list(weights[there].shape)}, and heads of its sizes have "
                     f"{list(own[here].shape)} there; {_AGAIN}"
                 )
-        if len({each.dtype for each in weights.values()}) != 1 or not next(iter(weights.values())).is_floating_point():
+        numbers = {weights[there].dtype for there, here in names.items() if own[here].is_floating_point()}
+        others = [
+            weights[there].dtype == own[here].dtype for there, here in names.items() if own[here].dtype is torch.int64
+        ]
+        if len(numbers) != 1 or not next(iter(numbers)).is_floating_point or not all(others):
             raise ModelError(f"{str(file)!r} holds numbers of several kinds; {_AGAIN}")
         heads.load_state_dict({here: weights[there] for there, here in names.items()}, strict=True, assign=True)
         return heads.eval().requires_grad_(False)
+
+
+class VectorHead(Head):
+    """Reads one vector of the target, that from which the last token was drawn, and tokens behind it."""
+
+    @abstractmethod
+    def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What enters the output at each place: `[reach, rows, exit_width]`.
+
+        Args:
+            hidden: `[rows, width]`: vectors that entered the target's LM head.
+            embedded: `[reach, rows, width]`: the target's embeddings of the token drawn from each, and of those behind
+                it; place k (from 0) reads at most the first k + 1 and is about the one behind these.
+        """
+
+    def place_logits(self, place: int, vectors: Tensor, lm_head: LmHead) -> Tensor:
+        """Logits `[rows, vocab]` at a place, for what enters its output `[rows, exit_width]`."""
+        output = self.outputs[place]
+        return lm_head(vectors) if output is None else lm_head.finish(output(vectors))
 
 
 class ResidualBlock(nn.Module):
@@ -280,6 +288,19 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The vectors `[rows, width]` after the block."""
         return x + functional.silu(self.linear(x))
+
+
+def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
+    """A weight in a dtype; ids stay what they are."""
+    return weight.to(dtype) if weight.is_floating_point() else weight
+
+
+def _kinds(parent: type[Head]) -> Iterator[type[Head]]:
+    """The kinds of heads that were imported."""
+    for each in parent.__subclasses__():
+        if hasattr(each, "kind"):
+            yield each
+        yield from _kinds(each)
 
 
 def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:

@@ -15,10 +15,10 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
-    Head,
     HeadRecord,
     ResidualBlock,
     Unembed,
+    VectorHead,
     linears_of,
     placed,
     scaled_embedding,
@@ -74,7 +74,7 @@ class MedusaHead(nn.Module):
         return linears_of(self.blocks)
 
 
-class MedusaHeads(Head):
+class MedusaHeads(VectorHead):
     """Head k (from 0) guesses the token k + 2 places behind the vector's own token: h -> W2 (h + SiLU(W1 h)).
 
     Medusa 2401.10774, section 2.1.1. The vector h enters the target's LM head, which gives the token one place behind.

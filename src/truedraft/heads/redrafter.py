@@ -13,9 +13,9 @@ from torch.nn.functional import embedding, silu
 from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
-    Head,
     Product,
     ResidualBlock,
+    VectorHead,
     linears_of,
     placed,
     scaled_embedding,
@@ -75,7 +75,7 @@ class RedrafterConfig:
             )
 
 
-class RedrafterHead(Head):
+class RedrafterHead(VectorHead):
     """h and the drafted tokens x_1, ..., x_i give the distribution of the token behind x_i (2403.09919, section 3.1).
 
     s_0 = 0; s_i = SiLU(W e(x_i) + U s_(i-1) + b), e the target's embedding and x_1 the token that was drawn from the

@@ -181,9 +181,9 @@ class StepWatcher(NoDrafter):
         self._keeps_logits = any(each.logits for each in wanted)
         self.layers = tuple(sorted({layer for each in wanted for layer in each.layers}))
         if wanted or drawn:
-            rows = any(each.rows == "all" for each in wanted)
+            rows = any(each.of_prompts for each in wanted)
             shown = Features("all" if rows else "last", self._keeps_logits or drawn, self.layers)
-            self.features = shown  # type: ignore[misc]  # of this watcher, not of its class
+            self.features = shown
         self.seen: dict[int, list[StepOutcome]] = {}
         self.probs: dict[int, list[float]] = {}
         self.dists: dict[int, list[Tensor]] = {}
@@ -239,7 +239,7 @@ def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal:
     kept = trace.seen[step]
     if features is None or kept.hidden is None:
         return StepOutcome(proposal, (), kept.tokens, partial=kept.partial)
-    rows = slice(None) if features.rows == "all" else slice(-1, None)
+    rows = slice(None) if features.of_prompts else slice(-1, None)
     # One row was computed, so to a drafter that wants those of its nodes, nothing was proposed.
     told = Proposal.empty() if features.rows == "all" else proposal
     return StepOutcome(

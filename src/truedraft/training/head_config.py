@@ -13,7 +13,7 @@ import torch
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import OptionError
-from truedraft.heads import Head
+from truedraft.heads import VectorHead
 from truedraft.heads.base import HeadConfig
 from truedraft.options import check_positive, check_share, check_whole
 from truedraft.training.loop import CHECKPOINT_EVERY_S, Identity, identity_of
@@ -112,7 +112,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         OptionError: a value out of its range.
     """
 
-    head: ClassVar[type[Head]]
+    head: ClassVar[type[VectorHead]]
     """The module that is trained."""
     decisive: ClassVar[frozenset[str]] = frozenset(
         {"tied", "place_decay", "optimizer", "schedule", "positions_per_step", "window", "seed"}
@@ -215,7 +215,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         del text, folder, on_progress
         return ComputedTarget(lm_head, self.distillation_loss)
 
-    def new_head(self, lm_head: LmHead) -> Head:
+    def new_head(self, lm_head: LmHead) -> VectorHead:
         """A head that nothing has taught yet, in float32 on the configured device.
 
         It starts as the target's LM head where it can; other weights are drawn by the seed.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from truedraft.core.top_k import stable_topk
 from truedraft.errors import DataError, OptionError
-from truedraft.heads import Head
+from truedraft.heads import VectorHead
 from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.training.loop import (
@@ -66,7 +66,7 @@ class HeadLoss:
         OptionError: decay out of (0, 1].
     """
 
-    def __init__(self, head: Head, lm_head: LmHead, loss: DistillationLoss, *, decay: float = 0.8) -> None:
+    def __init__(self, head: VectorHead, lm_head: LmHead, loss: DistillationLoss, *, decay: float = 0.8) -> None:
         if not 0.0 < decay <= 1.0:
             raise OptionError(f"must lie in (0, 1], got {decay}", field="place_decay")
         self._head = head
@@ -122,7 +122,7 @@ class HeadsObjective:
 
     def __init__(
         self,
-        head: Head,
+        head: VectorHead,
         lm_head: LmHead,
         collated: Callable[[Tensor], CollatedBatch],
         feed: Feed,
@@ -148,14 +148,14 @@ class HeadsObjective:
         return values
 
 
-def heads_optimizer(head: Head, config: OptimizerConfig) -> MixedOptimizer:
+def heads_optimizer(head: VectorHead, config: OptimizerConfig) -> MixedOptimizer:
     """Muon for matrices, AdamW for biases and outputs of the heads' own."""
     return MixedOptimizer(head, config, [output.weight for output in head.outputs if output is not None])
 
 
 def head_loop(
     config: HeadTrainingConfig,
-    head: Head,
+    head: VectorHead,
     lm_head: LmHead,
     target: DistillationTarget,
     texts: tuple[SelfDistillationData, SelfDistillationData],
@@ -216,13 +216,13 @@ class HeldOutAccuracy:
             never drafted.
     """
 
-    head: Head
+    head: VectorHead
     lm_head: LmHead
     text: SelfDistillationData
     windows: NDArray[np.int64]
 
     @classmethod
-    def on(cls, head: Head, lm_head: LmHead, text: SelfDistillationData, positions: int) -> HeldOutAccuracy:
+    def on(cls, head: VectorHead, lm_head: LmHead, text: SelfDistillationData, positions: int) -> HeldOutAccuracy:
         """On answers of about so many tokens, evenly over the text.
 
         Raises:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from truedraft.errors import CompositionError, DataError, OptionError
-from truedraft.heads import Head, HeadRecord
+from truedraft.heads import HeadRecord, VectorHead
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
@@ -345,7 +345,7 @@ def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tupl
     return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), held_out, out, effort), effort
 
 
-def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:
+def _loop(job: HeadJob, head: VectorHead, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:
     target = job.config.target(lm_head, text.train, work, job.follow)
     return head_loop(job.config, head, lm_head, target, (text.train, text.tree), text.fingerprint, work)
 
@@ -380,7 +380,7 @@ def lm_head_of(target: str, device: str) -> LmHead:
     return LmHead.of(load_causal_lm(target, dtype=torch.bfloat16, device=device).eval())
 
 
-def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
+def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> VectorHead:
     """New heads, or those to start from.
 
     Raises:
@@ -408,7 +408,7 @@ def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
 
 def judge(
     job: HeadJob,
-    head: Head,
+    head: VectorHead,
     lm_head: LmHead,
     record: HeadRecord,
     held_out: SelfDistillationData,

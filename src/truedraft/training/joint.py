@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from truedraft.errors import MissingExtraError
-from truedraft.heads import Head, HeadRecord
+from truedraft.heads import HeadRecord, VectorHead
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.models.huggingface import weights_hash
@@ -149,7 +149,7 @@ class JointObjective:
     """
 
     def __init__(
-        self, backbone: Backbone, head: Head, loss: DistillationLoss, of_heads: HeadLoss, heads_share: float
+        self, backbone: Backbone, head: VectorHead, loss: DistillationLoss, of_heads: HeadLoss, heads_share: float
     ) -> None:
         self._backbone = backbone
         self._head = head
@@ -187,7 +187,7 @@ def joint_stream(text: SelfDistillationData, separator: int) -> NDArray[np.uint3
 def joint_loop(
     config: HeadTrainingConfig,
     backbone: Backbone,
-    head: Head,
+    head: VectorHead,
     fingerprint: str,
     stream: NDArray[np.uint32],
     folder: Path,
@@ -285,7 +285,7 @@ def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadRe
     return folder, judge(job, head, lm_head, record, text.tree, folder, Effort(0, 0, 0, 0.0))
 
 
-def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, Head, Effort]:
+def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, Effort]:
     """Train both, and write the new target; gives the rank of its adapters, the heads, and what it took."""
     config = job.config
     backbone = Backbone(job.target, config.joint.lora_rank, config.device)

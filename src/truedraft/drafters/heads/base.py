@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         facts: what was found out about it when it was trained.
     """
 
-    features: ClassVar[Features | None] = Features()
+    features: Features | None = Features()
     observes_lazily = True
 
     def __init__(self, head: HeadT) -> None:

@@ -76,7 +76,7 @@ class Backend(ABC):
             logits, hidden = self.run_watched(plan, layers, seen)
         else:
             logits, hidden = self.run_inputs(plan) if alone else self.run(plan)
-        shown = tuple(seen[layer].index_select(0, plan.rows) for layer in layers)
+        shown = tuple(seen[layer] for layer in layers)
         if logits.shape[0] == plan.wanted:  # a view of all takes a microsecond, which a small model feels
             return ForwardOutput(logits, hidden, shown)
         return ForwardOutput(
@@ -118,7 +118,7 @@ class Backend(ABC):
         raise UnsupportedModelError("this forward reads text alone; load the model with fast_paths=False")
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """The same as `run`, and put what each of the layers gives, `[total, width]`, into `seen`.
+        """The same as `run`, and put what each of the layers gives, `[rows, width]` at the plan's rows, into `seen`.
 
         Raises:
             UnsupportedModelError: this backend shows no layers.

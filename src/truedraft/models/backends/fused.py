@@ -79,7 +79,7 @@ class FusedBackend(Backend):
         for call, (layer, scoring) in enumerate(zip(self._layers, self._scorings, strict=True)):
             x = layer.run(x, rotations[layer.rotary], partial(_attend, plan, call, layer.pattern, scoring))
             if call in layers:
-                seen[call] = x.clone()  # the next layer may write over it
+                seen[call] = x.index_select(0, plan.rows)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, plan.rows))  # [wanted, width]
         return self._lm_head(hidden), hidden
 

@@ -110,7 +110,7 @@ class StockBackend(Backend):
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         def show(layer: int, output: Any) -> None:
             vectors = output[0] if isinstance(output, tuple) else output  # [1, total, width]
-            seen[layer] = vectors[0]
+            seen[layer] = vectors[0].index_select(0, plan.rows)
 
         with ExitStack() as hooks:
             for layer in layers:

@@ -51,6 +51,7 @@ _CPU = torch.device("cpu")
 _MOST_HEAD = 256
 _GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
 _WORTH_A_COPY = 0.7  # of the bytes of its weights that a copy with fewer bits may have
+_NOTHING = torch.empty(0)
 _NO_BLOCKS = (CLinear * 0)()
 
 
@@ -85,6 +86,7 @@ class NativeBackend(Backend):
         self._whole: NativeBackend | None = None  # whose norms and embedding this one reads, too
         self.least_rows = 1
         self.own_threads = True
+        self.shown_layers = model.layers
         bits = sorted({linear.bits for whole, _ in _linears(model) for linear in pieces(whole)})
         self.fast_paths = ("native forward", "packed weights")
         if any(bits):
@@ -164,6 +166,9 @@ class NativeBackend(Backend):
         return twin
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        return self.run_watched(plan, (), {})
+
+    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens
             tokens = tokens.to(torch.int64).contiguous()
@@ -177,9 +182,13 @@ class NativeBackend(Backend):
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(part.length + len(part.segment.shape) for part in plan.segments)
         threads = forward_threads()
+        shown = sorted(set(layers))
+        numbers = (ctypes.c_int64 * len(shown))(*shown)
+        vectors = torch.empty(len(shown), wanted, self._width, dtype=self._dtype, device=_CPU) if shown else _NOTHING
         batch = CBatch(
             total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
             ctypes.addressof(tables), first.data_ptr(), segments,
+            len(shown), ctypes.addressof(numbers), vectors.data_ptr(),
         )  # fmt: skip
         logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(wanted, self._width, dtype=self._dtype, device=_CPU)
@@ -194,6 +203,7 @@ class NativeBackend(Backend):
                 f"a row that needs logits is outside 0 to {total - 1}; use rows of the new tokens",
             )
             raise ModelError(reasons[refused - 1])
+        seen.update(zip(shown, vectors, strict=True))
         return logits if logits.shape[1] == self._vocab else logits[:, : self._vocab], hidden
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:

@@ -215,6 +215,9 @@ typedef struct {
     const element *const *rotary; /* tables [positions][3/2 turned]: cosines, then half of the sines */
     const int64_t *first;  /* [patterns][total]: first position that a row may see */
     const Segment *segment;
+    int64_t shown;         /* layers whose output is shown */
+    const int64_t *layers; /* their numbers, rising */
+    element *vectors;      /* [shown][wanted][width]: what they give */
 } Batch;
 
 /* Numbers on the way: rows that all threads share, then what each thread has for itself. */
@@ -792,7 +795,7 @@ typedef struct {
  * numbers on the way; the rest is gone when the job is over. */
 struct Job {
     void (*describe)(const Job *, int64_t step, Region *);
-    int64_t steps, stride;
+    int64_t begin, steps, stride; /* begin: the first layer */
     int64_t least; /* the first row that is wanted: of those before it the last layer gives keys and values alone; of experts 0 */
     int64_t piece, pieces; /* of attention: rows of one, and how many there are; requests are looked at only by who has one */
     const Model *model;
@@ -940,7 +943,7 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
     const Scratch *s = &job->scratch;
     int64_t steps;
     const int *of_a_layer = steps_of_a_layer(m, &steps);
-    const int64_t stride = job->stride, rows = job->batch.total, number = step / steps, which = step % steps;
+    const int64_t stride = job->stride, rows = job->batch.total, number = job->begin + step / steps, which = step % steps;
     const Layer *l = m->layer + number;
     const int64_t least = number == m->layers - 1 ? job->least : 0, others = rows - least; /* behind attention */
     element *stream = s->stream + least * stride, *projected = s->projected + least * stride, *active = s->active + least * stride;
@@ -1023,10 +1026,16 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
     const int64_t piece = b->total < 4 * PIECE ? PIECE / 2 : PIECE;
     int64_t pieces = 0;
     for (int64_t i = 0; i < b->segments; i++) pieces += pieces_of(b->segment + i, piece) * m->kv_heads;
-    steps = (m->layers * steps + (b->wanted ? 2 : 0)) * (1 + shared);
-    const Job job = {.describe = shared ? describe_shared : describe_forward, .steps = steps, .stride = m->stride, .least = least,
-                     .piece = piece, .pieces = pieces, .model = m, .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
-    run_together(&job, threads);
+    Job job = {.describe = shared ? describe_shared : describe_forward, .stride = m->stride, .least = least,
+               .piece = piece, .pieces = pieces, .model = m, .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
+    for (int64_t i = 0; i <= b->shown; i++) { /* up to each layer that is shown, then to the end */
+        const int64_t end = i < b->shown ? b->layers[i] + 1 : m->layers;
+        job.steps = ((end - job.begin) * steps + (i == b->shown && b->wanted ? 2 : 0)) * (1 + shared);
+        if (job.steps) run_together(&job, threads);
+        job.begin = end;
+        for (int64_t r = 0; i < b->shown && r < b->wanted; r++)
+            memcpy(b->vectors + (i * b->wanted + r) * m->width, scratch->stream + b->rows[r] * m->stride, m->width * sizeof(element));
+    }
     return 0;
 }
 

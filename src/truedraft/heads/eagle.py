@@ -1,0 +1,247 @@
+"""The head of EAGLE-3: one decoder layer that reads vectors of some of the target's layers, and the tokens behind them.
+
+EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from truedraft.errors import OptionError
+from truedraft.heads.base import Head
+from truedraft.models.llama import RotaryTable, Rotation
+
+_SIZES = ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "reach")
+_FLAGS = (
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms", "own_output", "own_embedding",
+)  # fmt: skip
+_USUAL_LAYERS = 3  # that are read
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to what they mix, `[rows, heads * head]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """Sizes of an EAGLE-3 head.
+
+    Attributes:
+        width: entries of the target's vectors.
+        vocab_size: token ids of the target.
+        layers: the target's layers whose output is read, by number, 0 the first; -1 is the embedding. Empty: three that
+            a published folder does not name, see `at_usual_layers`.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head: entries of a head.
+        inner: entries inside the MLP.
+        draft_vocab: ids that it guesses among; 0 is all of the target's.
+        reach: how many tokens behind the next it was trained to guess; it can draft further.
+        norm_before_residual: whether the residual stream begins with the normed vector.
+        norm_before_fc: whether all layers' vectors together are normed before they are merged.
+        fc_norm: whether each layer's are, by a norm of its own (EAGLE-3.1).
+        norm_output: whether what goes into the next step is normed (EAGLE-3.1).
+        query_norms: whether each head's queries and keys are normed before they are rotated, as in Qwen 3.
+        own_output: whether it has an LM head of its own; else it ends in the target's.
+        own_embedding: whether it has an embedding of its own; else it reads the target's.
+        rope_start: position of the first pair; 1 in heads of `speculators`.
+        rope: parameters of its rotation, as transformers names them.
+        most_positions: that its rotation is made for.
+        eps: of its norms.
+
+    Raises:
+        OptionError: sizes that make no head.
+    """
+
+    width: int
+    vocab_size: int
+    layers: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head: int
+    inner: int
+    draft_vocab: int = 0
+    reach: int = 5
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    query_norms: bool = False
+    own_output: bool = True
+    own_embedding: bool = False
+    rope_start: int = 0
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    most_positions: int = 4096
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no head."""
+        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+        for name in _SIZES:
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise OptionError(f"{name} of an EAGLE-3 head must be 1 or more, got {value!r}")
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise OptionError(f"{name} of an EAGLE-3 head must be true or false, got {value!r}")
+        if self.heads % self.kv_heads or self.head % 2:
+            raise OptionError(
+                f"{self.heads} heads of {self.head} entries do not fit {self.kv_heads} of keys and values; heads must "
+                "be a multiple of those, and their entries even"
+            )
+        if len(set(self.layers)) != len(self.layers) or min(self.layers, default=0) < -1:
+            raise OptionError(f"an EAGLE-3 head reads different layers, 0 the first, got {list(self.layers)}")
+        if not 0 <= self.draft_vocab <= self.vocab_size:
+            raise OptionError(f"the draft's vocabulary has 1 to {self.vocab_size} ids, got {self.draft_vocab}")
+        if self.draft_vocab and not self.own_output:
+            raise OptionError("a head with fewer ids than the target needs an LM head of its own")
+        if self.fc_norm and self.norm_before_fc:
+            raise OptionError("layers are normed together or each for itself, not both")
+
+    @property
+    def merged(self) -> int:
+        """How many layers are read."""
+        return len(self.layers) or _USUAL_LAYERS
+
+    def at_usual_layers(self, count: int) -> Eagle3Config:
+        """The same with the layers that EAGLE reads of a target with so many, where none are named: those whose output
+        enters layers 2, the middle one and the third last."""
+        return self if self.layers else replace(self, layers=(1, count // 2 - 1, count - 4))
+
+
+class _Attention(nn.Module):
+    """Reads embedding and vector side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        both, mixed, keys = 2 * config.width, config.heads * config.head, config.kv_heads * config.head
+        self.q_proj = nn.Linear(both, mixed, bias=False)
+        self.k_proj = nn.Linear(both, keys, bias=False)
+        self.v_proj = nn.Linear(both, keys, bias=False)
+        self.o_proj = nn.Linear(mixed, config.width, bias=False)
+        self.q_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
+        self.k_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.inner, bias=False)
+        self.up_proj = nn.Linear(config.width, config.inner, bias=False)
+        self.down_proj = nn.Linear(config.inner, config.width, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.width, config.eps)
+        self.hidden_norm = nn.RMSNorm(config.width, config.eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
+        self.mlp = _Mlp(config)
+
+
+class Eagle3Head(Head):
+    """A pair of a vector at position i and the token at i + 1 gives the distribution of the token at i + 2.
+
+    The vectors of the layers go side by side through `fc` (`fuse`). The one layer reads the normed embedding of the
+    token beside the normed vector, and adds to the vector; what it gives is normed and goes through the LM head. For a
+    drafted token, it stands in for the target's vector, which nobody knows yet (2503.01840, section 3.1).
+
+    Names of weights are those of published heads, so that a folder says what it holds.
+
+    Args:
+        config: sizes.
+    """
+
+    kind: ClassVar[str] = "eagle3"
+    noun: ClassVar[str] = "an EAGLE-3 head"
+    plural: ClassVar[str] = "EAGLE-3 heads"
+    place_word: ClassVar[str] = "step"
+    sizes: ClassVar[type[Any]] = Eagle3Config
+    config: Eagle3Config
+    draft_ids: Tensor | None
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        width, many = config.width, config.merged
+        self.fc = nn.Linear(many * width, width, bias=False)
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(width, config.eps) for _ in range(many if config.fc_norm else 0))
+        self.input_norm = nn.RMSNorm(many * width, config.eps) if config.norm_before_fc else None
+        self.midlayer = _Layer(config)
+        self.norm = nn.RMSNorm(width, config.eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        ids = config.draft_vocab or config.vocab_size
+        self.lm_head = nn.Linear(width, ids, bias=False) if config.own_output else None
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
+
+    @property
+    def reach(self) -> int:
+        return self.config.reach
+
+    @property
+    def reads_tokens(self) -> bool:
+        return not self.config.own_embedding
+
+    @property
+    def outputs(self) -> Sequence[nn.Linear | None]:
+        return [self.lm_head] * self.config.reach
+
+    @torch.no_grad()
+    def start_from(self, weight: Tensor) -> None:
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
+
+    def rotary(self, like: Tensor) -> RotaryTable:
+        """What turns heads, by positions from `rope_start` on, in the dtype and on the device of a tensor."""
+        config = self.config
+        llama = LlamaConfig(
+            hidden_size=config.heads * config.head,
+            num_attention_heads=config.heads,
+            head_dim=config.head,
+            max_position_embeddings=config.most_positions,
+            rope_parameters=dict(config.rope),
+        )
+        return RotaryTable(LlamaRotaryEmbedding(llama).to(like.device), like)
+
+    def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Vectors of each layer that is read, `[rows, width]`, merged into one."""
+        chunks = [norm(each) for norm, each in zip(self.fc_norm, vectors, strict=True)] if self.fc_norm else vectors
+        together = torch.cat(list(chunks), dim=-1)
+        merged: Tensor = self.fc(together if self.input_norm is None else self.input_norm(together))
+        return merged
+
+    def step(self, vectors: Tensor, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """What stands in for the target's vector at the tokens, `[rows, width]`.
+
+        Args:
+            vectors: `[rows, width]`: of the position before each token: merged ones of the target, or what this gave.
+            embedded: `[rows, width]`: embeddings of the tokens.
+            rotation: of the rows.
+            attend: of the rows, each to those before it.
+        """
+        config, layer = self.config, self.midlayer
+        normed = layer.hidden_norm(vectors)
+        both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        attention, rows = layer.self_attn, len(vectors)
+        query, key, value = (
+            product(both).view(rows, -1, config.head)
+            for product in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if attention.q_norm is not None and attention.k_norm is not None:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        x = normed if config.norm_before_residual else vectors
+        x = x + attention.o_proj(attend(rotation(query), rotation(key), value))
+        entering = layer.post_attention_layernorm(x)
+        x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(entering)) * layer.mlp.up_proj(entering))
+        return self.norm(x) if config.norm_output else x
+
+    def leaving(self, x: Tensor) -> Tensor:
+        """What enters the LM head, `[rows, width]`, of what `step` gave."""
+        return x if self.config.norm_output else self.norm(x)

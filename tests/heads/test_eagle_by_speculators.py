@@ -1,0 +1,92 @@
+"""Heads that `speculators` itself made and saved: loaded here they draft what its own forward does.
+
+`make test-speculators` installs it beside the tests; without it they are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+from truedraft.heads import Eagle3Head
+
+_WIDTH, _HEADS, _KV_HEADS, _HEAD, _VOCAB, _IDS = 48, 4, 2, 16, 97, 40
+VARIANTS: dict[str, tuple[Any, dict[str, bool]]] = {
+    "as they train them": (LlamaConfig, {}),
+    "normed residual": (LlamaConfig, {"norm_before_residual": True}),
+    "norm before fc": (LlamaConfig, {"norm_before_fc": True}),
+    "EAGLE-3.1": (LlamaConfig, {"fc_norm": True, "norm_output": True}),
+    "a layer of Qwen 3": (Qwen3Config, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """Their module; what moves hidden states between machines, which nothing here needs, is not published."""
+    stub: Any = types.ModuleType("hs_connectors")
+    stub.FileTransfer = stub.HiddenStatesTransfer = type("Unused", (), {})
+    sys.modules.setdefault("hs_connectors", stub)
+    return pytest.importorskip("speculators.models.eagle3.core", reason="speculators is not installed")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each row to those before it."""
+    key, value = (each.repeat_interleave(_HEADS // _KV_HEADS, 1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(_HEAD)
+    hidden = torch.ones(len(query), len(key), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(1)
+
+
+def made_by(theirs: Any, name: str) -> Any:
+    """A head of theirs with random weights."""
+    from speculators.models.eagle3.config import Eagle3SpeculatorConfig
+
+    kind, flags = VARIANTS[name]
+    layer = kind(
+        vocab_size=_VOCAB, hidden_size=_WIDTH, intermediate_size=64, num_hidden_layers=1, num_attention_heads=_HEADS,
+        num_key_value_heads=_KV_HEADS, head_dim=_HEAD, max_position_embeddings=256,
+    )  # fmt: skip
+    layer._attn_implementation = "eager"
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=_IDS, eagle_aux_hidden_state_layer_ids=[1, 2, 3], **flags
+    )
+    model, generator = theirs.Eagle3DraftModel(config).eval(), torch.Generator().manual_seed(1)
+    ids = torch.randperm(_VOCAB, generator=generator)[:_IDS].sort().values
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(1.0 if weight.dim() == 1 else 0.0, 0.2, generator=generator)
+        model.t2d.copy_(torch.zeros(_VOCAB, dtype=torch.bool).index_fill_(0, ids, True))
+        model.d2t.copy_(ids - torch.arange(_IDS))
+    return model
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_it_drafts_what_their_own_forward_drafts(theirs: Any, name: str, tmp_path: Path) -> None:
+    """The first step at all positions of a text, and the second at each of them."""
+    model = made_by(theirs, name)
+    model.save_pretrained(tmp_path)
+    head, generator, length = Eagle3Head.load(tmp_path), torch.Generator().manual_seed(2), 20
+    assert head.config.layers == (0, 1, 2) and head.embed_tokens is not None and head.lm_head is not None
+    vectors = torch.randn(1, length, 3 * _WIDTH, generator=generator)
+    tokens = torch.randint(_VOCAB, (1, length), generator=generator)
+    documents = torch.zeros(1, length, dtype=torch.int64)
+    first, second = model(hidden_states=vectors, input_ids=tokens, document_ids=documents, ttt_steps=2)
+
+    table = head.rotary(vectors)
+    positions = torch.arange(length) + head.config.rope_start
+    fused, embedded = head.fuse(vectors[0].split(_WIDTH, dim=-1)), head.embed_tokens(tokens[0])
+    x = head.step(fused, embedded, table.at(positions), attend)
+    assert head.lm_head(head.leaving(x)).argmax(-1).equal(first[0])
+    for place in range(3, length - 1):
+        pairs = torch.cat([fused[: place + 1], x[place : place + 1]]), embedded[: place + 2]
+        y = head.step(*pairs, table.at(positions[: place + 2]), attend)
+        assert int(head.lm_head(head.leaving(y[-1:])).argmax()) == int(second[0, place])
