@@ -164,7 +164,6 @@ def test_no_number_decides_twice() -> None:
 # ------------------------------------------------------------------------------------------ answers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
