@@ -31,6 +31,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "train draft": ("--model", "{target}"),
     "train medusa": (*TRAINED, *ANSWERS, "--heads", "2"),
     "train redrafter": (*TRAINED, *ANSWERS, "--length", "2"),
+    "train eagle": (*TRAINED, *ANSWERS, "--length", "2", "--layer", "0"),
     "train ngram": TRAINED,
 }
 """Words before those of a case."""
@@ -286,6 +287,13 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--exit-width", "32"], "got an exit width of 32"),
         (["--summed", "--state", "32"], "a state that sums embeddings has their 64 entries, got 32"),
         (["--stage", "2"], "--stage"),
+    ],
+    "train eagle": [
+        (["--length", "0"], "--length must be a whole number of 1 or more, got 0"),
+        (["--draft-vocab", "-1"], "--draft-vocab must be a whole number of 0 or more"),
+        (["--loss", "ce"], "--loss must compare distributions"),
+        (["--layer", "0"], "an EAGLE-3 head reads different layers, 0 the first, got [0, 0]"),
+        (["--kv-heads", "3"], "must be a multiple of those"),
     ],
     "train ngram": [
         (["--order", "0"], "--order must be 1 or more, got 0"),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from truedraft.errors import ModelError, ModelNotFoundError
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.heads.eagle_folders import write_eagle_folder
 
@@ -64,6 +64,8 @@ def test_layers_that_nobody_names_are_the_usual_ones_of_the_target(folder: Path)
     assert config.layers == () and config.merged == 3
     assert config.at_usual_layers(32).layers == (1, 15, 28), "what enters layers 2, 16 and 29"
     assert SIZES.at_usual_layers(32) is SIZES
+    with pytest.raises(OptionError, match="of a target with 6 layers there are no three"):
+        config.at_usual_layers(6)
 
 
 def test_a_head_of_speculators_counts_from_one_and_brings_copies(folder: Path) -> None:

@@ -18,7 +18,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, chain_shape
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, ModelError
-from truedraft.heads import HeadRecord, MedusaHeads, VectorHead
+from truedraft.heads import Head, HeadRecord, MedusaHeads, VectorHead
 from truedraft.models.base import LanguageModel
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig
@@ -92,7 +92,7 @@ class LinearDrafter(HeadDrafter[LinearHead, LinearHead]):
 
 @dataclass(frozen=True)
 class LinearTrainingConfig(HeadTrainingConfig):
-    head: ClassVar[type[VectorHead]] = LinearHead
+    head: ClassVar[type[Head]] = LinearHead
 
     def sizes(self, width: int, vocab_size: int) -> LinearConfig:
         return LinearConfig(width, vocab_size)

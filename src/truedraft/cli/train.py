@@ -17,6 +17,8 @@ from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.options import MODEL_HELP, UNNAMED, UNNAMED_HELP, MachineOptions, check_positive, flag, group, option
 from truedraft.training.options import (
     DraftSizeOptions,
+    Eagle3RunOptions,
+    Eagle3SizeOptions,
     MedusaRunOptions,
     MedusaSizeOptions,
     NgramSizeOptions,
@@ -209,6 +211,20 @@ class RedrafterOptions:
 
 
 @dataclass(frozen=True)
+class EagleOptions:
+    """Options of `truedraft train eagle`."""
+
+    job: JobOptions = group(_WHAT)
+    text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
+    size: Eagle3SizeOptions = group(_HEADS)
+    run: RunOptions = group(_RUN)
+    learning: Eagle3RunOptions = group(_RUN)
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+
+
+@dataclass(frozen=True)
 class NgramOptions:
     """Options of `truedraft train ngram`."""
 
@@ -302,9 +318,23 @@ def redrafter(options: RedrafterOptions) -> int:
     return _train_heads("redrafter", options, config)
 
 
+def eagle(options: EagleOptions) -> int:
+    """Train an EAGLE-3 head on what the target itself writes; measures what it brings.
+
+    The target computes its vectors anew in each pass, so that none are kept on disk but those of its LM head.
+    """
+
+    def config(common: dict[str, Any]) -> HeadTrainingConfig:
+        from truedraft.training.eagle import Eagle3TrainingConfig
+
+        return Eagle3TrainingConfig(**common)
+
+    return _train_heads("eagle", options, config)
+
+
 def _train_heads(
     kind: str,
-    options: MedusaOptions | RedrafterOptions,
+    options: MedusaOptions | RedrafterOptions | EagleOptions,
     config: Callable[[dict[str, Any]], HeadTrainingConfig],
     stage: int = 1,
 ) -> int:
@@ -365,7 +395,7 @@ def ngram(options: NgramOptions) -> int:
 
 def _run(
     kind: str,
-    options: DraftOptions | MedusaOptions | RedrafterOptions | NgramOptions,
+    options: DraftOptions | MedusaOptions | RedrafterOptions | EagleOptions | NgramOptions,
     train: Callable[[str, Callbacks, TimeBudget, str], Any],
     check: Callable[[], None] = lambda: None,
 ) -> int:

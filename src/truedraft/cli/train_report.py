@@ -116,6 +116,20 @@ def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
     _try_it(terminal, model, f"redrafter:{result.folder}", head.evaluations)
 
 
+def _eagle(terminal: Terminal, model: str, result: HeadResult) -> None:
+    head = result.report
+    _effort(terminal, result.effort, result.folder / WORK / _LOG)
+    shares = " / ".join(f"{share:.2f}" for share in head.facts["accuracy"].values())
+    _say(terminal, f"right at each step, given the tokens before it: {shares}")
+    _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
+    table = Table("temperature", "drafted tokens", "tokens per target call", "promised", box=None, pad_edge=False)
+    for each in head.evaluations:
+        found = f"{each.stats.mean_acceptance_length:.2f}", f"{each.about['promised']:.2f}"
+        table.add_row(f"{each.temperature:g}", str(each.about["num_speculative_tokens"]), *found)
+    terminal.out.print(table)
+    _try_it(terminal, model, f"eagle:{result.folder}", head.evaluations)
+
+
 def _ngram(terminal: Terminal, model: str, result: NgramResult) -> None:
     table = result.table
     numbers = ", ".join(f"{number:,} of {length}" for length, number in enumerate(table.ngrams, start=1))
@@ -164,6 +178,7 @@ PRINT: Mapping[str, Callable[[Terminal, str, Any], None]] = {
     "draft": _draft,
     "medusa": _medusa,
     "redrafter": _redrafter,
+    "eagle": _eagle,
     "ngram": _ngram,
 }
 """What prints the result of each kind, for a model of this name."""

@@ -433,7 +433,7 @@ def _recurrent_head(path: str | None, target: LanguageModel) -> Any:
 def _eagle3_head(path: str | None, target: LanguageModel) -> Any:
     from truedraft.heads import Eagle3Head
 
-    head = Eagle3Head.load(_heads_folder(_trained_path("eagle3", path, target)))
+    head = Eagle3Head.load(_heads_folder(_trained_path("eagle", path, target)))
     head.config = head.config.at_usual_layers(target.shown_layers)
     return head
 
@@ -597,7 +597,7 @@ KINDS: Mapping[str, DrafterKind] = {
         parts={"head": _recurrent_head},
         widest={"beams": "4", "nodes": "16"},
     ),
-    "eagle3": DrafterKind(
+    "eagle": DrafterKind(
         "Eagle3",
         "DIR",
         {"num_speculative_tokens": "5", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},

@@ -23,7 +23,7 @@ _SIZES = ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "reach")
 _FLAGS = (
     "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms", "own_output", "own_embedding",
 )  # fmt: skip
-_USUAL_LAYERS = 3  # that are read
+_USUAL_LAYERS, _LEAST_LAYERS = 3, 7  # that are read, and of a target that has them
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to what they mix, `[rows, heads * head]`."""
@@ -111,7 +111,16 @@ class Eagle3Config:
 
     def at_usual_layers(self, count: int) -> Eagle3Config:
         """The same with the layers that EAGLE reads of a target with so many, where none are named: those whose output
-        enters layers 2, the middle one and the third last."""
+        enters layers 2, the middle one and the third last.
+
+        Raises:
+            OptionError: it has too few.
+        """
+        if not self.layers and count < _LEAST_LAYERS:
+            raise OptionError(
+                f"of a target with {count} layers there are no three that are usual; name those to read, 0 the first",
+                field="layers",
+            )
         return self if self.layers else replace(self, layers=(1, count // 2 - 1, count - 4))
 
 
@@ -160,7 +169,7 @@ class Eagle3Head(Head):
         config: sizes.
     """
 
-    kind: ClassVar[str] = "eagle3"
+    kind: ClassVar[str] = "eagle"
     noun: ClassVar[str] = "an EAGLE-3 head"
     plural: ClassVar[str] = "EAGLE-3 heads"
     place_word: ClassVar[str] = "step"

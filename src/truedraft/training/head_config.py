@@ -13,10 +13,11 @@ import torch
 
 from truedraft.core.rank_tree import RankTree
 from truedraft.errors import OptionError
-from truedraft.heads import VectorHead
+from truedraft.heads import Head
 from truedraft.heads.base import HeadConfig
 from truedraft.options import check_positive, check_share, check_whole
-from truedraft.training.loop import CHECKPOINT_EVERY_S, Identity, identity_of
+from truedraft.training.head_objective import head_loop
+from truedraft.training.loop import CHECKPOINT_EVERY_S, Identity, TrainingLoop, identity_of
 from truedraft.training.losses import DistillationLoss
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
@@ -112,7 +113,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         OptionError: a value out of its range.
     """
 
-    head: ClassVar[type[VectorHead]]
+    head: ClassVar[type[Head]]
     """The module that is trained."""
     decisive: ClassVar[frozenset[str]] = frozenset(
         {"tied", "place_decay", "optimizer", "schedule", "positions_per_step", "window", "seed"}
@@ -215,7 +216,32 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         del text, folder, on_progress
         return ComputedTarget(lm_head, self.distillation_loss)
 
-    def new_head(self, lm_head: LmHead) -> VectorHead:
+    def loop(
+        self,
+        head: Any,
+        lm_head: LmHead,
+        target: str,
+        texts: tuple[SelfDistillationData, SelfDistillationData],
+        fingerprint: str,
+        folder: Path,
+        on_progress: Callable[[str, int, int], None],
+    ) -> TrainingLoop:
+        """The loop that trains heads, and resumes from the folder's checkpoint: by default on stored vectors.
+
+        Args:
+            head: as it begins, on the configured device.
+            lm_head: of the target.
+            target: an embedded name, a folder, or a hub name.
+            texts: answers to train on, and held-out ones that accuracy is measured on.
+            fingerprint: of the target.
+            folder: for checkpoint, log and record.
+            on_progress: called with what is being done, how much of it is done, and how much there is.
+        """
+        del target
+        learned = self.target(lm_head, texts[0], folder, on_progress)
+        return head_loop(self, head, lm_head, learned, texts, fingerprint, folder)
+
+    def new_head(self, lm_head: LmHead) -> Head:
         """A head that nothing has taught yet, in float32 on the configured device.
 
         It starts as the target's LM head where it can; other weights are drawn by the seed.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from truedraft.errors import CompositionError, DataError, OptionError
-from truedraft.heads import HeadRecord, VectorHead
+from truedraft.heads import Head, HeadRecord
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
@@ -22,7 +22,6 @@ from truedraft.planning import TREE_TEMPERATURES
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.evaluate import measure_in_engine
 from truedraft.training.head_config import HeadTrainingConfig
-from truedraft.training.head_objective import head_loop
 from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, write_answers
@@ -345,9 +344,9 @@ def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tupl
     return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), held_out, out, effort), effort
 
 
-def _loop(job: HeadJob, head: VectorHead, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:
-    target = job.config.target(lm_head, text.train, work, job.follow)
-    return head_loop(job.config, head, lm_head, target, (text.train, text.tree), text.fingerprint, work)
+def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:
+    texts = text.train, text.tree
+    return job.config.loop(head, lm_head, job.target, texts, text.fingerprint, work, job.follow)
 
 
 def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> HeadTrainingConfig:
@@ -380,7 +379,7 @@ def lm_head_of(target: str, device: str) -> LmHead:
     return LmHead.of(load_causal_lm(target, dtype=torch.bfloat16, device=device).eval())
 
 
-def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> VectorHead:
+def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
     """New heads, or those to start from.
 
     Raises:
@@ -408,7 +407,7 @@ def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> VectorHead
 
 def judge(
     job: HeadJob,
-    head: VectorHead,
+    head: Head,
     lm_head: LmHead,
     record: HeadRecord,
     held_out: SelfDistillationData,

@@ -289,7 +289,7 @@ def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, 
     """Train both, and write the new target; gives the rank of its adapters, the heads, and what it took."""
     config = job.config
     backbone = Backbone(job.target, config.joint.lora_rank, config.device)
-    head = starting_head(job, backbone.lm_head, text.fingerprint)
+    head = cast("VectorHead", starting_head(job, backbone.lm_head, text.fingerprint))
     stream = joint_stream(text.train, load_tokenizer(job.target).eos_token_id)
     length = min(config.joint.length, context_of(backbone.model), (len(stream) - 1) // 2)
     config = replace(config, joint=replace(config.joint, length=length))

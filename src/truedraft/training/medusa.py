@@ -19,7 +19,7 @@ from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL,
 from truedraft.training.options import MedusaRunOptions, MedusaSizeOptions
 
 if TYPE_CHECKING:
-    from truedraft.heads import VectorHead
+    from truedraft.heads import Head
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
     from truedraft.training.texts.self_distillation import SelfDistillationData
@@ -38,7 +38,7 @@ class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConf
         OptionError: a value out of its range.
     """
 
-    head: ClassVar[type[VectorHead]] = MedusaHeads
+    head: ClassVar[type[Head]] = MedusaHeads
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {"heads", "layers", "reads_token", "law_share"}
 
     def __post_init__(self) -> None:

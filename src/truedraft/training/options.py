@@ -130,6 +130,36 @@ class RedrafterSizeOptions(HeadSizeOptions):
 
 
 @dataclass(frozen=True)
+class Eagle3SizeOptions(HeadSizeOptions):
+    """What an EAGLE-3 head is."""
+
+    length: int = option(5, "Steps of training-time test: how many tokens after the next are guessed.", "T")
+    layers: tuple[int, ...] = option(
+        (),
+        "A layer of the target whose output is read, 0 the first; may be repeated.",
+        "N",
+        name="--layer",
+        shown_default="what enters the third, the middle one and the third last",
+    )
+    kv_heads: int | None = option(None, "Heads of keys and values.", "N", shown_default="as many as of queries")
+    inner: int | None = option(None, "Width inside the MLP.", "N", shown_default="8/3 of the target's width")
+    draft_vocab: int = option(8192, "The likeliest ids of the text, among which it guesses; 0 is all of them.", "N")
+    fc_norm: bool = option(
+        True, "Norm each layer's vectors before they are merged (EAGLE-3.1).", "", name="--fc-norm/--no-fc-norm"
+    )
+    norm_output: bool = option(
+        True, "Norm what goes into the next step (EAGLE-3.1).", "", name="--norm-output/--no-norm-output"
+    )
+
+
+@dataclass(frozen=True)
+class Eagle3RunOptions(HeadRunOptions):
+    """How it is trained."""
+
+    loss: str = option("kl", "kl, reverse-kl, tv or jsd; or a mixture: kl=0.5,tv=0.5.", "LOSS")
+
+
+@dataclass(frozen=True)
 class NgramSizeOptions:
     """How large a table of n-grams is."""
 

@@ -23,7 +23,7 @@ from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_targ
 from truedraft.training.texts.self_distillation import SelfFeeding
 
 if TYPE_CHECKING:
-    from truedraft.heads import VectorHead
+    from truedraft.heads import Head
     from truedraft.models.base import LanguageModel
     from truedraft.models.lm_head import LmHead
     from truedraft.training.head_objective import Feed
@@ -43,7 +43,7 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
         OptionError: a value out of its range.
     """
 
-    head: ClassVar[type[VectorHead]] = RedrafterHead
+    head: ClassVar[type[Head]] = RedrafterHead
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
         "length", "state", "exit_width", "layers", "rnn", "loss", "laws", "self_fed",
     }  # fmt: skip

@@ -18,7 +18,7 @@ from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
 
-_TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)"}
+_TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)", "eagle": "An EAGLE-3 head"}
 
 
 @dataclass(frozen=True)

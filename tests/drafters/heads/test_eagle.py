@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from support.backends import native_backend
+from support.eagle_reference import EagleReference, random_eagle
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
@@ -54,89 +54,7 @@ def target(backend: str = "stock") -> HuggingFaceModel:
 
 
 def head(**changes: Any) -> Eagle3Head:
-    """Random weights; of a reduced vocabulary every second id and some more."""
-    made, generator = Eagle3Head(replace(SIZES, **changes)), torch.Generator().manual_seed(5)
-    for weight in made.parameters():
-        weight.data.normal_(1.0 if weight.dim() == 1 else 0.0, 0.2, generator=generator)
-    if made.draft_ids is not None:
-        made.draft_ids.copy_(torch.arange(len(made.draft_ids)) * 2 + 1)
-    return made.requires_grad_(False)
-
-
-class Reference:
-    """Drafts by the page: no cache, no packing, each path read from the text's beginning.
-
-    Args:
-        made: the head.
-    """
-
-    def __init__(self, made: Eagle3Head) -> None:
-        self.model, self.made, self.weights = as_transformers_runs_it(), made, made.state_dict()
-
-    def product(self, name: str, x: Tensor) -> Tensor:
-        return self.weights[f"{name}.weight"] @ x
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return x / math.sqrt(float((x * x).mean()) + self.made.config.eps) * self.weights[f"{name}.weight"]
-
-    def turned(self, x: Tensor, position: int) -> Tensor:
-        half = len(x) // 2
-        angles = position / self.made.config.rope["rope_theta"] ** (torch.arange(half) / half)
-        a, b = x[:half], x[half:]
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
-
-    def logits(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Behind a text and drafted tokens, over the target's whole vocabulary."""
-        config, known = self.made.config, len(text) - 1
-        states = self.model(torch.tensor([text[:known]]), output_hidden_states=True).hidden_states
-        table = self.weights.get("embed_tokens.weight", self.model.get_input_embeddings().weight)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        x = torch.zeros(config.width)
-        for place, token in enumerate([*text[1:], *path]):
-            if place < known:
-                chunks = [states[layer + 1][0, place] for layer in config.layers]
-                if config.fc_norm:
-                    chunks = [self.norm(f"fc_norm.{number}", each) for number, each in enumerate(chunks)]
-                together = torch.cat(chunks)
-                vector = self.product("fc", self.norm("input_norm", together) if config.norm_before_fc else together)
-            else:
-                vector = x
-            x = self.layer(vector, table[token], place + config.rope_start, keys, values)
-        leaving = x if config.norm_output else self.norm("norm", x)
-        if not config.own_output:
-            return self.model.get_output_embeddings().weight @ leaving
-        own = self.product("lm_head", leaving)
-        if not config.draft_vocab:
-            return own
-        whole = torch.full((VOCAB,), -torch.inf)
-        whole[self.weights["draft_ids"]] = own
-        return whole
-
-    def layer(
-        self, vector: Tensor, embedded: Tensor, position: int, keys: list[Tensor], values: list[Tensor]
-    ) -> Tensor:
-        config, name = self.made.config, "midlayer.self_attn."
-        normed = self.norm("midlayer.hidden_norm", vector)
-        both = torch.cat([self.norm("midlayer.input_layernorm", embedded), normed])
-        query = self.product(name + "q_proj", both).view(config.heads, -1)
-        key = self.product(name + "k_proj", both).view(config.kv_heads, -1)
-        if config.query_norms:
-            query = torch.stack([self.norm(name + "q_norm", each) for each in query])
-            key = torch.stack([self.norm(name + "k_norm", each) for each in key])
-        keys.append(torch.stack([self.turned(each, position) for each in key]))
-        values.append(self.product(name + "v_proj", both).view(config.kv_heads, -1))
-        mixed = []
-        for number in range(config.heads):
-            own = self.turned(query[number], position)
-            shared = number * config.kv_heads // config.heads
-            scores = torch.stack([own @ key[shared] for key in keys]) / math.sqrt(config.head)
-            mixed.append(sum(w * value[shared] for w, value in zip(scores.softmax(0), values, strict=True)))
-        x = (normed if config.norm_before_residual else vector) + self.product(name + "o_proj", torch.cat(mixed))
-        entering = self.norm("midlayer.post_attention_layernorm", x)
-        gate, up = (self.product(f"midlayer.mlp.{each}_proj", entering) for each in ("gate", "up"))
-        x = x + self.product("midlayer.mlp.down_proj", gate * torch.sigmoid(gate) * up)
-        return self.norm("norm", x) if config.norm_output else x
+    return random_eagle(replace(SIZES, **changes))
 
 
 class Recorded(Eagle3):
@@ -157,7 +75,7 @@ needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=
 @torch.inference_mode()
 def test_chains_are_what_the_page_says(name: str) -> None:
     model, made = target(), head(**VARIANTS[name])
-    reference = Reference(made)
+    reference = EagleReference(as_transformers_runs_it(), made)
     drafter = Recorded(made)
     engine = Engine(model, drafter, controller="fixed")
     answers = engine.generate([list(each) for each in PROMPTS], GREEDY)
@@ -174,7 +92,7 @@ def test_chains_are_what_the_page_says(name: str) -> None:
 @torch.inference_mode()
 def test_trees_of_sampled_requests_have_the_pages_distributions(backend: str) -> None:
     model, made = target(backend), head(draft_vocab=40)
-    reference, drafter = Reference(made), Recorded(made, branching=(2, 2, 1))
+    reference, drafter = EagleReference(as_transformers_runs_it(), made), Recorded(made, branching=(2, 2, 1))
     engine = Engine(model, drafter, controller="fixed", entropy=3)
     engine.generate([list(each) for each in PROMPTS], SamplingParams(max_tokens=16, temperature=0.8))
     for text, proposal in drafter.seen[::7]:
@@ -192,7 +110,7 @@ def test_trees_of_sampled_requests_have_the_pages_distributions(backend: str) ->
 @torch.inference_mode()
 def test_the_likeliest_tree_has_the_largest_products_of_a_search_by_hand(options: dict[str, Any]) -> None:
     params, made = SamplingParams(max_tokens=16, **options), head()
-    reference, drafter = Reference(made), Recorded(made, nodes=7, beams=3)
+    reference, drafter = EagleReference(as_transformers_runs_it(), made), Recorded(made, nodes=7, beams=3)
     answers = Engine(target(), drafter, controller="fixed").generate([list(each) for each in PROMPTS], params)
     assert [each.token_ids for each in answers] == plain_answers(params)
     whole = [each for each, depth in zip(drafter.seen, drafter.depths, strict=True) if depth == SIZES.reach]
@@ -232,11 +150,11 @@ def test_tokens_that_others_drafted_are_read_with_the_targets_vectors() -> None:
     """Beside prompt lookup, and at steps in which nothing is drafted: later chains are those of the page."""
     model, made = target(), head()
     drafter = Recorded(made)
-    engine = Engine(model, Portfolio({"eagle3": drafter, "prompt-lookup": PromptLookup()}), controller="in-turn")
+    engine = Engine(model, Portfolio({"eagle": drafter, "prompt-lookup": PromptLookup()}), controller="in-turn")
     prompt = list(PROMPTS[0]) * 3
     answer = engine.generate([prompt], GREEDY)[0]
     assert answer.token_ids == plain_answers(GREEDY, [prompt])[0]
-    reference = Reference(made)
+    reference = EagleReference(as_transformers_runs_it(), made)
     drafted = [(text, own) for text, own in drafter.seen if len(own.tree)]
     for text, proposal in drafted:
         assert proposal.tree.host_ids[0] == int(reference.logits(text, ()).argmax())

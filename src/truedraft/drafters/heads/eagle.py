@@ -235,7 +235,7 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         OptionError: an option is out of range.
     """
 
-    name: ClassVar[str] = "eagle3"
+    name: ClassVar[str] = "eagle"
     observes_lazily = False
 
     def __init__(
@@ -260,7 +260,7 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         widest, most = max(self.branching, default=0), nodes_of(self.branching)
         if nodes is not None:
             if branching is not None:
-                raise OptionError("drafter 'eagle3' takes branching or nodes, not both")
+                raise OptionError("drafter 'eagle' takes branching or nodes, not both")
             check_nodes("nodes", nodes)
             check_nodes("beams", beams)
             widest, most = beams, nodes

@@ -1,0 +1,150 @@
+"""EAGLE-3 heads in training: each step of training-time test is what drafting does, the gradient, and a whole run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from support.eagle_reference import EagleReference, random_eagle
+from support.tiny_models import CONTEXT, VOCAB, build
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.drafters import Eagle3
+from truedraft.errors import OptionError
+from truedraft.heads import Eagle3Config, Eagle3Head
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.lm_head import LmHead
+from truedraft.training.eagle import (
+    Eagle3Objective,
+    Eagle3TrainingConfig,
+    Unrolled,
+    accuracies,
+    likeliest_ids,
+    survivals,
+)
+from truedraft.training.heads import train_heads
+from truedraft.training.losses import ForwardKL
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptSets
+from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
+
+SIZES = Eagle3Config(
+    48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, draft_vocab=40, reach=3, fc_norm=True, norm_output=True,
+    most_positions=CONTEXT,
+)  # fmt: skip
+PROMPT, ANSWER = [5, 9, 11, 3], [60, 2, 11, 3, 41, 7]
+
+
+def as_transformers_runs_it() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return build(config, seed=3, spread=0.15)
+
+
+def unrolled(config: Eagle3Config = SIZES) -> Unrolled:
+    model = as_transformers_runs_it()
+    packed = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
+    return Unrolled(random_eagle(config).requires_grad_(True), LmHead.of(model), packed)
+
+
+def text(*answers: list[int]) -> SelfDistillationData:
+    records = [WrittenAnswer(PROMPT, answer, float(place % 2), False) for place, answer in enumerate(answers)]
+    return SelfDistillationData(records, np.zeros((sum(map(len, answers)), 48), dtype=np.uint16))
+
+
+@torch.no_grad()
+def test_each_step_is_a_chain_that_was_drafted_that_far() -> None:
+    """At index i and step k: behind the text up to token i + 1, the k tokens that follow it were drafted."""
+    made, tokens = unrolled(), [*PROMPT, *ANSWER]
+    reference = EagleReference(as_transformers_runs_it(), made.head)
+    states = as_transformers_runs_it()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    seen = 0
+    for step, (vectors, target, labels) in enumerate(made.steps(PROMPT, ANSWER)):
+        for row, (logits, label) in enumerate(zip(made.logits(vectors), labels.tolist(), strict=True)):
+            index = len(PROMPT) - 2 + row
+            path = tokens[index + 2 : index + 2 + step]
+            expected = reference.logits(tokens[: index + 2], path)[made.head.draft_ids]
+            torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+            assert label == tokens[index + 2 + step]
+            torch.testing.assert_close(target[row], states[index + 1 + step][made.head.draft_ids], rtol=0, atol=2e-5)
+            seen += 1
+    assert seen == 6 + 5 + 4
+
+
+def test_the_gradient_is_that_of_the_loss() -> None:
+    """Along a direction, by differences, for all weights, of two answers that are not equally long."""
+    made = unrolled()
+    objective = Eagle3Objective(made, text(ANSWER, ANSWER[:4]), ForwardKL(), 0.8)
+    batch = torch.tensor([[0, 5], [6, 3]])
+    objective.accumulate(batch, 1.0)
+    weights, generator = [*made.head.parameters()], torch.Generator().manual_seed(1)
+    directions = [torch.randn(weight.shape, generator=generator) for weight in weights]
+    along = sum(float((w.grad * d).sum()) for w, d in zip(weights, directions, strict=True) if w.grad is not None)
+
+    def moved(by: float) -> float:
+        with torch.no_grad():
+            for weight, direction in zip(weights, directions, strict=True):
+                weight += by * direction
+        return objective.accumulate(batch, 0.0)["loss"]
+
+    size = 3e-4
+    difference = (moved(size) - moved(-2 * size)) / (2 * size)
+    moved(size)
+    assert along == pytest.approx(difference, rel=0.01)
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights)
+
+
+def test_survival_is_what_the_engine_accepts_greedily() -> None:
+    """Of answers that the target gives itself, drafted for at every place."""
+    target = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
+    answer = list(Engine(target).generate([PROMPT], SamplingParams(max_tokens=24))[0].token_ids)
+    made = unrolled(replace(SIZES, draft_vocab=0))
+    kept = text(answer)
+    rates = survivals(made, kept, 0.0)
+    right = list(accuracies(made, kept, 1000).values())
+    assert rates[0] == pytest.approx(right[0]) and rates == sorted(rates, reverse=True)
+    tokens, hits = [*PROMPT, *answer], 0
+    with torch.no_grad():
+        reference = EagleReference(as_transformers_runs_it(), made.head)
+        for end in range(len(PROMPT), len(tokens)):
+            hits += int(reference.logits(tokens[:end], ()).argmax()) == tokens[end]
+    assert rates[0] == pytest.approx(hits / len(answer))
+
+
+def test_the_likeliest_ids_are_filled_up_by_the_lowest() -> None:
+    assert likeliest_ids(text([7, 7, 3, 9, 9, 9]), 2).tolist() == [7, 9]
+    assert likeliest_ids(text([7, 7, 3]), 5).tolist() == [0, 1, 2, 3, 7]
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    for options, said in (({"loss": "ce"}, "must compare distributions"), ({"stage": 2}, "must be 1")):
+        with pytest.raises(OptionError, match=said):
+            Eagle3TrainingConfig(**options)
+
+
+def test_a_head_is_trained_measured_and_saved(learned_folder, stream, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    pieces = [stream[first : first + 12].tolist() for first in range(0, 900, 30)]
+    prompts = PromptSets(pieces[:20], pieces[20:26], pieces[26:], stream[900:1000])
+    config = Eagle3TrainingConfig(
+        tokens=400, writing=WritingConfig(answer_tokens=16, batch=8), steps=30, learning_rate=1e-2, length=3,
+        positions_per_step=64, evaluate_every=10, layers=(0, 1), draft_vocab=64,
+    )  # fmt: skip
+    result = train_heads(learned_folder, prompts, tmp_path, config)
+    kept, target = Eagle3Head.load(tmp_path), load_model(learned_folder)
+    assert kept.config.layers == (0, 1) and kept.record.fingerprint == target.fingerprint
+    assert [each.about["num_speculative_tokens"] for each in result.report.evaluations] == [2, 3, 2, 3]
+    assert result.report.evaluations[0].stats.accepted_tokens > 10
+    assert all(1.0 <= each.about["promised"] <= 4.0 for each in result.report.evaluations)
+    log = (tmp_path / "work" / "log.jsonl").read_text()
+    assert log.count("step_3_top_1") >= 3
+    answer = Engine(target, Eagle3(kept), controller="fixed").generate([pieces[0]], SamplingParams(max_tokens=16))[0]
+    assert answer.token_ids == Engine(target).generate([pieces[0]], SamplingParams(max_tokens=16))[0].token_ids
+    assert "eagle:FOLDER" in (tmp_path / "README.md").read_text()
+    assert len(list(itertools.chain(tmp_path.glob("*.safetensors")))) == 1
