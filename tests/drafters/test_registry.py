@@ -126,7 +126,7 @@ def test_figures_are_what_others_wrote() -> None:
         "[]",
         "{",
         '{"model_type": "llama"}',
-        '{"kind": "eagle", "target": {"fingerprint": "0"}}',
+        '{"kind": "hydra", "target": {"fingerprint": "0"}}',
         '{"kind": "medusa"}',
         '{"kind": "medusa", "target": "x"}',
         '{"kind": "medusa", "target": {"fingerprint": null}}',
