@@ -12,8 +12,6 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from truedraft.errors import OptionError
 from truedraft.heads.base import Head
@@ -210,14 +208,7 @@ class Eagle3Head(Head):
     def rotary(self, like: Tensor) -> RotaryTable:
         """What turns heads, by positions from `rope_start` on, in the dtype and on the device of a tensor."""
         config = self.config
-        llama = LlamaConfig(
-            hidden_size=config.heads * config.head,
-            num_attention_heads=config.heads,
-            head_dim=config.head,
-            max_position_embeddings=config.most_positions,
-            rope_parameters=dict(config.rope),
-        )
-        return RotaryTable(LlamaRotaryEmbedding(llama).to(like.device), like)
+        return RotaryTable.made(config.rope, config.head, config.most_positions, like)
 
     def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of each layer that is read, `[rows, width]`, merged into one."""

@@ -7,14 +7,15 @@ give the layers' products their own form and run `LlamaLayer.run`; the native on
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.packed_linear import is_plain, release
@@ -157,6 +158,19 @@ class RotaryTable:
         self._halves = halves
         self.interleaved = interleaved
         self.table = self._tabulate(_FIRST_POSITIONS)
+
+    @classmethod
+    def made(cls, parameters: Mapping[str, Any], head: int, positions: int, like: Tensor) -> RotaryTable:
+        """Of no model, by parameters of a rotation as transformers names them, for heads of so many entries.
+
+        Args:
+            parameters: `rope_type`, `rope_theta` and what that type has beside.
+            head: entries of a head.
+            positions: that the rotation was made for.
+            like: as above.
+        """
+        config = LlamaConfig(head_dim=head, max_position_embeddings=positions, rope_parameters=dict(parameters))
+        return cls(LlamaRotaryEmbedding(config).to(like.device), like)
 
     @property
     def width(self) -> int:
