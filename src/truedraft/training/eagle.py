@@ -189,18 +189,17 @@ class Unrolled:
         embedded = self.lm_head.embed(tokens[1:]) if head.embed_tokens is None else head.embed_tokens(tokens[1:])
         embedded = embedded.to(vectors[0].dtype)
         x = head.fuse([each[:-1] for each in vectors])
+        first = max(len(prompt) - 2, 0)  # the index whose first step is about the answer's first token
+        target = functional.log_softmax(logits[first + 1 : -1].float(), -1)
+        known = target if head.draft_ids is None else target[:, head.draft_ids]
         seen = _Seen(config.heads // config.kv_heads, config.head)
         for step in range(config.reach):
             count = len(tokens) - 1 - step
             positions = torch.arange(count, device=tokens.device) + step + config.rope_start
             x = head.step(x[:count], embedded[step:], self._table.at(positions), seen)
-            first = max(len(prompt) - 2, 0)  # the index whose first step is about the answer's first token
             if not _chains(len(prompt), len(answer), step):
                 return
-            rows = slice(first + step + 1, len(tokens) - 1)
-            target = functional.log_softmax(logits[rows].float(), -1)
-            known = target if head.draft_ids is None else target[:, head.draft_ids]
-            yield head.leaving(x)[first : count - 1], known, tokens[rows.start + 1 :]
+            yield head.leaving(x)[first : count - 1], known[step:], tokens[first + step + 2 :]
 
     def logits(self, vectors: Tensor) -> Tensor:
         """`[rows, ids]` of the draft."""
