@@ -309,18 +309,21 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Read what was committed since the last proposal, then draw level by level."""
-        trees: list[TreeBuilder | LikeliestTree] = []
+        chosen: list[LikeliestTree] = []
+        drawn: list[TreeBuilder] = []
+        trees: list[LikeliestTree | TreeBuilder] = []
         for request, budget, own in zip(batch, budgets, noise, strict=True):
             text = self._texts[request.id]
             text.cache.rollback(text.cache.length)
             within = budget.within(self.limits) if text.unread else NO_DRAFT
             if self._chooses and request.params.greedy:
-                trees.append(LikeliestTree(text.cache, request, within))
+                chosen.append(LikeliestTree(text.cache, request, within))
+                trees.append(chosen[-1])
             else:
-                trees.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
-        asked = [each for each in trees if not each.budget.is_zero]
-        self._grow([each for each in asked if isinstance(each, LikeliestTree)], grow_likeliest)
-        self._grow([each for each in asked if isinstance(each, TreeBuilder)], draw_level)
+                drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
+                trees.append(drawn[-1])
+        self._grow([each for each in chosen if not each.budget.is_zero], grow_likeliest)
+        self._grow([each for each in drawn if not each.budget.is_zero], draw_level)
         return [each.proposal() for each in trees]
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
