@@ -164,6 +164,9 @@ def test_tokens_that_others_drafted_are_read_with_the_targets_vectors() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CompositionError, match=r"reads layers 0, 7, and tiny shows 3"):
         Engine(target(), Eagle3(head(layers=(0, 7))))
+    foreign = head(vocab_size=200, draft_vocab=60)
+    with pytest.raises(CompositionError, match="guesses the id 119, and tiny has 97 ids"):
+        Engine(target(), Eagle3(foreign))
     with pytest.raises(OptionError, match="takes branching or nodes"):
         Eagle3(head(), nodes=8, branching=(2, 1))
     with pytest.raises(OptionError, match="layers are not named"):

@@ -281,6 +281,12 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
                 f"this head reads layers {', '.join(map(str, self.head.config.layers))}, and {target.name} shows "
                 f"{target.shown_layers}; take a head that was trained for it"
             )
+        ids = self.head.draft_ids
+        if ids is not None and int(ids.max()) >= target.vocab_size:
+            raise CompositionError(
+                f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take "
+                "a head that was trained for it"
+            )
         return Eagle3Runner(self.head, target)
 
     def hint(self, request: DraftRequest) -> Hint:
