@@ -66,7 +66,7 @@ def test_each_step_is_a_chain_that_was_drafted_that_far() -> None:
     reference = EagleReference(as_transformers_runs_it(), made.head)
     states = as_transformers_runs_it()(torch.tensor([tokens])).logits[0].log_softmax(-1)
     seen = 0
-    for step, (vectors, target, labels) in enumerate(made.steps(PROMPT, ANSWER)):
+    for step, (vectors, target, labels) in enumerate(made.steps([WrittenAnswer(PROMPT, ANSWER, 0.0, False)])):
         for row, (logits, label) in enumerate(zip(made.logits(vectors), labels.tolist(), strict=True)):
             index = len(PROMPT) - 2 + row
             path = tokens[index + 2 : index + 2 + step]
@@ -76,6 +76,22 @@ def test_each_step_is_a_chain_that_was_drafted_that_far() -> None:
             torch.testing.assert_close(target[row], states[index + 1 + step][made.head.draft_ids], rtol=0, atol=2e-5)
             seen += 1
     assert seen == 6 + 5 + 4
+
+
+@torch.no_grad()
+def test_texts_side_by_side_are_as_one_by_one() -> None:
+    """Though one ends before another, and one is too short for the last step."""
+    made = unrolled()
+    answers = [
+        WrittenAnswer(prompt, answer, 0.0, False)
+        for prompt, answer in ((PROMPT, ANSWER), ([7], [3, 9, 2, 8, 4, 1, 6]), (PROMPT, [5, 6]))
+    ]
+    together = list(made.steps(answers))
+    alone = [list(made.steps([each])) for each in answers]
+    assert [len(steps) for steps in alone] == [3, 3, 2]
+    for step, parts in enumerate(together):
+        for got, *own in zip(parts, *(steps[step] for steps in alone if len(steps) > step), strict=True):
+            torch.testing.assert_close(got, torch.cat(own), rtol=0, atol=2e-5)
 
 
 def test_the_gradient_is_that_of_the_loss() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from truedraft.training.head_objective import heads_optimizer
 from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
 from truedraft.training.options import Eagle3RunOptions, Eagle3SizeOptions
-from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler
+from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
 
 if TYPE_CHECKING:
     from truedraft.heads import Head
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query
+_TOGETHER = 16  # texts that are read side by side on a GPU
 _LENGTHS = (2, 4)  # of chains that are measured, beside the one that was trained for
 
 
@@ -153,16 +155,18 @@ def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
     return torch.tensor(sorted(order[:count]))
 
 
-def _chains(prompt: int, answer: int, step: int) -> int:
-    """Places of an answer from which as many tokens behind the next are known: rows of a step of `Unrolled`.
+def _chains(answer: WrittenAnswer, step: int) -> range:
+    """Indices of pairs of a text from whose places as many tokens behind the next are known: rows of a step.
 
-    Worked example: behind a prompt of 4, an answer of 6 tokens has 6, 5 and 4 rows at its first three steps.
+    Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, 2 to 6 and 2 to 5 at its first three
+    steps: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
     """
-    return max(prompt + answer - 2 - step - max(prompt - 2, 0), 0)
+    first = max(len(answer.prompt) - 2, 0)
+    return range(first, max(first, len(answer.prompt) + len(answer.answer) - 2 - step))
 
 
 class Unrolled:
-    """A head that reads an answer of its target, and then its own vectors for some steps: training-time test.
+    """A head that reads answers of its target, and then its own vectors for some steps: training-time test.
 
     At step k (from 0) the pair at index i is of what stands for the vector at position i + k and the text's token at
     i + k + 1; it is about the token behind that. It sees pairs 0 to i of step 0, and those of its own index at later
@@ -178,28 +182,49 @@ class Unrolled:
         self.head, self.lm_head, self._model = head, lm_head, model
         self._table = head.rotary(next(head.parameters()).detach())
 
-    def steps(self, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def steps(self, answers: Sequence[WrittenAnswer]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For each step what enters the output `[rows, width]`, the target's log probabilities of the draft's ids
-        `[rows, ids]`, and the tokens `[rows]` that the text goes on with; of chains that begin in the answer.
+        `[rows, ids]`, and the tokens `[rows]` that the texts go on with; of chains that begin in the answers, these one
+        behind another.
         """
-        head, config = self.head, self.head.config
-        tokens = torch.tensor([*prompt, *answer], device=self._model.device)
-        vectors, logits = self._seen(tokens)
-        self._table.reach(len(tokens) + config.reach + config.rope_start)
-        embedded = self.lm_head.embed(tokens[1:]) if head.embed_tokens is None else head.embed_tokens(tokens[1:])
+        head, config, device = self.head, self.head.config, self._model.device
+        texts = [[*each.prompt, *each.answer] for each in answers]
+        starts = list(itertools.accumulate(map(len, texts), initial=0))
+        tokens = torch.tensor([id_ for text in texts for id_ in text], device=device)
+        vectors, logits = self._seen(tokens.split([len(text) for text in texts]))
+        # Rows of the pairs, [answers, pairs]; behind an answer's end its last, which none before it sees.
+        most = max(map(len, texts)) - 1
+        last = torch.tensor([len(text) - 2 for text in texts], device=device)
+        rows = torch.tensor(starts[:-1], device=device)[:, None]
+        rows = rows + torch.arange(most, device=device).minimum(last[:, None])
+        self._table.reach(most + config.reach + config.rope_start)
+        read = tokens[rows + 1]
+        embedded = self.lm_head.embed(read) if head.embed_tokens is None else head.embed_tokens(read)
         embedded = embedded.to(vectors[0].dtype)
-        x = head.fuse([each[:-1] for each in vectors])
-        first = max(len(prompt) - 2, 0)  # the index whose first step is about the answer's first token
-        target = functional.log_softmax(logits[first + 1 : -1].float(), -1)
+        x = head.fuse(vectors)[rows]
+        spans = [_chains(each, 0) for each in answers]
+        about = [start + row + 1 for start, span in zip(starts, spans, strict=False) for row in span]
+        target = functional.log_softmax(logits[torch.tensor(about, device=device)].float(), -1)
         known = target if head.draft_ids is None else target[:, head.draft_ids]
-        seen = _Seen(config.heads // config.kv_heads, config.head)
+        seen = _Seen(config.heads // config.kv_heads, len(answers))
+        firsts = list(itertools.accumulate(map(len, spans), initial=0))
         for step in range(config.reach):
-            count = len(tokens) - 1 - step
-            positions = torch.arange(count, device=tokens.device) + step + config.rope_start
-            x = head.step(x[:count], embedded[step:], self._table.at(positions), seen)
-            if not _chains(len(prompt), len(answer), step):
+            count = most - step
+            positions = torch.arange(count, device=device).repeat(len(answers)) + step + config.rope_start
+            entering, read_too = x[:, :count].flatten(0, 1), embedded[:, step:].flatten(0, 1)
+            x = head.step(entering, read_too, self._table.at(positions), seen).view(len(answers), count, -1)
+            chains = [_chains(each, step) for each in answers]
+            numbered = list(enumerate(chains))
+            places = torch.tensor([text * count + row for text, own in numbered for row in own], device=device)
+            if not len(places):
                 return
-            yield head.leaving(x)[first : count - 1], known[step:], tokens[first + step + 2 :]
+            said = [firsts[text] + step + row for text, own in numbered for row in range(len(own))]
+            behind = [starts[text] + row + step + 2 for text, own in numbered for row in own]
+            yield (
+                head.leaving(x.flatten(0, 1)[places]),
+                known[torch.tensor(said, device=device)],
+                tokens[torch.tensor(behind, device=device)],
+            )
 
     def logits(self, vectors: Tensor) -> Tensor:
         """`[rows, ids]` of the draft."""
@@ -212,39 +237,49 @@ class Unrolled:
         places = torch.searchsorted(self.head.draft_ids, tokens).clamp_max(len(self.head.draft_ids) - 1)
         return torch.where(self.head.draft_ids[places] == tokens, places, -1)
 
-    def _seen(self, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What the target shows of a text: vectors `[tokens, width]` of each layer, and logits `[tokens, vocab]`."""
+    def _seen(self, texts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """What the target shows of texts, one behind another: vectors `[tokens, width]` of each layer, and logits
+        `[tokens, vocab]`."""
         with torch.inference_mode():
-            cache, count = self._model.new_cache(), len(tokens)
-            segment = Segment(cache, tokens, chain_shape(count), range(count), prompt=count)
-            output = self._model.forward_showing([segment], self.head.config.layers)
-            self._model.release_cache(cache)
+            segments = [
+                Segment(self._model.new_cache(), text, chain_shape(len(text)), range(len(text)), prompt=len(text))
+                for text in texts
+            ]
+            output = self._model.forward_showing(segments, self.head.config.layers)
+            for each in segments:
+                self._model.release_cache(each.cache)
         dtype = next(self.head.parameters()).dtype
         return [each.clone().to(dtype) for each in output.layers], output.logits.clone()
 
 
 class _Seen:
-    """Attention of the steps, one after another, over what they gave so far."""
+    """Attention of the steps, one after another, over what they gave so far.
 
-    def __init__(self, shared: int, head: int) -> None:
-        self._shared, self._scale = shared, 1.0 / math.sqrt(head)
+    Args:
+        shared: heads that read the same keys.
+        texts: that are read side by side, their rows one behind another.
+    """
+
+    def __init__(self, shared: int, texts: int) -> None:
+        self._shared, self._texts = shared, texts
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`[rows, heads, head]` and twice `[rows, kv_heads, head]` to `[rows, heads * head]`."""
-        rows = len(query)
-        self._keys.append(key.repeat_interleave(self._shared, 1))
-        self._values.append(value.repeat_interleave(self._shared, 1))
-        keys, values = [each[:rows] for each in self._keys], [each[:rows] for each in self._values]
-        scores = torch.einsum("qhd,khd->hqk", query, keys[0])
+        query = query.unflatten(0, (self._texts, -1))
+        rows, scale = query.shape[1], 1.0 / math.sqrt(query.shape[-1])
+        self._keys.append(key.unflatten(0, (self._texts, -1)).repeat_interleave(self._shared, 2))
+        self._values.append(value.unflatten(0, (self._texts, -1)).repeat_interleave(self._shared, 2))
+        keys, values = [each[:, :rows] for each in self._keys], [each[:, :rows] for each in self._values]
+        scores = torch.einsum("tqhd,tkhd->thqk", query, keys[0])
         hidden = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-        own = [torch.einsum("qhd,qhd->hq", query, each)[..., None] for each in keys[1:]]
-        weights = torch.cat([scores.masked_fill(hidden, -torch.inf), *own], -1).mul(self._scale).softmax(-1)
-        mixed = torch.einsum("hqk,khd->qhd", weights[..., :rows], values[0])
+        own = [torch.einsum("tqhd,tqhd->thq", query, each)[..., None] for each in keys[1:]]
+        weights = torch.cat([scores.masked_fill(hidden, -torch.inf), *own], -1).mul(scale).softmax(-1)
+        mixed = torch.einsum("thqk,tkhd->tqhd", weights[..., :rows], values[0])
         for step, each in enumerate(values[1:]):
-            mixed = mixed + weights[..., rows + step].T[..., None] * each
-        return mixed.flatten(1)
+            mixed = mixed + weights[..., rows + step].transpose(1, 2)[..., None] * each
+        return mixed.flatten(2).flatten(0, 1)
 
 
 class Eagle3Objective:
@@ -265,13 +300,12 @@ class Eagle3Objective:
         head = self._unrolled.head
         starts, records = self._text.starts, self._text.records
         answers = [records[bisect.bisect_right(starts, first) - 1] for first, _ in batch.tolist()]
-        sizes = [(len(each.prompt), len(each.answer)) for each in answers]
-        counts = [sum(_chains(*size, step) for size in sizes) for step in range(head.reach)]
-        sums = [0.0] * head.reach
-        for record in answers:
+        counts = [sum(len(_chains(each, step)) for each in answers) for step in range(head.reach)]
+        sums = torch.zeros(head.reach, device=next(head.parameters()).device)
+        for together in read_together(answers, sums.device):
             leaving: list[Tensor] = []
             gradients: list[Tensor] = []
-            for step, (vectors, target, _) in enumerate(self._unrolled.steps(record.prompt, record.answer)):
+            for step, (vectors, target, _) in enumerate(self._unrolled.steps(together)):
                 weight = self._decay**step * scale / counts[step]
 
                 def losses(
@@ -279,16 +313,25 @@ class Eagle3Objective:
                 ) -> Iterator[Tensor]:
                     logits = self._unrolled.logits(some[0])
                     among = functional.log_softmax(target[rows], -1)  # of the draft's ids alone
-                    loss = distill(logits, among, torch.zeros(len(logits)), self._loss).sum()
-                    sums[step] += float(loss.detach())
+                    labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+                    loss = distill(logits, among, labels, self._loss).sum()
+                    sums[step] += loss.detach()
                     yield loss * weight
 
                 gradients.append(gradient_in_chunks(vectors[None], losses)[0])
                 leaving.append(vectors)
             torch.autograd.backward(leaving, gradients)
-        means = [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
+        means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
         total = sum(self._decay**step * mean for step, mean in enumerate(means))
         return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
+
+
+def read_together(answers: Sequence[WrittenAnswer], device: torch.device) -> Iterator[list[WrittenAnswer]]:
+    """Answers in groups of about equally long texts: one by one on a CPU, which gains nothing by more."""
+    ordered = sorted(answers, key=lambda each: len(each.prompt) + len(each.answer))
+    many = 1 if device.type == "cpu" else _TOGETHER
+    for first in range(0, len(ordered), many):
+        yield ordered[first : first + many]
 
 
 @torch.no_grad()
@@ -302,7 +345,7 @@ def accuracies(unrolled: Unrolled, text: SelfDistillationData, positions: int) -
     right, seen = [0] * head.reach, [0] * head.reach
     every = max(1, len(text.tokens) // positions)
     for record in text.records[::every]:
-        for step, (vectors, _, tokens) in enumerate(unrolled.steps(record.prompt, record.answer)):
+        for step, (vectors, _, tokens) in enumerate(unrolled.steps([record])):
             right[step] += int((unrolled.logits(vectors).argmax(-1) == unrolled.ids(tokens)).sum())
             seen[step] += len(tokens)
     if not all(seen):
@@ -322,7 +365,7 @@ def survivals(unrolled: Unrolled, text: SelfDistillationData, temperature: float
         if record.temperature != temperature:
             continue
         alive: Tensor | None = None
-        for step, (vectors, target, tokens) in enumerate(unrolled.steps(record.prompt, record.answer)):
+        for step, (vectors, target, tokens) in enumerate(unrolled.steps([record])):
             logits = unrolled.logits(vectors).float()
             if temperature:
                 accepted = torch.minimum(target.exp(), logits.softmax(-1)).sum(-1)
