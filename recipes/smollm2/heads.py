@@ -1,0 +1,260 @@
+"""Heads of several kinds for SmolLM2 on equal terms, in minutes on one GPU: `python -m recipes.smollm2.heads`.
+
+The model asks itself questions and answers them, as `build.py write` lets it, but by a plain decoder that takes
+thousands of rows at once. Each kind of heads then learns from the same answers, by the library's own trainings, and
+sees as many positions as every other. What differs from `truedraft train`: the target's vectors come of one padded
+forward of transformers', which a GPU runs faster than packed ones, and the engine measures nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from recipes.common import ROOT, command, say
+from recipes.smollm2.writer import Writer
+from truedraft.heads import HeadRecord
+from truedraft.models.architecture import load_causal_lm
+from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.huggingface import fingerprint_of
+from truedraft.models.lm_head import LmHead
+from truedraft.planning import TREE_TEMPERATURES
+from truedraft.training.head_config import HeadTrainingConfig
+from truedraft.training.loop import LOG, TrainingLoop
+from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
+
+SEED = 7
+TEMPERATURES = (0.0, 1.0)  # of answers, in turn
+TREE_PROMPTS, TEST_PROMPTS = 64, 64
+PROBED_STEPS = 80
+KINDS = {
+    "redrafter": ("truedraft.training.redrafter", "RedrafterTrainingConfig", (0.01,)),
+    "eagle": ("truedraft.training.eagle", "Eagle3TrainingConfig", (0.003, 0.01)),
+}
+"""Module and configuration of each kind, and the rates that are tried before its training."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write, then train each kind."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="the model's folder")
+    parser.add_argument("--name", default="SmolLM2-135M-Instruct", help="what cards and records call it")
+    parser.add_argument("--prompts", type=Path, required=True, help='lines of {"prompt": ...}, of build.py')
+    parser.add_argument("--run", type=Path, default=ROOT / "runs" / "smollm2", help="answers, heads, logs")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=2048, help="answers written at once")
+    parser.add_argument("--answers", type=int, default=20_480)
+    parser.add_argument("--questions", type=int, default=10_240, help="that the model asks itself")
+    parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
+    parser.add_argument("--positions-per-step", type=int, default=3072)
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all of it")
+    parser.add_argument("--epochs", type=float, default=6.0, help="the most passes over the answers")
+    return command(parser, _all, arguments)
+
+
+def _all(options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    torch.set_float32_matmul_precision("high")
+    model = load_causal_lm(options.target, dtype=torch.bfloat16, device=options.device).eval()
+    options.run.mkdir(parents=True, exist_ok=True)
+    train, tree = _texts(options, model)
+    say(f"{len(train.tokens):,} tokens of {len(train.records):,} answers")
+    target, lm_head, fingerprint = PaddedTarget(model), LmHead.of(model), fingerprint_of(model)
+    jobs = []
+    for kind in options.kinds:
+        module, name, rates = KINDS[kind]
+        made = importlib.import_module(module)
+        made.load_model = lambda *_, **__: target  # the padded forward in place of the packed one
+        config: HeadTrainingConfig = getattr(made, name)(
+            seed=SEED, device=options.device, positions_per_step=options.positions_per_step
+        )
+        jobs.append(_Job(kind, config, rates, lm_head, (train, tree), fingerprint))
+    jobs = [job for job in jobs if _tried(job.probe)]
+    left_s = 60 * options.minutes - (time.perf_counter() - began)
+    each = left_s / sum(job.position_s for job in jobs)
+    positions = min(each, options.epochs * len(train.tokens))
+    say(f"{positions:,.0f} positions for each kind, in {left_s:.0f} s")
+    for job in jobs:
+        _tried(lambda job=job: job.train(int(positions), options.run / job.kind, options.name))  # type: ignore[misc]
+
+
+def _tried(work: Any) -> bool:
+    """Whether work that may fail did not, so that other kinds are trained all the same."""
+    try:
+        work()
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+class _Job:
+    """The training of one kind."""
+
+    def __init__(
+        self,
+        kind: str,
+        config: HeadTrainingConfig,
+        rates: Sequence[float],
+        lm_head: LmHead,
+        texts: tuple[SelfDistillationData, SelfDistillationData],
+        fingerprint: str,
+    ) -> None:
+        self.kind, self._config, self._rates = kind, config, rates
+        self._lm_head, self._texts, self._fingerprint = lm_head, texts, fingerprint
+        self.position_s = 0.0
+
+    def loop(self, config: HeadTrainingConfig, folder: Path) -> TrainingLoop:
+        """The library's."""
+        head = config.new_head(self._lm_head)
+        return config.loop(
+            head, self._lm_head, "", self._texts, self._fingerprint, folder, lambda what, done, total: None
+        )
+
+    def probe(self) -> None:
+        """Choose the rate by short trainings, and measure how long a position takes."""
+        found = {}
+        for rate in self._rates:
+            losses: list[float] = []
+            config = replace(self._config, steps=PROBED_STEPS, learning_rate=rate, evaluate_every=1 << 30)
+            with tempfile.TemporaryDirectory() as folder:
+                loop = self.loop(config, Path(folder))
+                done = loop.run(on_step=lambda record, losses=losses: losses.append(record.values["loss"]))  # type: ignore[misc]
+            self.position_s = done.elapsed_s / done.tokens
+            found[rate] = float(np.mean(losses[-20:]))
+            say(f"{self.kind}: rate {rate:g}, loss {found[rate]:.4f}, {1 / self.position_s:,.0f} positions/s")
+        self._config = replace(self._config, learning_rate=min(found, key=lambda rate: found[rate]))
+
+    def train(self, positions: int, folder: Path, name: str) -> None:
+        """Train on about so many positions, and save the head with its log."""
+        per_step = self.loop(replace(self._config, steps=1), folder / "sizes").phases[0].tokens_per_step
+        config = replace(self._config, steps=max(1, positions // per_step), evaluate_every=200)
+        loop = self.loop(config, folder / "work")
+        head: Any = loop.model
+
+        def told(record: Any) -> None:
+            if record.step % 100 == 99:
+                values = " ".join(f"{key} {value:.3f}" for key, value in record.values.items())
+                say(f"{self.kind}: step {record.step + 1}/{loop.total_steps} {record.elapsed_s:.0f} s {values}")
+
+        done = loop.run(on_step=told)
+        facts = {"positions": done.tokens, "steps": done.step, "elapsed_s": done.elapsed_s}
+        facts |= {"written_tokens": len(self._texts[0].tokens), "learning_rate": config.learning_rate}
+        head.eval().requires_grad_(False).to(torch.bfloat16)
+        head.save(folder, HeadRecord(name, self._fingerprint, facts=facts))
+        lines = (folder / "work" / LOG).read_text().splitlines()
+        (folder / LOG).write_text("\n".join(lines[49::50] + lines[-1:]) + "\n")
+        say(f"{self.kind}: {json.dumps(facts)}")
+
+
+class PaddedTarget:
+    """A target that shows its layers along whole texts, by one padded forward of transformers'."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.device = model, model.device
+        self.shown_layers = model.config.num_hidden_layers
+
+    def new_cache(self) -> None:
+        """None is needed."""
+
+    def release_cache(self, cache: None) -> None:
+        """Nothing to do."""
+
+    @torch.inference_mode()
+    def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
+        """Of all tokens of some whole texts; the last layer is not shown, for transformers norms it."""
+        texts = [segment.tokens.to(self.device) for segment in segments]
+        ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        rows = torch.cat(
+            [torch.arange(len(text), device=self.device) + number * ids.shape[1] for number, text in enumerate(texts)]
+        )
+        shown = self._model.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        last, *chosen = (shown[at].flatten(0, 1)[rows] for at in (-1, *(layer + 1 for layer in layers)))
+        return ForwardOutput(self._model.lm_head(last), last, tuple(chosen))
+
+
+def _texts(options: argparse.Namespace, model: Any) -> tuple[SelfDistillationData, SelfDistillationData]:
+    """Answers to train on and held-out ones; prompts that neither saw are written beside them."""
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    writer, dice = Writer(model, [tokenizer.eos_token_id]), torch.Generator(options.device).manual_seed(SEED)
+    asked = _asked(writer, tokenizer, options, dice)
+    lines = options.prompts.read_text(encoding="utf-8").splitlines()
+    prompts = [_chat(tokenizer, text) for text in dict.fromkeys([json.loads(line)["prompt"] for line in lines] + asked)]
+    prompts = [prompts[place] for place in np.random.default_rng(SEED).permutation(len(prompts))]
+    apart = TREE_PROMPTS + TEST_PROMPTS
+    tree, test, asked_of = prompts[:TREE_PROMPTS], prompts[TREE_PROMPTS:apart], prompts[apart:]
+    (options.run / "test.json").write_text(json.dumps(test))
+    heats = tuple(TREE_TEMPERATURES.values())
+    held = _answered(writer, [(prompt, heat) for prompt in tree for heat in heats], options, dice)
+    with (options.run / "tree.jsonl").open("w") as file:
+        file.writelines(json.dumps(vars_of(each)) + "\n" for each in held.records)
+    some = list(itertools.islice(itertools.cycle(asked_of), options.answers))
+    rounds = (number + number // len(asked_of) for number in range(len(some)))
+    questions = list(zip(some, (TEMPERATURES[each % 2] for each in rounds), strict=True))
+    return _answered(writer, questions, options, dice), held
+
+
+def vars_of(answer: WrittenAnswer) -> dict[str, Any]:
+    """For JSON."""
+    return {name: getattr(answer, name) for name in ("prompt", "answer", "temperature", "stopped")}
+
+
+def _chat(tokenizer: Any, text: str) -> list[int]:
+    message = [{"role": "user", "content": text}]
+    return list(map(int, tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)))
+
+
+def _asked(writer: Writer, tokenizer: Any, options: argparse.Namespace, dice: torch.Generator) -> list[str]:
+    """What the model writes in a user's place, and only there (2406.08464); each once."""
+    mark = "\N{REPLACEMENT CHARACTER}"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before = tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)
+    found: dict[str, None] = {}
+    for first in range(0, options.questions, options.rows):
+        count = min(options.rows, options.questions - first)
+        for answer in writer.write([before] * count, [1.0] * count, 160, dice):
+            question = tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True).strip()
+            if answer.stopped and len(question) > 8:
+                found[question] = None
+    say(f"the model asked {len(found):,} questions")
+    return list(found)
+
+
+def _answered(
+    writer: Writer, questions: Sequence[tuple[list[int], float]], options: argparse.Namespace, dice: torch.Generator
+) -> SelfDistillationData:
+    """Answers with their vectors, neighbours in length written together, so that little of a batch is padding."""
+    order = sorted(range(len(questions)), key=lambda number: len(questions[number][0]))
+    records: list[WrittenAnswer] = []
+    vectors: list[Tensor] = []
+    for first in range(0, len(order), options.rows):
+        drawn: list[Tensor] = []
+        prompts, heats = zip(*(questions[number] for number in order[first : first + options.rows]), strict=True)
+        for answer in writer.write(prompts, heats, options.tokens, dice):
+            heat, tokens = float(heats[answer.number]), answer.tokens.tolist()
+            records.append(WrittenAnswer(list(prompts[answer.number]), tokens, heat, answer.stopped))
+            drawn.append(answer.hidden)
+        vectors.append(torch.cat(drawn).cpu())
+        say(f"{len(records):,} answers")
+    bits = torch.cat(vectors).contiguous().view(torch.int16).numpy().view(np.uint16)
+    return SelfDistillationData(records, bits)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
