@@ -8,6 +8,7 @@ import pytest
 
 from cli.tiny import Run
 from truedraft.training import evaluate
+from truedraft.training.report import HeadReport
 
 SMALL = (
     "--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2",
@@ -28,7 +29,8 @@ def test_a_trained_head_drafts(
     assert (result.status, result.complaint) == (0, "")
     record = result.record
     assert record["steps"] == 2 and record["command"] == "train eagle"
-    assert {(each["temperature"], each["num_speculative_tokens"]) for each in record["served"]} == {(0, 2), (1, 2)}
+    sizes = {(each["temperature"], each.get("num_speculative_tokens", 0)) for each in record["served"]}
+    assert sizes == {(0, 2), (0, 0), (1, 2), (1, 0)} and record["departures"] == []
     for phrase in ("tokens per target call", "right at each step", "promised"):
         assert phrase in result.out
     drafter = f"eagle:{out},nodes=4,beams=2"
@@ -39,6 +41,10 @@ def test_a_trained_head_drafts(
     other = run("generate", "hello", "--model", target, "--drafter", f"medusa:{out}")
     assert other.status != 0 and "holds an EAGLE-3 head, not Medusa heads; use eagle:" in other.err
     assert run(*words, "--resume").status == 0
+    monkeypatch.setattr(HeadReport, "departures", ["3 were promised and 2 served"])
+    parted = run(*words, "--resume")
+    assert parted.status == 1 and "promise not kept: 3 were promised and 2 served" in parted.out
+    assert f"truedraft doctor --drafter eagle:{out} --model {target}" in parted.out
     changed = run(*words, "--resume", "--loss", "tv", "--no-fc-norm")
     assert changed.status == 2
     for phrase in ("--loss was kl and is now tv", "--fc-norm was True and is now False"):

@@ -23,10 +23,9 @@ from truedraft.training.eagle import (
     Eagle3Objective,
     Eagle3TrainingConfig,
     Unrolled,
-    accuracies,
     likeliest_ids,
-    survivals,
 )
+from truedraft.training.evaluate import foretold
 from truedraft.training.heads import train_heads
 from truedraft.training.losses import ForwardKL
 from truedraft.training.texts.answer_writer import WritingConfig
@@ -117,21 +116,24 @@ def test_the_gradient_is_that_of_the_loss() -> None:
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights)
 
 
-def test_survival_is_what_the_engine_accepts_greedily() -> None:
-    """Of answers that the target gives itself, drafted for at every place."""
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"nodes": 8, "beams": 3}], ids=["chain", "tree"])
+def test_what_is_foretold_greedily_is_what_the_engine_serves(shape: dict[str, int]) -> None:
+    """Of answers that the target gives itself, to prompts of several lengths."""
     target = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
-    answer = list(Engine(target).generate([PROMPT], SamplingParams(max_tokens=24))[0].token_ids)
-    made = unrolled(replace(SIZES, draft_vocab=0))
-    kept = text(answer)
-    rates = survivals(made, kept, 0.0)
-    right = list(accuracies(made, kept, 1000).values())
-    assert rates[0] == pytest.approx(right[0]) and rates == sorted(rates, reverse=True)
-    tokens, hits = [*PROMPT, *answer], 0
-    with torch.no_grad():
-        reference = EagleReference(as_transformers_runs_it(), made.head)
-        for end in range(len(PROMPT), len(tokens)):
-            hits += int(reference.logits(tokens[:end], ()).argmax()) == tokens[end]
-    assert rates[0] == pytest.approx(hits / len(answer))
+    prompts = [PROMPT, [7], [*PROMPT, 8, 1, 30]]
+    answers = Engine(target).generate(prompts, SamplingParams(max_tokens=24))
+    records = [
+        WrittenAnswer(prompt, list(answer.token_ids), 0.0, False)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    kept = SelfDistillationData(records, np.zeros((0, 48), dtype=np.uint16))
+    head = random_eagle(replace(SIZES, draft_vocab=0))
+    found = foretold(target, kept, 0.0, Eagle3(head, **shape))
+    engine = Engine(target, Eagle3(head, **shape), controller="fixed")
+    counted = [each.stats for each in engine.generate(prompts, SamplingParams(max_tokens=24))]
+    calls = sum(each.target_calls for each in counted)
+    assert found is not None and found.value == pytest.approx(3 * 23 / calls)
+    assert foretold(target, kept, 1.0, Eagle3(head, **shape)) is None
 
 
 def test_the_likeliest_ids_are_filled_up_by_the_lowest() -> None:
@@ -155,7 +157,7 @@ def test_a_head_is_trained_measured_and_saved(learned_folder, stream, tmp_path) 
     result = train_heads(learned_folder, prompts, tmp_path, config)
     kept, target = Eagle3Head.load(tmp_path), load_model(learned_folder)
     assert kept.config.layers == (0, 1) and kept.record.fingerprint == target.fingerprint
-    assert [each.about["num_speculative_tokens"] for each in result.report.evaluations] == [2, 3, 2, 3]
+    assert [each.about.get("num_speculative_tokens", 0) for each in result.report.evaluations] == [2, 3, 0, 2, 3, 0]
     assert result.report.evaluations[0].stats.accepted_tokens > 10
     assert all(1.0 <= each.about["promised"] <= 4.0 for each in result.report.evaluations)
     log = (tmp_path / "work" / "log.jsonl").read_text()

@@ -10,10 +10,19 @@ import pytest
 import torch
 
 from truedraft import load_model
+from truedraft.core.stats import Counters
 from truedraft.drafters.base import NoDrafter
 from truedraft.errors import DataError
 from truedraft.models.architecture import LlamaShape, new_llama
-from truedraft.training.evaluate import EngineRound, count_answers, evaluate_pair, mean_loss, measure_in_engine
+from truedraft.training.evaluate import (
+    EngineEvaluation,
+    EngineRound,
+    count_answers,
+    evaluate_pair,
+    mean_loss,
+    measure_in_engine,
+)
+from truedraft.training.report import HeadReport
 from truedraft.training.workspace import TimeBudget
 
 SHAPE = LlamaShape(vocab_size=20, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
@@ -89,7 +98,20 @@ def test_answers_are_counted_as_far_as_they_are_when_the_time_is_up(target_folde
     found = measure_in_engine(model, rounds, prompts, budget=budget)
     assert next(clock) < 60 + 3 * 20, "each round takes its part, and the least that is measured"
     whole = count_answers(model, NoDrafter(), prompts, 0.0)
-    assert all(16 <= each.stats.target_calls < whole.target_calls for each in found)
+    calls = sum(each.target_calls for each in whole)
+    assert all(16 <= each.stats.target_calls < calls for each in found)
     assert all(each.stats.mean_acceptance_length == 1.0 for each in found)
     unlimited = measure_in_engine(model, rounds[:1], prompts)
-    assert unlimited[0].stats == whole
+    assert unlimited[0].answers == whole
+
+
+def test_a_promise_departs_only_beyond_chance() -> None:
+    """Ten answers of about 2 tokens a call each: 2.0 may be promised, and 3.0 may not."""
+    answers = [Counters(target_calls=20, emitted_tokens=38 + 2 * (number % 3)) for number in range(10)]
+    found = [EngineEvaluation(0.0, {"promised": promised}, answers) for promised in (2.0, 3.0, None)]
+    assert [each.departs(10, 6) for each in found] == [False, True, False]
+    assert not EngineEvaluation(0.0, {"promised": 2.0}, []).departs(10, 6)
+    report = HeadReport({}, [EngineEvaluation(0.0, {"promised": 3.0, "nodes": 8}, answers)], "held-out text", 10)
+    assert report.departures == [
+        "at temperature 0 with 8 nodes 3.00 tokens per target call were promised and 1.99 served"
+    ]

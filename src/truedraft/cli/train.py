@@ -399,7 +399,7 @@ def _run(
     train: Callable[[str, Callbacks, TimeBudget, str], Any],
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Train or clean up, report, and give the exit status.
+    """Train or clean up, report, and give the exit status: that of a failure where what was promised is not served.
 
     Args:
         kind: of drafter, as it is typed.
@@ -443,7 +443,7 @@ def _run(
     registered = _register(terminal, result.folder)
     if options.report.json:
         terminal.json(train_report.record_of(kind, model, result) | {"registered": registered})
-    return DONE
+    return train_report.kept_promise(terminal, kind, model, result)
 
 
 def _register(terminal: Terminal, folder: Path) -> bool:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from truedraft.cli.failures import DONE, FAILED
 from truedraft.machine import in_bytes, machine_facts
+from truedraft.training.report import size_of
 from truedraft.training.workspace import PLACES, WORK, duration
 
 if TYPE_CHECKING:
@@ -122,10 +124,11 @@ def _eagle(terminal: Terminal, model: str, result: HeadResult) -> None:
     shares = " / ".join(f"{share:.2f}" for share in head.facts["accuracy"].values())
     _say(terminal, f"right at each step, given the tokens before it: {shares}")
     _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")
-    table = Table("temperature", "drafted tokens", "tokens per target call", "promised", box=None, pad_edge=False)
+    table = Table("temperature", "drafts", "tokens per target call", "promised", box=None, pad_edge=False)
     for each in head.evaluations:
-        found = f"{each.stats.mean_acceptance_length:.2f}", f"{each.about['promised']:.2f}"
-        table.add_row(f"{each.temperature:g}", str(each.about["num_speculative_tokens"]), *found)
+        promised = each.about["promised"]
+        found = f"{each.stats.mean_acceptance_length:.2f}", "-" if promised is None else f"{promised:.2f}"
+        table.add_row(f"{each.temperature:g}", size_of(each.about), *found)
     terminal.out.print(table)
     _try_it(terminal, model, f"eagle:{result.folder}", head.evaluations)
 
@@ -167,6 +170,20 @@ def _try_it(terminal: Terminal, model: str, drafter: str, evaluations: Sequence[
         )
         return
     _say(terminal, f'try it: truedraft generate "PROMPT" --model {model} --drafter {drafter} --compare')
+
+
+def kept_promise(terminal: Terminal, kind: str, model: str, result: Any) -> int:
+    """The exit status: of a failure where heads serve other than was promised, which is said with what to do."""
+    departures = getattr(result.report, "departures", ()) if hasattr(result, "report") else ()
+    for sentence in departures:
+        _say(terminal, f"promise not kept: {sentence}, which chance among prompts does not explain")
+    if departures:
+        _say(
+            terminal,
+            f"find out why: truedraft doctor --drafter {kind}:{result.folder} --model {model}; or the prompts of the "
+            "test are of another kind than the held-out ones",
+        )
+    return FAILED if departures else DONE
 
 
 def _say(terminal: Terminal, line: str) -> None:

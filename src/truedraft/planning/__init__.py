@@ -6,20 +6,24 @@ from truedraft.planning.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTre
 from truedraft.planning.plan import NONE, Plan, footprint_of, make_plan, read_plan
 from truedraft.planning.predictions import (
     BATCHES,
+    CONFIDENCE,
     Footprint,
     Interval,
     Prediction,
     WhatIf,
     prediction_record,
     ratio_of_rates,
+    ratio_over_prompts,
 )
 from truedraft.planning.replay import Trace
 from truedraft.planning.sizes import NodeBudget, node_options, nodes_for, outdated, sized
-from truedraft.planning.traces import StepWatcher, outputs_along
+from truedraft.planning.traces import StepWatcher, outputs_along, traces_of_answers
+from truedraft.planning.walks import walk_along
 
 __all__ = [
     "BATCHES",
     "BUDGETS",
+    "CONFIDENCE",
     "NONE",
     "TREE_TEMPERATURES",
     "BeamTokens",
@@ -45,8 +49,11 @@ __all__ = [
     "outputs_along",
     "prediction_record",
     "ratio_of_rates",
+    "ratio_over_prompts",
     "read_plan",
     "replay_beams",
     "sized",
     "survival_of",
+    "traces_of_answers",
+    "walk_along",
 ]

@@ -159,6 +159,71 @@ def _trace(asked: Asked, request: Request, watcher: StepWatcher, ends: frozenset
     )
 
 
+@torch.inference_mode()
+def traces_of_answers(
+    target: LanguageModel,
+    answers: Sequence[tuple[Sequence[int], Sequence[int], bool]],
+    params: SamplingParams,
+    drafters: Iterable[Drafter],
+) -> list[AnswerTrace]:
+    """The same of answers that are known, each read once.
+
+    Args:
+        target: that wrote them.
+        answers: prompt, answer, and whether its last token ended it.
+        params: how all of them were drawn.
+        drafters: whose declared features are kept.
+
+    Raises:
+        ModelError: the target failed, or cannot show what a drafter wants to see.
+    """
+    drafters = list(drafters)
+    wanted = [each.features for each in drafters if each.features is not None]
+    watcher = StepWatcher(wanted, is_drawn(params), whole=any(map(draws_several, drafters)))
+    room = max((len(answer) for _, answer, _ in answers), default=0)
+    for number, (prompt, answer, _) in enumerate(answers):
+        request = DraftRequest(number, params)
+        for outcome in _plain_steps(target, watcher.layers, prompt, answer):
+            watcher.observe([request], [outcome])
+    return [
+        AnswerTrace(
+            str(number), tuple(prompt), tuple(answer), params, number, len(prompt) + room, stopped,
+            tuple(watcher.seen.pop(number)), tuple(watcher.probs.pop(number, ())), watcher.layers,
+            tuple(watcher.dists.pop(number, ())),
+        )
+        for number, (prompt, answer, stopped) in enumerate(answers)
+    ]  # fmt: skip
+
+
+def _plain_steps(
+    target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int]
+) -> Iterator[StepOutcome]:
+    """What plain decoding of an answer shows: parts of the prompt, then a token each."""
+    ids, end = [*prompt, *answer[:-1]], len(prompt)
+    cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
+    try:
+        for first, last in itertools.pairwise(edges):
+            count = last - first
+            tokens, rows = torch.tensor(ids[first:last]), range(count)
+            segments = [Segment(cache, tokens, chain_shape(count), rows, prompt=count if last <= end else 0)]
+            output = target.forward_showing(segments, layers) if layers else target.forward(segments)
+            cache.commit(rows)
+            parts = [slice(0, count)] if last <= end else [slice(row, row + 1) for row in rows]
+            for part in parts:
+                behind = first + part.stop - end  # tokens of the answer that came before
+                yield StepOutcome(
+                    Proposal.empty(),
+                    (),
+                    tuple(answer[behind : behind + 1]) if behind >= 0 else (),
+                    output.hidden[part],
+                    output.logits[part],
+                    tuple(each[part] for each in output.layers),
+                    behind < 0,
+                )
+    finally:
+        target.release_cache(cache)
+
+
 class StepWatcher(NoDrafter):
     """Never drafts; keeps what each step of each request shows.
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query
 _TOGETHER = 16  # texts that are read side by side on a GPU
+_NODES = 16  # of trees that are measured
+_TREES: Mapping[str, dict[str, Any]] = {"greedy": {"nodes": _NODES}, "sampled": {"branching": (4, 1, 1, 1)}}
 _LENGTHS = (2, 4)  # of chains that are measured, beside the one that was trained for
 
 
@@ -130,21 +132,19 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, Eagle3RunOptions, HeadTrainingConf
         text: SelfDistillationData,
         on_progress: Callable[[str, int, int], None],
     ) -> Calibrated:
-        """What chains of several lengths promise by held-out answers, and what the engine is to measure."""
+        """What the engine is to measure: chains of several lengths, and trees, which held-out answers promise."""
         del on_progress
         unrolled = Unrolled(head.float(), lm_head, target)
-        survival = {kind: survivals(unrolled, text, each) for kind, each in TREE_TEMPERATURES.items()}
-        facts = {"survival": survival, "accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
+        facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
         served = head.to(torch.bfloat16)
-        rounds = [
-            EngineRound(
-                temperature,
-                functools.partial(Eagle3, served, num_speculative_tokens=length),
-                {"num_speculative_tokens": length, "promised": 1.0 + sum(survival[kind][:length])},
-            )
-            for kind, temperature in TREE_TEMPERATURES.items()
-            for length in sorted({*(each for each in _LENGTHS if each < self.length), self.length})
-        ]
+        lengths = sorted({*(each for each in _LENGTHS if each < self.length), self.length})
+        rounds = []
+        for kind, temperature in TREE_TEMPERATURES.items():
+            for length in lengths:
+                chain = functools.partial(Eagle3, served, num_speculative_tokens=length)
+                rounds.append(EngineRound(temperature, chain, {"num_speculative_tokens": length}))
+            tree = functools.partial(Eagle3, served, **_TREES[kind])
+            rounds.append(EngineRound(temperature, tree, {"nodes": _NODES, **_TREES[kind]}))
         return Calibrated(facts, rounds)
 
 
@@ -351,27 +351,3 @@ def accuracies(unrolled: Unrolled, text: SelfDistillationData, positions: int) -
     if not all(seen):
         raise DataError("the target's answers to the held-out prompts are too short: let it write more")
     return {f"{head.place_word}_{step}_top_1": right[step - 1] / seen[step - 1] for step in range(1, head.reach + 1)}
-
-
-@torch.no_grad()
-def survivals(unrolled: Unrolled, text: SelfDistillationData, temperature: float) -> list[float]:
-    """The share of places in answers at a temperature at which the first 1, 2, ... drafted tokens are accepted.
-
-    Greedy these are hits in a row; else products of sum min(p, q) along the text, which the target drew itself.
-    """
-    head = unrolled.head
-    sums, places = [0.0] * head.reach, 0
-    for record in text.records:
-        if record.temperature != temperature:
-            continue
-        alive: Tensor | None = None
-        for step, (vectors, target, tokens) in enumerate(unrolled.steps([record])):
-            logits = unrolled.logits(vectors).float()
-            if temperature:
-                accepted = torch.minimum(target.exp(), logits.softmax(-1)).sum(-1)
-            else:
-                accepted = (logits.argmax(-1) == unrolled.ids(tokens)).float()
-            alive = accepted if alive is None else alive[: len(accepted)] * accepted
-            sums[step] += float(alive.sum())
-            places += len(tokens) if step == 0 else 0
-    return [each / max(places, 1) for each in sums]

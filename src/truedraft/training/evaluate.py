@@ -6,11 +6,16 @@ tokens of its block before it.
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from scipy.stats import norm
 from torch.nn import functional
 
 from truedraft.core.params import SamplingParams
@@ -19,6 +24,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.engine import Engine
 from truedraft.errors import DataError, TrainingError
 from truedraft.models.base import LanguageModel
+from truedraft.planning import CONFIDENCE, Interval, ratio_over_prompts, traces_of_answers, walk_along
 from truedraft.training.workspace import TimeBudget
 
 if TYPE_CHECKING:
@@ -26,8 +32,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from truedraft.training.texts.self_distillation import SelfDistillationData
+
 _AT_ONCE = 4  # prompts that are answered together where there is little time
+_CHANCE = 0.01  # that a sound training is said to depart from its promise
 _LEAST_CALLS = 16  # of the target, however little time there is
+_WALKED = 16  # answers whose vectors are kept at once
 _TOKENS = 128  # of an answer, half the context at the most
 
 
@@ -120,26 +130,57 @@ class EngineRound:
     about: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineEvaluation:
     """What a drafter brought at one temperature, measured in the engine.
 
     Attributes:
         temperature: of the requests.
         about: as of the round.
-        stats: counted over all answers.
+        answers: what was counted of each answer.
     """
 
     temperature: float
     about: Mapping[str, Any]
-    stats: Counters
+    answers: Sequence[Counters]
+
+    @cached_property
+    def stats(self) -> Counters:
+        """Counted over all answers."""
+        return functools.reduce(operator.add, self.answers, Counters())
+
+    @cached_property
+    def tokens_per_call(self) -> Interval | None:
+        """The mean acceptance length, with its interval over prompts; None where nothing was answered."""
+        counted = [(each.emitted_tokens + each.stop_tokens, each.target_calls) for each in self.answers]
+        tokens, calls = zip(*counted, strict=True) if counted else ((), ())
+        return ratio_over_prompts(tokens, calls) if sum(calls) else None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        stats = self.stats
+        stats, found = self.stats, self.tokens_per_call
         counted = {"target_calls": stats.target_calls, "emitted_tokens": stats.emitted_tokens}
-        length = {"mean_acceptance_length": stats.mean_acceptance_length}
+        length: dict[str, Any] = {"mean_acceptance_length": stats.mean_acceptance_length}
+        if found is not None:
+            length["interval"] = [found.low, found.high]
         return {"temperature": self.temperature, **self.about, **length, **counted}
+
+    def departs(self, prompts: int, rounds: int) -> bool:
+        """Whether what was promised and what was served differ by more than chance among prompts explains.
+
+        Of one in a hundred sound trainings some round does. The promise is taken to spread as what was served does,
+        by its own number of prompts.
+
+        Args:
+            prompts: that the promise was found on.
+            rounds: that are looked at, this among them.
+        """
+        promised, served = self.about.get("promised"), self.tokens_per_call
+        if promised is None or served is None:
+            return False
+        deviation = (served.high - served.low) / (2 * norm.isf((1 - CONFIDENCE) / 2))
+        spread = deviation * math.sqrt(1.0 + len(self.answers) / max(1, prompts))
+        return bool(abs(promised - served.value) > spread * norm.isf(_CHANCE / 2 / rounds))
 
 
 def measure_in_engine(
@@ -168,10 +209,44 @@ def measure_in_engine(
         on_progress(number, len(rounds))
         is_over = budget.within(budget.left_s() / (len(rounds) - number))
         at_once = _AT_ONCE if budget.limited else len(prompts)
-        stats = count_answers(target, each.new_drafter(), prompts, each.temperature, is_over, at_once=at_once)
-        found.append(EngineEvaluation(each.temperature, each.about, stats))
+        answers = count_answers(target, each.new_drafter(), prompts, each.temperature, is_over, at_once=at_once)
+        found.append(EngineEvaluation(each.temperature, each.about, answers))
     on_progress(len(rounds), len(rounds))
     return found
+
+
+def foretold(
+    target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter
+) -> Interval | None:
+    """Tokens per target call that a drafter brings along answers, walked as the engine walks (`planning.walks`).
+
+    Args:
+        target: that wrote them.
+        text: the answers; those at another temperature are passed over.
+        temperature: of the requests.
+        drafter: to be walked; it runs nowhere else meanwhile.
+
+    Returns:
+        With its interval over prompts; None where none of the answers has a second token.
+
+    Raises:
+        CompositionError: the drafter does not fit the target.
+        OptionError: the acceptance of the drafter along a text is not known.
+    """
+    drafter.check(target)
+    chosen = [
+        (each.prompt, each.answer, each.stopped)
+        for each in text.records
+        if each.temperature == temperature and len(each.answer) > 1
+    ]
+    params = SamplingParams(max_tokens=target.context_length, temperature=temperature)
+    tokens, calls = [], []
+    for first in range(0, len(chosen), _WALKED):
+        traces = traces_of_answers(target, chosen[first : first + _WALKED], params, [drafter])
+        for walk in walk_along(drafter, target, traces):
+            tokens.append(float(walk.tokens))
+            calls.append(float(walk.steps([drafter.limits.nodes]).calls[0]))
+    return ratio_over_prompts(tokens, calls) if calls else None
 
 
 def count_answers(
@@ -182,8 +257,8 @@ def count_answers(
     time_is_up: Callable[[], bool] = lambda: False,
     *,
     at_once: int | None = None,
-) -> Counters:
-    """Answer prompts with a drafter, losslessly, and count.
+) -> list[Counters]:
+    """Answer prompts with a drafter, losslessly, and count for each answer.
 
     Args:
         target: the drafter's.
@@ -202,18 +277,18 @@ def count_answers(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     most = target.context_length - max_tokens
     fitting = [list(prompt)[-most:] for prompt in prompts]
-    engine, stats = Engine(target, drafter, controller="fixed", entropy=0), Counters()
+    engine, found = Engine(target, drafter, controller="fixed", entropy=0), list[Counters]()
     for first in range(0, len(fitting), at_once or max(1, len(fitting))):
         requests = [engine.submit(prompt, params) for prompt in fitting[first : first + (at_once or len(fitting))]]
         is_over = False
         while not is_over and engine.step():
-            calls = stats.target_calls + sum(each.counters.target_calls for each in requests)
+            calls = sum(each.target_calls for each in [*found, *(request.counters for request in requests)])
             is_over = calls >= _LEAST_CALLS and time_is_up()
         for each in requests:
             engine.cancel(each)
             if each.error is not None or each.warnings:
                 raise TrainingError(f"an answer with what was trained failed: {each.error or each.warnings[0]}")
-            stats = stats + each.counters
+            found.append(each.counters)
         if is_over:
             break
-    return stats
+    return found

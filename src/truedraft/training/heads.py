@@ -20,7 +20,7 @@ from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.text.tokenizer import Tokenizer
-from truedraft.training.evaluate import measure_in_engine
+from truedraft.training.evaluate import EngineRound, foretold, measure_in_engine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
@@ -430,16 +430,28 @@ def judge(
     head.save(out, record)
     target = load_model(record.target_name, device=job.config.device)
     found = job.config.calibrate(head, lm_head, target, held_out, job.follow)
+    rounds = [_promised(job, target, held_out, *each) for each in enumerate(found.rounds)]
     measured = measure_in_engine(
         target,
-        found.rounds,
+        rounds,
         job.prompts.test,
         on_progress=lambda done, total: job.follow("measuring", done, total),
         budget=job.budget,
     )
-    report = HeadReport(found.facts, measured, job.prompts.promised_on)
+    report = HeadReport(found.facts, measured, job.prompts.promised_on, len(job.prompts.tree))
     head.save(out, replace(record, trees=found.trees, facts={**record.facts, **report.as_dict()}))
     return report
+
+
+def _promised(
+    job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, asked: EngineRound
+) -> EngineRound:
+    """A round with what held-out answers promise of its drafter, where its kind did not say that by itself."""
+    if "promised" in asked.about:
+        return asked
+    job.follow("foretelling", number, number + 1)
+    found = foretold(target, text, asked.temperature, asked.new_drafter())
+    return replace(asked, about={**asked.about, "promised": None if found is None else found.value})
 
 
 def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:

@@ -50,16 +50,28 @@ class HeadReport:
         facts: found on held-out text, which differs from kind to kind; kept with the heads.
         evaluations: acceptance, measured in the engine on prompts that nothing was trained or fitted on.
         promised_on: the held-out text, in words; what drafters expect of their sizes was found on it.
+        promised_by: prompts of it.
     """
 
     facts: Mapping[str, Any]
     evaluations: Sequence[EngineEvaluation]
     promised_on: str = ""
+    promised_by: int = 0
+
+    @property
+    def departures(self) -> list[str]:
+        """For each round that did not serve what was promised, by more than chance among prompts, a sentence."""
+        found = [each for each in self.evaluations if each.departs(self.promised_by, len(self.evaluations))]
+        return [
+            f"at temperature {each.temperature:g} with {size_of(each.about)} {each.about['promised']:.2f} tokens per "
+            f"target call were promised and {each.stats.mean_acceptance_length:.2f} served"
+            for each in found
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         served = [each.as_dict() for each in self.evaluations]
-        return {**self.facts, "served": served, PROMISED_ON: self.promised_on}
+        return {**self.facts, "served": served, "departures": self.departures, PROMISED_ON: self.promised_on}
 
 
 @dataclass(frozen=True)
@@ -210,10 +222,14 @@ def evaluation_facts(evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]
 def _evaluation_row(found: Mapping[str, Any]) -> tuple[str, str]:
     """What the engine measured of drafts of one kind and size."""
     trees = f", {found['trees']} trees" if "trees" in found else ""
-    size = f"{found['nodes']} nodes" if "nodes" in found else f"{found['num_speculative_tokens']} drafted tokens"
     promised = f" (promised {found['promised']:.2f})" if found.get("promised") is not None else ""
-    name = f"tokens per target call, temperature {found['temperature']:g}, {size}{trees}"
+    name = f"tokens per target call, temperature {found['temperature']:g}, {size_of(found)}{trees}"
     return name, f"{found['mean_acceptance_length']:.2f}{promised}"
+
+
+def size_of(about: Mapping[str, Any]) -> str:
+    """Of a drafter, in words."""
+    return f"{about['nodes']} nodes" if "nodes" in about else f"{about['num_speculative_tokens']} drafted tokens"
 
 
 def training_facts(

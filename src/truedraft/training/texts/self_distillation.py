@@ -271,8 +271,8 @@ class WindowSampler:
 
     @property
     def sequence_length(self) -> int:
-        """Positions of a window."""
-        return self.length
+        """Positions of a window, in the mean."""
+        return round(self.positions / len(self.windows))
 
     def batch(self, first: int, count: int) -> Tensor:
         """Windows number `first` to `first + count - 1` of the run: int64 `[count, 2]`."""
