@@ -9,10 +9,12 @@ import torch
 
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.training.losses import (
+    AdaptiveVariation,
     CrossEntropy,
     ForwardKL,
     JensenShannon,
     Mixture,
+    NegativeLogAcceptance,
     ReverseKL,
     TotalVariation,
     loss_from_spec,
@@ -26,6 +28,9 @@ LABEL = torch.tensor([2])
 BY_HAND = [
     (ForwardKL(), 0.5 * math.log(2)),
     (TotalVariation(), 0.25),
+    (NegativeLogAcceptance(), math.log(4 / 3)),
+    # w = exp(-2 * 3/4) of 1/2 log 2, and the rest of 1/4
+    (AdaptiveVariation(2.0), math.exp(-1.5) * 0.5 * math.log(2) + (1 - math.exp(-1.5)) * 0.25),
     (CrossEntropy(), math.log(4)),
     (
         JensenShannon(0.5),
@@ -47,8 +52,13 @@ def test_reverse_kl_by_hand():
 
 
 @pytest.mark.parametrize(
-    "loss", [ForwardKL(), ReverseKL(), JensenShannon(0.5), JensenShannon(0.2), TotalVariation()], ids=repr
-)
+    "loss",
+    [
+        ForwardKL(), ReverseKL(), JensenShannon(0.5), JensenShannon(0.2), TotalVariation(), NegativeLogAcceptance(),
+        AdaptiveVariation(),
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_equal_distributions_cost_nothing(loss):
     dist = torch.randn(4, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     assert torch.allclose(loss(dist, dist, torch.zeros(4, dtype=torch.long)), torch.zeros(4), atol=1e-6)
@@ -61,6 +71,7 @@ def test_equal_distributions_cost_nothing(loss):
         ReverseKL(),
         JensenShannon(0.3),
         TotalVariation(),
+        NegativeLogAcceptance(),
         CrossEntropy(),
         Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))),
     ],
@@ -87,10 +98,33 @@ def test_total_variation_is_one_minus_the_overlap():
     assert torch.allclose(TotalVariation()(p, q, torch.zeros(50, dtype=torch.long)), 1 - alpha)
 
 
+def test_the_weight_of_the_adaptive_loss_has_no_gradient():
+    logits = Q.log().clone().requires_grad_()
+    AdaptiveVariation(2.0)(P.log(), logits.log_softmax(-1), LABEL).sum().backward()
+    parts = []
+    for loss in (ForwardKL(), TotalVariation()):
+        leaf = Q.log().clone().requires_grad_()
+        loss(P.log(), leaf.log_softmax(-1), LABEL).sum().backward()
+        parts.append(leaf.grad)
+    weight = math.exp(-1.5)
+    assert torch.allclose(logits.grad, weight * parts[0] + (1 - weight) * parts[1], atol=1e-12)
+
+
+def test_the_gradient_of_log_acceptance_is_that_of_the_variation_over_it():
+    gradients = []
+    for loss in (NegativeLogAcceptance(), TotalVariation()):
+        leaf = Q.log().clone().requires_grad_()
+        loss(P.log(), leaf.log_softmax(-1), LABEL).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.allclose(gradients[0], gradients[1] / 0.75, atol=1e-12)
+
+
 def test_mass_of_zero_gives_no_nan_in_value_or_gradient():
     logits = torch.tensor([[0.0, 1.0, 2.0]], requires_grad=True)
     target = torch.tensor([[0.5, 0.5, 0.0]]).log()
-    for loss in (ForwardKL(), JensenShannon(), TotalVariation()):
+    for loss in (
+        ForwardKL(), JensenShannon(), TotalVariation(), NegativeLogAcceptance(), AdaptiveVariation()
+    ):  # fmt: skip
         (gradient,) = torch.autograd.grad(loss(target, logits.log_softmax(-1), LABEL).sum(), logits)
         assert torch.isfinite(gradient).all()
 

@@ -312,9 +312,8 @@ class Eagle3Objective:
                     some: list[Tensor], rows: slice, step: int = step, target: Tensor = target, weight: float = weight
                 ) -> Iterator[Tensor]:
                     logits = self._unrolled.logits(some[0])
-                    among = functional.log_softmax(target[rows], -1)  # of the draft's ids alone
                     labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-                    loss = distill(logits, among, labels, self._loss).sum()
+                    loss = distill(logits, target[rows], labels, self._loss).sum()
                     sums[step] += loss.detach()
                     yield loss * weight
 

@@ -119,6 +119,44 @@ class TotalVariation:
 
 
 @dataclass(frozen=True)
+class NegativeLogAcceptance:
+    """-log alpha, with alpha = sum_x min(p(x), q(x)): the first LK loss (2602.23881).
+
+    Its gradient is that of the total variation over alpha, so it does not vanish where the student has hardly any of
+    the target's mass. Where p has a single token it is the cross-entropy.
+    """
+
+    @property
+    def reads_target(self) -> bool:
+        return True
+
+    def __call__(self, target: Tensor, student: Tensor, labels: Tensor) -> Tensor:
+        del labels
+        return -torch.minimum(target, student).logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class AdaptiveVariation:
+    """w KL(p || q) + (1 - w) TV(p, q), with w = exp(-eta alpha) of each position, without a gradient: the second LK
+    loss (2602.23881).
+
+    A position begins with the divergence and goes over to what acceptance is, as the student comes near.
+    """
+
+    eta: float = 3.0
+
+    @property
+    def reads_target(self) -> bool:
+        return True
+
+    def __call__(self, target: Tensor, student: Tensor, labels: Tensor) -> Tensor:
+        accepted = torch.minimum(target, student.detach()).exp().sum(-1)
+        weight = torch.exp(-self.eta * accepted)
+        variation = TotalVariation()(target, student, labels)
+        return weight * ForwardKL()(target, student, labels) + (1.0 - weight) * variation
+
+
+@dataclass(frozen=True)
 class CrossEntropy:
     """-log q(label): the text itself is the teacher, and the target is not asked."""
 
@@ -153,6 +191,8 @@ NAMED_LOSSES: Mapping[str, DistillationLoss] = {
     "reverse-kl": ReverseKL(),
     "jsd": JensenShannon(),
     "tv": TotalVariation(),
+    "lk": NegativeLogAcceptance(),
+    "lk-adaptive": AdaptiveVariation(),
     "ce": CrossEntropy(),
 }
 

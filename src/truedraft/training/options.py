@@ -68,7 +68,8 @@ class RedrafterRunOptions(HeadRunOptions):
 
     loss: str = option(
         "kl",
-        "kl, reverse-kl, tv or jsd learn the target's distributions, ce its tokens alone; or a mixture: kl=0.5,tv=0.5.",
+        "kl, reverse-kl, tv, jsd, lk or lk-adaptive learn the target's distributions, ce its tokens alone; or a "
+        "mixture: kl=0.5,tv=0.5.",
         "LOSS",
     )
     laws: str = option(
@@ -156,7 +157,7 @@ class Eagle3SizeOptions(HeadSizeOptions):
 class Eagle3RunOptions(HeadRunOptions):
     """How it is trained."""
 
-    loss: str = option("kl", "kl, reverse-kl, tv or jsd; or a mixture: kl=0.5,tv=0.5.", "LOSS")
+    loss: str = option("kl", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture: kl=0.5,tv=0.5.", "LOSS")
 
 
 @dataclass(frozen=True)
