@@ -42,11 +42,13 @@ SEED = 7
 TEMPERATURES = (0.0, 1.0)  # of answers, in turn
 TREE_PROMPTS, TEST_PROMPTS = 64, 64
 PROBED_STEPS = 80
-KINDS = {
-    "redrafter": ("truedraft.training.redrafter", "RedrafterTrainingConfig", (0.01,)),
-    "eagle": ("truedraft.training.eagle", "Eagle3TrainingConfig", (0.003, 0.01)),
+KINDS: dict[str, tuple[str, str, tuple[float, ...], dict[str, Any]]] = {
+    "redrafter": ("redrafter", "RedrafterTrainingConfig", (0.01,), {}),
+    "redrafter-lk": ("redrafter", "RedrafterTrainingConfig", (0.01,), {"loss": "lk-adaptive"}),
+    "eagle": ("eagle", "Eagle3TrainingConfig", (0.003, 0.01), {}),
+    "eagle-lk": ("eagle", "Eagle3TrainingConfig", (0.003, 0.01), {"loss": "lk-adaptive"}),
 }
-"""Module and configuration of each kind, and the rates that are tried before its training."""
+"""Module and configuration of each kind, the rates that are tried before its training, and other options."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,11 +80,11 @@ def _all(options: argparse.Namespace) -> None:
     target, lm_head, fingerprint = PaddedTarget(model), LmHead.of(model), fingerprint_of(model)
     jobs = []
     for kind in options.kinds:
-        module, name, rates = KINDS[kind]
-        made = importlib.import_module(module)
+        module, name, rates, others = KINDS[kind]
+        made: Any = importlib.import_module(f"truedraft.training.{module}")
         made.load_model = lambda *_, **__: target  # the padded forward in place of the packed one
         config: HeadTrainingConfig = getattr(made, name)(
-            seed=SEED, device=options.device, positions_per_step=options.positions_per_step
+            seed=SEED, device=options.device, positions_per_step=options.positions_per_step, **others
         )
         jobs.append(_Job(kind, config, rates, lm_head, (train, tree), fingerprint))
     jobs = [job for job in jobs if _tried(job.probe)]

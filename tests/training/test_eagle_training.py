@@ -65,14 +65,16 @@ def test_each_step_is_a_chain_that_was_drafted_that_far() -> None:
     reference = EagleReference(as_transformers_runs_it(), made.head)
     states = as_transformers_runs_it()(torch.tensor([tokens])).logits[0].log_softmax(-1)
     seen = 0
-    for step, (vectors, target, labels) in enumerate(made.steps([WrittenAnswer(PROMPT, ANSWER, 0.0, False)])):
-        for row, (logits, label) in enumerate(zip(made.logits(vectors), labels.tolist(), strict=True)):
+    for step, each in enumerate(made.steps([WrittenAnswer(PROMPT, ANSWER, 0.0, False)])):
+        for row, (logits, label) in enumerate(zip(made.logits(each.leaving), each.tokens.tolist(), strict=True)):
             index = len(PROMPT) - 2 + row
             path = tokens[index + 2 : index + 2 + step]
             expected = reference.logits(tokens[: index + 2], path)[made.head.draft_ids]
             torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
             assert label == tokens[index + 2 + step]
-            torch.testing.assert_close(target[row], states[index + 1 + step][made.head.draft_ids], rtol=0, atol=2e-5)
+            torch.testing.assert_close(
+                each.target[row], states[index + 1 + step][made.head.draft_ids], rtol=0, atol=2e-5
+            )
             seen += 1
     assert seen == 6 + 5 + 4
 
@@ -88,9 +90,12 @@ def test_texts_side_by_side_are_as_one_by_one() -> None:
     together = list(made.steps(answers))
     alone = [list(made.steps([each])) for each in answers]
     assert [len(steps) for steps in alone] == [3, 3, 2]
-    for step, parts in enumerate(together):
-        for got, *own in zip(parts, *(steps[step] for steps in alone if len(steps) > step), strict=True):
-            torch.testing.assert_close(got, torch.cat(own), rtol=0, atol=2e-5)
+    for step, whole in enumerate(together):
+        own = [steps[step] for steps in alone if len(steps) > step]
+        for name in ("leaving", "target", "tokens"):
+            parts = torch.cat([getattr(each, name) for each in own])
+            torch.testing.assert_close(getattr(whole, name), parts, rtol=0, atol=2e-5)
+    assert together[2].chains.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]  # of 6, 6 and 2 rows at first
 
 
 def test_the_gradient_is_that_of_the_loss() -> None:
@@ -114,6 +119,27 @@ def test_the_gradient_is_that_of_the_loss() -> None:
     moved(size)
     assert along == pytest.approx(difference, rel=0.01)
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights)
+
+
+def test_tokens_weigh_as_much_as_it_is_likely_that_the_draft_comes_to_them() -> None:
+    """Along a text, of two answers: the products of what is accepted before, by a chain at a time."""
+    made, batch, answers = unrolled(), torch.tensor([[0, 5], [6, 3]]), (ANSWER, ANSWER[:4])
+    Eagle3Objective(made, text(*answers), ForwardKL(), None).accumulate(batch, 1.0)
+    found = {name: weight.grad.clone() for name, weight in made.head.named_parameters() if weight.grad is not None}
+    made.head.zero_grad()
+    total = torch.zeros(())
+    for answer in answers:
+        chains: dict[int, float] = {}
+        for step, each in enumerate(made.steps([WrittenAnswer(PROMPT, answer, 0.0, False)])):
+            student = made.logits(each.leaving).log_softmax(-1)
+            for row, chain in enumerate(each.chains.tolist()):
+                own, target = student[row], each.target[row]
+                loss = (target.exp() * (target - own)).sum()
+                total = total + chains.get(chain, 1.0) * loss / (10, 8, 6)[step]
+                chains[chain] = chains.get(chain, 1.0) * float(torch.minimum(own, target).exp().sum())
+    total.backward()
+    for name, weight in made.head.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"nodes": 8, "beams": 3}], ids=["chain", "tree"])

@@ -57,6 +57,7 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, Eagle3RunOptions, HeadTrainingConf
     head: ClassVar[type[Head]] = Eagle3Head
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
         "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "fc_norm", "norm_output",
+        "by_acceptance",
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -117,7 +118,7 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, Eagle3RunOptions, HeadTrainingConf
         return TrainingLoop(
             head,
             heads_optimizer(head, self.optimizer),
-            Eagle3Objective(unrolled, text, self.distillation_loss, self.place_decay),
+            Eagle3Objective(unrolled, text, self.distillation_loss, None if self.by_acceptance else self.place_decay),
             [Phase(schedule.total_steps, sampler, answers, answers)],
             schedule,
             run,
@@ -165,6 +166,24 @@ def _chains(answer: WrittenAnswer, step: int) -> range:
     return range(first, max(first, len(answer.prompt) + len(answer.answer) - 2 - step))
 
 
+@dataclass(frozen=True)
+class UnrolledStep:
+    """One step of `Unrolled`.
+
+    Attributes:
+        leaving: `[rows, width]`: what enters the output.
+        target: `[rows, ids]`: the target's log probabilities of the draft's ids; of a reduced vocabulary they are not 1
+            together.
+        tokens: `[rows]`: that the texts go on with.
+        chains: `[rows]`: which row of the first step each chain began as.
+    """
+
+    leaving: Tensor
+    target: Tensor
+    tokens: Tensor
+    chains: Tensor
+
+
 class Unrolled:
     """A head that reads answers of its target, and then its own vectors for some steps: training-time test.
 
@@ -182,11 +201,8 @@ class Unrolled:
         self.head, self.lm_head, self._model = head, lm_head, model
         self._table = head.rotary(next(head.parameters()).detach())
 
-    def steps(self, answers: Sequence[WrittenAnswer]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each step what enters the output `[rows, width]`, the target's log probabilities of the draft's ids
-        `[rows, ids]`, and the tokens `[rows]` that the texts go on with; of chains that begin in the answers, these one
-        behind another.
-        """
+    def steps(self, answers: Sequence[WrittenAnswer]) -> Iterator[UnrolledStep]:
+        """The steps, of chains that begin in the answers, these one behind another."""
         head, config, device = self.head, self.head.config, self._model.device
         texts = [[*each.prompt, *each.answer] for each in answers]
         starts = list(itertools.accumulate(map(len, texts), initial=0))
@@ -218,12 +234,14 @@ class Unrolled:
             places = torch.tensor([text * count + row for text, own in numbered for row in own], device=device)
             if not len(places):
                 return
-            said = [firsts[text] + step + row for text, own in numbered for row in range(len(own))]
+            said = [firsts[text] + row for text, own in numbered for row in range(len(own))]
             behind = [starts[text] + row + step + 2 for text, own in numbered for row in own]
-            yield (
+            first = torch.tensor(said, device=device)
+            yield UnrolledStep(
                 head.leaving(x.flatten(0, 1)[places]),
-                known[torch.tensor(said, device=device)],
+                known[first + step],
                 tokens[torch.tensor(behind, device=device)],
+                first,
             )
 
     def logits(self, vectors: Tensor) -> Tensor:
@@ -289,10 +307,13 @@ class Eagle3Objective:
         unrolled: the head in training.
         text: what the target wrote.
         loss: between the distributions, over the draft's ids.
-        decay: by how much each step counts less than the one before.
+        decay: by how much each step counts less than the one before; None weighs each token by the probability that
+            all tokens of its chain before it are accepted, the products of their sum min(p, q), which have no gradient.
     """
 
-    def __init__(self, unrolled: Unrolled, text: SelfDistillationData, loss: DistillationLoss, decay: float) -> None:
+    def __init__(
+        self, unrolled: Unrolled, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
+    ) -> None:
         self._unrolled, self._text, self._loss, self._decay = unrolled, text, loss, decay
 
     def accumulate(self, batch: Tensor, scale: float) -> dict[str, float]:
@@ -305,24 +326,36 @@ class Eagle3Objective:
         for together in read_together(answers, sums.device):
             leaving: list[Tensor] = []
             gradients: list[Tensor] = []
-            for step, (vectors, target, _) in enumerate(self._unrolled.steps(together)):
-                weight = self._decay**step * scale / counts[step]
-
-                def losses(
-                    some: list[Tensor], rows: slice, step: int = step, target: Tensor = target, weight: float = weight
-                ) -> Iterator[Tensor]:
-                    logits = self._unrolled.logits(some[0])
-                    labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-                    loss = distill(logits, target[rows], labels, self._loss).sum()
-                    sums[step] += loss.detach()
-                    yield loss * weight
-
-                gradients.append(gradient_in_chunks(vectors[None], losses)[0])
-                leaving.append(vectors)
+            alive = torch.ones(sum(len(_chains(each, 0)) for each in together), device=sums.device)
+            for step, unrolled in enumerate(self._unrolled.steps(together)):
+                weights = alive[unrolled.chains] if self._decay is None else self._decay**step
+                weights = torch.as_tensor(weights, device=sums.device).expand(len(unrolled.chains))
+                gradient, losses, accepted = self._learn(unrolled, weights * (scale / counts[step]))
+                sums[step] += losses
+                alive[unrolled.chains] *= accepted
+                gradients.append(gradient)
+                leaving.append(unrolled.leaving)
             torch.autograd.backward(leaving, gradients)
         means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
-        total = sum(self._decay**step * mean for step, mean in enumerate(means))
+        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
         return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
+
+    def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient in what leaves a step of its losses times weights `[rows]`; the sum of its losses, and how
+        probably each of its tokens is accepted, `[rows]`, where that is asked for."""
+        sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
+
+        def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
+            logits, target = self._unrolled.logits(some[0]), step.target[rows]
+            labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            loss = distill(logits, target, labels, self._loss)
+            sums.add_(loss.detach().sum())
+            if self._decay is None:
+                student = functional.log_softmax(logits.detach().float(), -1)
+                accepted[rows] = torch.minimum(target, student).exp().sum(-1)
+            yield (loss * weights[rows]).sum()
+
+        return gradient_in_chunks(step.leaving[None], losses)[0], sums, accepted
 
 
 def read_together(answers: Sequence[WrittenAnswer], device: torch.device) -> Iterator[list[WrittenAnswer]]:
@@ -344,9 +377,9 @@ def accuracies(unrolled: Unrolled, text: SelfDistillationData, positions: int) -
     right, seen = [0] * head.reach, [0] * head.reach
     every = max(1, len(text.tokens) // positions)
     for record in text.records[::every]:
-        for step, (vectors, _, tokens) in enumerate(unrolled.steps([record])):
-            right[step] += int((unrolled.logits(vectors).argmax(-1) == unrolled.ids(tokens)).sum())
-            seen[step] += len(tokens)
+        for step, made in enumerate(unrolled.steps([record])):
+            right[step] += int((unrolled.logits(made.leaving).argmax(-1) == unrolled.ids(made.tokens)).sum())
+            seen[step] += len(made.tokens)
     if not all(seen):
         raise DataError("the target's answers to the held-out prompts are too short: let it write more")
     return {f"{head.place_word}_{step}_top_1": right[step - 1] / seen[step - 1] for step in range(1, head.reach + 1)}

@@ -158,6 +158,12 @@ class Eagle3RunOptions(HeadRunOptions):
     """How it is trained."""
 
     loss: str = option("kl", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture: kl=0.5,tv=0.5.", "LOSS")
+    by_acceptance: bool = option(
+        False,
+        "Weigh each guessed token by the probability that those before it are accepted, or by --place-decay.",
+        "",
+        name="--by-acceptance/--by-place",
+    )
 
 
 @dataclass(frozen=True)
