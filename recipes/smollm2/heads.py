@@ -42,11 +42,13 @@ SEED = 7
 TEMPERATURES = (0.0, 1.0)  # of answers, in turn
 TREE_PROMPTS, TEST_PROMPTS = 64, 64
 PROBED_STEPS = 80
+TEXTS = "texts.npz"
+_READ = 64  # texts that are read together
 KINDS: dict[str, tuple[str, str, tuple[float, ...], dict[str, Any]]] = {
     "redrafter": ("redrafter", "RedrafterTrainingConfig", (0.01,), {}),
     "redrafter-lk": ("redrafter", "RedrafterTrainingConfig", (0.01,), {"loss": "lk-adaptive"}),
     "eagle": ("eagle", "Eagle3TrainingConfig", (0.003, 0.01), {}),
-    "eagle-lk": ("eagle", "Eagle3TrainingConfig", (0.003, 0.01), {"loss": "lk-adaptive"}),
+    "eagle-lk": ("eagle", "Eagle3TrainingConfig", (0.003, 0.01), {"loss": "lk-adaptive", "by_acceptance": True}),
 }
 """Module and configuration of each kind, the rates that are tried before its training, and other options."""
 
@@ -66,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
     parser.add_argument("--positions-per-step", type=int, default=3072)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all of it")
+    parser.add_argument("--positions", type=int, help="that each kind sees, in place of what there is time for")
     parser.add_argument("--epochs", type=float, default=6.0, help="the most passes over the answers")
     return command(parser, _all, arguments)
 
@@ -90,7 +93,7 @@ def _all(options: argparse.Namespace) -> None:
     jobs = [job for job in jobs if _tried(job.probe)]
     left_s = 60 * options.minutes - (time.perf_counter() - began)
     each = left_s / sum(job.position_s for job in jobs)
-    positions = min(each, options.epochs * len(train.tokens))
+    positions = options.positions or min(each, options.epochs * len(train.tokens))
     say(f"{positions:,.0f} positions for each kind, in {left_s:.0f} s")
     for job in jobs:
         _tried(lambda job=job: job.train(int(positions), options.run / job.kind, options.name))  # type: ignore[misc]
@@ -193,6 +196,10 @@ class PaddedTarget:
 
 def _texts(options: argparse.Namespace, model: Any) -> tuple[SelfDistillationData, SelfDistillationData]:
     """Answers to train on and held-out ones; prompts that neither saw are written beside them."""
+    kept = options.run / TEXTS
+    if kept.is_file():
+        train, held = read_texts(kept)
+        return _with_vectors(train, options, model), _with_vectors(held, options, model)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     writer, dice = Writer(model, [tokenizer.eos_token_id]), torch.Generator(options.device).manual_seed(SEED)
     asked = _asked(writer, tokenizer, options, dice)
@@ -204,17 +211,52 @@ def _texts(options: argparse.Namespace, model: Any) -> tuple[SelfDistillationDat
     (options.run / "test.json").write_text(json.dumps(test))
     heats = tuple(TREE_TEMPERATURES.values())
     held = _answered(writer, [(prompt, heat) for prompt in tree for heat in heats], options, dice)
-    with (options.run / "tree.jsonl").open("w") as file:
-        file.writelines(json.dumps(vars_of(each)) + "\n" for each in held.records)
     some = list(itertools.islice(itertools.cycle(asked_of), options.answers))
     rounds = (number + number // len(asked_of) for number in range(len(some)))
     questions = list(zip(some, (TEMPERATURES[each % 2] for each in rounds), strict=True))
-    return _answered(writer, questions, options, dice), held
+    train = _answered(writer, questions, options, dice)
+    np.savez_compressed(kept, **{name: packed(text.records) for name, text in (("train", train), ("held", held))})
+    return train, held
 
 
-def vars_of(answer: WrittenAnswer) -> dict[str, Any]:
-    """For JSON."""
-    return {name: getattr(answer, name) for name in ("prompt", "answer", "temperature", "stopped")}
+def packed(records: Sequence[WrittenAnswer]) -> Any:
+    """Answers as one array of uint16: for each the tokens of its prompt and its own, ten times its temperature, whether
+    it was stopped, and those tokens; vocabularies of up to 65,536 ids."""
+    found = []
+    for each in records:
+        found += [len(each.prompt), len(each.answer), round(10 * each.temperature), each.stopped]
+        found += [*each.prompt, *each.answer]
+    return np.array(found, np.uint16)
+
+
+def read_texts(path: Path) -> tuple[list[WrittenAnswer], list[WrittenAnswer]]:
+    """The answers to train on, and the held-out ones."""
+    texts = []
+    with np.load(path) as file:
+        for name in ("train", "held"):
+            numbers, at, records = file[name].tolist(), 0, []
+            while at < len(numbers):
+                before, behind, tenths, stopped = numbers[at : at + 4]
+                start, end = at + 4 + before, at + 4 + before + behind
+                records.append(WrittenAnswer(numbers[at + 4 : start], numbers[start:end], tenths / 10, bool(stopped)))
+                at = end
+            texts.append(records)
+    return texts[0], texts[1]
+
+
+@torch.inference_mode()
+def _with_vectors(records: list[WrittenAnswer], options: argparse.Namespace, model: Any) -> SelfDistillationData:
+    """Answers with the vectors that gave their tokens, by one reading."""
+    vectors = []
+    for first in range(0, len(records), _READ):
+        some = records[first : first + _READ]
+        texts = [torch.tensor([*each.prompt, *each.answer], device=options.device) for each in some]
+        hidden = model.model(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), use_cache=False)[0]
+        own = [
+            hidden[row, len(each.prompt) - 1 : len(each.prompt) + len(each.answer) - 1] for row, each in enumerate(some)
+        ]
+        vectors.append(torch.cat(own).to(torch.bfloat16).cpu())
+    return SelfDistillationData(records, torch.cat(vectors).view(torch.int16).numpy().view(np.uint16))
 
 
 def _chat(tokenizer: Any, text: str) -> list[int]:
