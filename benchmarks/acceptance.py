@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS), help="folders of it")
     parser.add_argument("--limit", type=int, default=6, help="prompts of a set")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
     parser.add_argument("--entropy", type=int, default=1, help="fixes the noise of sampled answers")
     parser.add_argument("--out", type=Path, default=RESULTS / "acceptance.jsonl")
     options = parser.parse_args()
@@ -47,7 +48,7 @@ def main() -> None:
     asked = {name: encoded(target, options.prompts / name, options.limit) for name in options.sets}
     for word in options.drafters:
         drafter = from_spec(word, target)
-        for temperature in TEMPERATURES:
+        for temperature in options.temperatures:
             engine = Engine(target, drafter, controller="fixed", entropy=options.entropy)
             found = measured(engine, asked, SamplingParams(options.max_tokens, temperature))
             how = {"prompts": options.limit, "max_tokens": options.max_tokens, "entropy": options.entropy}

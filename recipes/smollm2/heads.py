@@ -3,7 +3,7 @@
 The model asks itself questions and answers them, as `build.py write` lets it, but by a plain decoder that takes
 thousands of rows at once. Each kind of heads then learns from the same answers, by the library's own trainings, and
 sees as many positions as every other. What differs from `truedraft train`: the target's vectors come of one padded
-forward of transformers', which a GPU runs faster than packed ones, and the engine measures nothing here.
+forward, which a GPU runs faster than packed ones, and the engine measures nothing here.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from torch.nn import functional
+from transformers import AutoTokenizer
 
 from recipes.common import ROOT, command, say
-from recipes.smollm2.writer import Writer
+from recipes.smollm2.writer import Writer, turned
 from truedraft.heads import HeadRecord
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import fingerprint_of
 from truedraft.models.lm_head import LmHead
 from truedraft.planning import TREE_TEMPERATURES
+from truedraft.training import eagle
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.loop import LOG, TrainingLoop
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
@@ -49,6 +51,8 @@ KINDS: dict[str, tuple[str, str, tuple[float, ...], dict[str, Any]]] = {
     "redrafter-lk": ("redrafter", "RedrafterTrainingConfig", (0.01,), {"loss": "lk-adaptive"}),
     "eagle": ("eagle", "Eagle3TrainingConfig", (0.003, 0.01), {}),
     "eagle-lk": ("eagle", "Eagle3TrainingConfig", (0.003, 0.01), {"loss": "lk-adaptive", "by_acceptance": True}),
+    "dflash": ("block", "DFlashTrainingConfig", (0.003, 0.01), {}),
+    "dspark": ("block", "DSparkTrainingConfig", (0.003, 0.01), {}),
 }
 """Module and configuration of each kind, the rates that are tried before its training, and other options."""
 
@@ -66,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--answers", type=int, default=20_480)
     parser.add_argument("--questions", type=int, default=10_240, help="that the model asks itself")
     parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
-    parser.add_argument("--positions-per-step", type=int, default=3072)
+    parser.add_argument("--positions-per-step", type=int, default=8192)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all of it")
     parser.add_argument("--positions", type=int, help="that each kind sees, in place of what there is time for")
     parser.add_argument("--epochs", type=float, default=6.0, help="the most passes over the answers")
@@ -81,11 +85,11 @@ def _all(options: argparse.Namespace) -> None:
     train, tree = _texts(options, model)
     say(f"{len(train.tokens):,} tokens of {len(train.records):,} answers")
     target, lm_head, fingerprint = PaddedTarget(model), LmHead.of(model), fingerprint_of(model)
+    eagle.load_model = lambda *_, **__: target  # type: ignore[assignment]  # the padded forward for the packed one
     jobs = []
     for kind in options.kinds:
         module, name, rates, others = KINDS[kind]
         made: Any = importlib.import_module(f"truedraft.training.{module}")
-        made.load_model = lambda *_, **__: target  # the padded forward in place of the packed one
         config: HeadTrainingConfig = getattr(made, name)(
             seed=SEED, device=options.device, positions_per_step=options.positions_per_step, **others
         )
@@ -169,11 +173,12 @@ class _Job:
 
 
 class PaddedTarget:
-    """A target that shows its layers along whole texts, by one padded forward of transformers'."""
+    """A Llama that shows its layers along whole texts, by one padded forward of few kernels."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self._model, self.device = model, model.device
-        self.shown_layers = model.config.num_hidden_layers
+        self.shown_layers = len(model.model.layers)
+        self._head = model.config.head_dim
 
     def new_cache(self) -> None:
         """None is needed."""
@@ -183,15 +188,39 @@ class PaddedTarget:
 
     @torch.inference_mode()
     def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
-        """Of all tokens of some whole texts; the last layer is not shown, for transformers norms it."""
+        """Of all tokens of some whole texts."""
         texts = [segment.tokens.to(self.device) for segment in segments]
         ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        rows = torch.cat(
-            [torch.arange(len(text), device=self.device) + number * ids.shape[1] for number, text in enumerate(texts)]
-        )
-        shown = self._model.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-        last, *chosen = (shown[at].flatten(0, 1)[rows] for at in (-1, *(layer + 1 for layer in layers)))
+        lengths = torch.tensor([len(text) for text in texts], device=self.device)
+        inside = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).flatten()
+        last, shown = self.read(ids, layers)
+        last, *chosen = (each.flatten(0, 1)[inside] for each in (last, *shown))
         return ForwardOutput(self._model.lm_head(last), last, tuple(chosen))
+
+    def read(self, ids: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Of texts `[texts, tokens]` what enters the LM head `[texts, tokens, width]`, and what layers give."""
+        inner, shown = self._model.model, {}
+        x = inner.embed_tokens(ids)
+        cos, sin = (each[:, None] for each in inner.rotary_emb(x, torch.arange(ids.shape[1], device=ids.device)[None]))
+        for number, layer in enumerate(inner.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            y = _normed(layer.input_layernorm, x)
+            query, key, value = (
+                part(y).unflatten(-1, (-1, self._head)).transpose(1, 2)
+                for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            mixed = functional.scaled_dot_product_attention(
+                turned(query, cos, sin), turned(key, cos, sin), value, is_causal=True, enable_gqa=True
+            )
+            x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            y = _normed(layer.post_attention_layernorm, x)
+            x = x + mlp.down_proj(functional.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
+            shown[number] = x
+        return _normed(inner.norm, x), [shown[layer] for layer in layers]
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    return functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def _texts(options: argparse.Namespace, model: Any) -> tuple[SelfDistillationData, SelfDistillationData]:
@@ -251,7 +280,7 @@ def _with_vectors(records: list[WrittenAnswer], options: argparse.Namespace, mod
     for first in range(0, len(records), _READ):
         some = records[first : first + _READ]
         texts = [torch.tensor([*each.prompt, *each.answer], device=options.device) for each in some]
-        hidden = model.model(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), use_cache=False)[0]
+        hidden, _ = PaddedTarget(model).read(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
         own = [
             hidden[row, len(each.prompt) - 1 : len(each.prompt) + len(each.answer) - 1] for row, each in enumerate(some)
         ]

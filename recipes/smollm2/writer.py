@@ -136,8 +136,8 @@ class Writer:
                 part(y).view(rows, length, -1, self._size).transpose(1, 2)
                 for part in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            keys[:, :, start:end], values[:, :, start:end] = _turned(key, cos, sin), value
-            query = _turned(query, cos, sin).reshape(rows, self._kv_heads, group * length, self._size)
+            keys[:, :, start:end], values[:, :, start:end] = turned(key, cos, sin), value
+            query = turned(query, cos, sin).reshape(rows, self._kv_heads, group * length, self._size)
             scores = query @ keys[:, :, :end].mT * self._size**-0.5
             scores = scores.view(rows, self._kv_heads, group, length, end) + mask[:, None, None]
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self._type)
@@ -150,7 +150,7 @@ class Writer:
         return normed
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, in halves, as Llama has it."""
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads, in halves, as Llama has it."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -270,7 +270,8 @@ class Chains(ABC):
     def seen(self, texts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """What the target shows of texts, one behind another: vectors `[tokens, width]` of each layer, and logits
         `[tokens, vocab]`."""
-        with torch.inference_mode():
+        # As it is served, which autocast would change.
+        with torch.inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             segments = [
                 Segment(self._model.new_cache(), text, chain_shape(len(text)), range(len(text)), prompt=len(text))
                 for text in texts
