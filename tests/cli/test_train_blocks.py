@@ -31,7 +31,7 @@ def test_a_trained_head_drafts(
     record = result.record
     assert record["steps"] == 2 and record["command"] == f"train {kind}"
     sizes = {(each["temperature"], each.get("num_speculative_tokens", 0)) for each in record["served"]}
-    assert sizes == {(0, 2), (0, 0), (1, 2)} and record["departures"] == []
+    assert sizes == {(0, 2), (0, 0), (1, 2), (1, 0)} and record["departures"] == []
     for phrase in ("tokens per target call", "right at each step", "promised"):
         assert phrase in result.out
     drafter = f"{kind}:{out},nodes=4,beams=2{options}"

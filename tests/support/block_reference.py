@@ -115,7 +115,9 @@ class BlockReference:
                 reads += [before] * config.confidence_reads_token
             said = torch.zeros(())
             if config.confidence:
-                said = (self.product("confidence_head.proj", torch.cat(reads)) + weights["confidence_head.proj.bias"])[0]
+                said = (self.product("confidence_head.proj", torch.cat(reads)) + weights["confidence_head.proj.bias"])[
+                    0
+                ]
         return logits, said
 
     def logits(self, text: Sequence[int], path: Sequence[int]) -> Tensor:

@@ -25,6 +25,7 @@ from truedraft.training.block import Blocks, DFlashTrainingConfig, DSparkTrainin
 from truedraft.training.eagle import ChainObjective
 from truedraft.training.evaluate import foretold
 from truedraft.training.heads import train_heads
+from truedraft.training.loop import Callbacks
 from truedraft.training.losses import loss_from_spec
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
@@ -124,7 +125,11 @@ def test_loss_and_gradient_are_those_of_the_page(name: str) -> None:
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
-    for options, said in (({"loss": "ce"}, "must compare distributions"), ({"anchors": 0}, "anchors"), ({"stage": 2}, "1")):
+    for options, said in (
+        ({"loss": "ce"}, "must compare distributions"),
+        ({"anchors": 0}, "anchors"),
+        ({"stage": 2}, "1"),
+    ):
         with pytest.raises(OptionError, match=said):
             DFlashTrainingConfig(**options)
     with pytest.raises(OptionError, match="markov"):
@@ -154,7 +159,7 @@ def test_a_head_is_trained_measured_and_saved(name: str, learned_folder: Any, pr
     kept, target = config.head.load(tmp_path), load_model(learned_folder)
     assert kept.config.layers == (0, 1) and kept.record.fingerprint == target.fingerprint
     sizes = [each.about.get("num_speculative_tokens", 0) for each in result.report.evaluations]
-    assert sizes == [2, 4, 0, 2, 4]
+    assert sizes == [2, 4, 0, 2, 4, 0]
     assert result.report.evaluations[1].stats.accepted_tokens > 10
     assert all(1.0 <= each.about["promised"] <= 5.0 for each in result.report.evaluations)
     assert (tmp_path / "work" / "log.jsonl").read_text().count("slot_4_top_1") >= 3
@@ -165,27 +170,28 @@ def test_a_head_is_trained_measured_and_saved(name: str, learned_folder: Any, pr
     assert len(list(itertools.chain(tmp_path.glob("*.safetensors")))) == 1
 
 
+class _StoppedError(Exception):
+    pass
+
+
 def test_an_interrupted_training_goes_on_to_the_same_bits(learned_folder: Any, prompts: Any, tmp_path: Any) -> None:
+    few = PromptSets(prompts.train[:6], prompts.tree[:2], prompts.test[:2], prompts.unseen)
+
     def weights(folder: Any, steps: Any) -> dict[str, Tensor]:
         config = DSparkTrainingConfig(
-            tokens=400, writing=WritingConfig(answer_tokens=16, batch=8), steps=12, length=3, positions_per_step=64,
+            tokens=100, writing=WritingConfig(answer_tokens=16, batch=8), steps=4, length=2, positions_per_step=32,
             layers=(0, 1), draft_vocab=64, anchors=4, markov=8, checkpoint_every_s=0.0,
         )  # fmt: skip
         stops = iter(steps)
 
-        class Stops(Exception):
-            pass
-
-        from truedraft.training.loop import Callbacks
-
         def on_checkpoint(saved: Any) -> None:
             if saved.step == next(stops, None):
-                raise Stops
+                raise _StoppedError
 
         for _ in range(len(steps)):
-            with pytest.raises(Stops):
-                train_heads(learned_folder, prompts, folder, config, callbacks=Callbacks(on_checkpoint=on_checkpoint))
-        train_heads(learned_folder, prompts, folder, config)
+            with pytest.raises(_StoppedError):
+                train_heads(learned_folder, few, folder, config, callbacks=Callbacks(on_checkpoint=on_checkpoint))
+        train_heads(learned_folder, few, folder, config)
         return DSparkHead.load(folder).state_dict()
 
     whole, parts = weights(tmp_path / "whole", ()), weights(tmp_path / "parts", (1,))
@@ -208,3 +214,57 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: d
     counted = [each.stats for each in Engine(target, made(head, **shape), controller="fixed").generate(prompts, params)]
     calls = sum(each.target_calls for each in counted)
     assert found is not None and found.value == pytest.approx(3 * 23 / calls)
+
+
+@pytest.mark.parametrize("shape", [{}, {"branching": (3, 1)}], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["DFlash", "recurrent"])
+def test_what_is_foretold_of_draws_follows_each_block_along_the_answer(name: str, shape: dict[str, Any]) -> None:
+    """By the page: what the block behind a place gives to each token, given those before it, against the target's."""
+    target, head = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend), random_block(*SHAPES[name])
+    reference = BlockReference(as_transformers_runs_it(), head)
+    made: Any = (DFlash if isinstance(head, DFlashHead) else DSpark)(head, **shape)
+    prompts = [PROMPT, [7]]
+    answers = Engine(target, entropy=4).generate(prompts, SamplingParams(max_tokens=10, temperature=1.0))
+    records = [
+        WrittenAnswer(prompt, list(each.token_ids), 1.0, False) for prompt, each in zip(prompts, answers, strict=True)
+    ]
+    found = foretold(target, text(*records), 1.0, made)
+    calls = 0.0
+    for prompt, answer in ((each.prompt, each.answer) for each in records):
+        whole, places = [*prompt, *answer], len(answer) - 1
+        with torch.no_grad():
+            dists = reference.model(torch.tensor([whole])).logits[0].double().softmax(-1)
+        starts = np.zeros(places + 10)
+        starts[0] = 1.0
+        for place in range(places):
+            at, alive = len(prompt) + place, [1.0]
+            for depth in range(min(made.limits.depth, places - place)):
+                with torch.no_grad():
+                    logits = reference.logits(whole[: at + 1], whole[at + 1 : at + 1 + depth])
+                q, p, token = logits.double().softmax(-1), dists[at + depth], whole[at + 1 + depth]
+                width = made.branching[depth]
+                alive.append(
+                    alive[-1] * (float((q / p)[token].clamp_max(1.0)) if width == 1 else _tried(p, q, token, width))
+                )
+            for count, survives in enumerate(alive):
+                ends = survives - (alive[count + 1] if count + 1 < len(alive) else 0.0)
+                starts[place + count + 1] += starts[place] * ends
+            calls += starts[place]
+    assert found is not None and found.value == pytest.approx(2 * 9 / calls, rel=0.03 if shape else 1e-4)
+
+
+def _tried(p: Tensor, q: Tensor, token: int, draws: int) -> float:
+    """That a token of the target's is one of some draws without replacement, as the mean over many."""
+    random, hits = np.random.default_rng(1), 0.0
+    for _ in range(400):
+        left, rest, reach = p.clone(), q.clone(), 1.0
+        for _ in range(draws):
+            hits += reach * float(torch.minimum(left, rest)[token])
+            rejects = (rest - left).clamp_min(0.0)
+            reach *= float(rejects.sum())
+            gone = int(random.choice(len(p), p=(rejects / rejects.sum()).numpy()))
+            left = (left - rest).clamp_min(0.0)
+            left = left / left.sum()
+            rest[gone] = 0.0
+            rest = rest / rest.sum()
+    return hits / 400 / float(p[token])

@@ -133,6 +133,7 @@ class Drafter(ABC):
         trees: what is known of its trees, of a drafter whose trees somebody measured.
         branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
         levels: forwards, one behind another, that the last `propose` took; None where each level of depth takes one.
+        walks_along: whether it has `along`, for what it draws from at a place depends on how deep its draft is there.
     """
 
     name: ClassVar[str]
@@ -140,6 +141,7 @@ class Drafter(ABC):
     trees: HeadDrafter[Any, Any] | None = None
     branching: tuple[int, ...] = ()
     levels: int | None = None
+    walks_along: bool = False
     features: Features | None = None
     observes_lazily: bool = False
     model: LanguageModel | None = None
@@ -194,6 +196,15 @@ class Drafter(ABC):
         Distributions that draws name are distributions (finite, not negative, sum 1) and give something to each token
         drawn; other draws are not judged, and their request goes on undrafted. A distribution that no draw names may
         hold anything."""
+
+    def along(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], texts: Sequence[Sequence[int]]
+    ) -> Sequence[Tensor]:
+        """What it would draw from if its drafts were given texts: for each `[depth, vocab]`, as deep as it would draft.
+
+        In place of `propose`, where a known answer is replayed.
+        """
+        raise NotImplementedError(f"drafter {self.name!r} does not say what it draws from along a text")
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional
         """The step is over; `request.tokens` already holds what it emitted.

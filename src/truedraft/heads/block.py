@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -263,7 +263,7 @@ class Leaving:
 
 
 class BlockHead(Head):
-    """An anchor at position p and the target's vectors at all positions before it give distributions of the next tokens.
+    """An anchor and the target's vectors at all positions before it give distributions of the next tokens.
 
     The vectors of the layers go side by side through `fc` and a norm: the *context*, of which every layer makes keys
     and values. The embeddings of the anchor and of masks are the rows of a block, which see the context and each other,
@@ -326,7 +326,7 @@ class BlockHead(Head):
 
     def context_keys(self, context: Tensor, rotation: Rotation) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values `[rows, kv_heads, head]` of each layer, of a context `[rows, width]`."""
-        for layer in self.layers:
+        for layer in self._decoders():
             yield layer.self_attn.keys(context, rotation)
 
     def inputs(self, anchors: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ class BlockHead(Head):
             attend: of the same rows.
         """
         x = embedded.flatten(0, 1)
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self._decoders()):
             attention, entering = layer.self_attn, layer.input_layernorm(x)
             mixed = attend(number, attention.queries(entering, rotation), *attention.keys(entering, rotation))
             x = x + attention.o_proj(mixed)
@@ -352,6 +352,9 @@ class BlockHead(Head):
         rows = x.view(*embedded.shape[:2], -1)
         guessed: Tensor = self.norm(rows if self.config.from_anchor else rows[:, 1:])
         return guessed
+
+    def _decoders(self) -> list[_Layer]:
+        return cast("list[_Layer]", list(self.layers))
 
     def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
         """What leaves rows, given the token before each.

@@ -8,7 +8,9 @@ then told the token that came. Which of the proposed nodes lie on the trace says
 - Where a chain is drawn from a draft's distribution, the token x of the trace was an accepted draft with probability
   min(1, q(x) / p(x)), given the text (`theory.replay_factor`). Acceptance at one place does not depend on that at
   another, given the text, so the product of the factors is the probability that a step accepts so far. Of several draws
-  at one place it is known too (`planning.siblings`); how many nodes they come to is what was drawn in the replay.
+  at one place it is known too (`planning.siblings`); how many nodes they come to is what was drawn in the replay. A
+  draft model has the same q at a place however deep its draft was there; a drafter of which that is not so is taken
+  along the trace from each place (`Drafter.along`).
 
 Either way a step at place i accepts a tokens and the next one starts at i + a + 1. Summing up the probability that a
 step starts at each place gives the expected number of target calls of the whole answer. (A mean over all places would
@@ -17,6 +19,8 @@ be another number: a step starts where the one before it failed, and these are n
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from truedraft.core.budget import Budget, nodes_of
 from truedraft.core.noise import KeyedNoise
@@ -196,11 +201,10 @@ def _live(drafter: Drafter, lives: Sequence[_Life]) -> None:
     place = 0
     while active := [life for life in lives if place < life.trace.places]:
         requests = [life.request for life in active]
-        budgets = [life.budget(drafter) for life in active]
-        proposals = drafter.propose(requests, budgets, [life.noise() for life in active])
+        proposals = _asked(drafter, active)
         outcomes = [life.go_on(each) for life, each in zip(active, proposals, strict=True)]
         told = [
-            shown_to(drafter.features, life.trace, step, each)
+            shown_to(drafter.features, life.trace, step, each or Proposal.empty())
             for life, step, each in zip(active, outcomes, proposals, strict=True)
         ]
         drafter.observe(requests, told)
@@ -208,6 +212,22 @@ def _live(drafter: Drafter, lives: Sequence[_Life]) -> None:
             if place + 1 == life.trace.places:
                 life.end(drafter)
         place += 1
+
+
+def _asked(drafter: Drafter, lives: Sequence[_Life]) -> list[Proposal | None]:
+    """What is proposed for lives; None where the drafter was taken along the trace instead."""
+    made: dict[_Life, Proposal | None] = dict.fromkeys(lives)
+    if taken := [life for life in lives if life.is_taken_along(drafter)]:
+        rests = [life.rest() for life in taken]
+        dists = drafter.along([life.request for life in taken], [life.budget(drafter) for life in taken], rests)
+        for life, own in zip(taken, dists, strict=True):
+            life.note_along(drafter, own)
+    if asked := [life for life in lives if not life.is_taken_along(drafter)]:
+        budgets = [life.budget(drafter) for life in asked]
+        made |= zip(
+            asked, drafter.propose([e.request for e in asked], budgets, [e.noise() for e in asked]), strict=True
+        )
+    return list(made.values())
 
 
 class _Life:
@@ -230,6 +250,7 @@ class _Life:
         self._held: list[list[int]] = []  # of each place: nodes that hold the continuation, by depth
         self._draws = draws_of(drafter, trace.seed)
         self._depths: list[list[int]] = []
+        self._survival: list[Numbers] = []  # of each place, where the drafter is taken along
 
     @property
     def _place(self) -> int:
@@ -255,7 +276,8 @@ class _Life:
     def budget(self, drafter: Drafter) -> Budget:
         """As large as a proposal may be here; of a drawn chain one token tells all, but how many levels others take."""
         left = self._allowed(self._place)
-        first = self._draws_tokens(drafter) and drafter.limits.width == 1 and drafter.levels is None
+        alike = drafter.levels is None and not drafter.walks_along  # tokens at one place, whatever depth drew them
+        first = self._draws_tokens(drafter) and drafter.limits.width == 1 and alike
         return drafter.limits.cut(min(left, 1) if first else left)
 
     def _allowed(self, place: int) -> int:
@@ -265,6 +287,25 @@ class _Life:
     def _draws_tokens(self, drafter: Drafter) -> bool:
         """Whether tokens are drawn, rather than candidates chosen."""
         return self._drawn and not drafter.kinds <= {DrawKind.DETERMINISTIC}
+
+    def is_taken_along(self, drafter: Drafter) -> bool:
+        """Whether what the drafter gives to the trace's tokens is asked for, in place of proposals."""
+        return drafter.walks_along and self._draws_tokens(drafter)
+
+    def rest(self) -> tuple[int, ...]:
+        """The tokens behind the place."""
+        return self.trace.tokens[self._place + 1 :]
+
+    def note_along(self, drafter: Drafter, dists: Tensor) -> None:
+        """Note what the drafter drew from, `[depth, vocab]`, where its draft is what the trace goes on with."""
+        draws, first = draws_of(drafter, self.trace.seed), self._place + 1
+        for place, (q, token) in enumerate(zip(dists, self.rest(), strict=False), first):
+            draws.note(self.trace.probs[place], self.trace.dists[place] if self.trace.dists else None, q, token)
+        self._survival.append(draws.survival(0, len(dists)))
+        self._held.append([])
+        branching = drafter.branching or (1,) * len(dists)
+        widths = itertools.accumulate(branching[: len(dists)], operator.mul)
+        self._depths.append([0, *(depth for depth, width in enumerate(widths, 1) for _ in range(width))])
 
     def noise(self) -> KeyedNoise:
         """Of a step that starts here."""
@@ -315,7 +356,8 @@ class _Life:
         allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=length)
         survival = np.zeros((places, length))
         for place in range(places):
-            own = self._draws.survival(place, int(allowed[place]))
+            depth = int(allowed[place])
+            own = self._survival[place][:depth] if self._survival else self._draws.survival(place, depth)
             survival[place, : len(own)] = own
         fewest = np.where(np.arange(1, length + 1)[None] <= allowed[:, None], levels[None], NEVER)
         within = np.searchsorted(levels, np.arange(levels[-1] + 1), side="right")  # levels that a budget has

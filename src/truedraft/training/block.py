@@ -1,4 +1,4 @@
-"""Block drafters (DFlash 2602.06036, DSpark 2607.05147) as the training sees them: anchors at random, and their blocks."""
+"""Block drafters (DFlash 2602.06036, DSpark 2607.05147) as the training sees them: blocks behind random anchors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class BlockTrainingConfig(BlockSizeOptions, BlockRunOptions, ChainTrainingConfig
         OptionError: a value out of its range.
     """
 
-    sampled_tree: ClassVar[bool] = False
     decisive: ClassVar[frozenset[str]] = ChainTrainingConfig.decisive | {"depth", "anchors"}
 
     def __post_init__(self) -> None:

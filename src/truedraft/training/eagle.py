@@ -7,8 +7,8 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from truedraft.core.budget import nodes_of
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.levels import LevelDrafter
@@ -60,8 +61,6 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
 
     drafter: ClassVar[type[LevelDrafter[Any, Any]]]
     """Drafts with the head."""
-    sampled_tree: ClassVar[bool] = True
-    """Whether trees of draws are measured, too."""
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
         "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "by_acceptance",
     }  # fmt: skip
@@ -156,10 +155,16 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
             for length in lengths:
                 chain = functools.partial(self.drafter, served, num_speculative_tokens=length)
                 rounds.append(EngineRound(temperature, chain, {"num_speculative_tokens": length}))
-            if not temperature or self.sampled_tree:
-                tree = functools.partial(self.drafter, served, **_TREES[kind])
-                rounds.append(EngineRound(temperature, tree, {"nodes": _NODES, **_TREES[kind]}))
+            shape = _tree_within(kind, self.length)
+            nodes = nodes_of(shape["branching"]) if "branching" in shape else _NODES
+            tree = functools.partial(self.drafter, served, **shape)
+            rounds.append(EngineRound(temperature, tree, {"nodes": nodes, **shape}))
         return Calibrated(facts, rounds)
+
+
+def _tree_within(kind: str, length: int) -> dict[str, Any]:
+    """The tree of a kind of requests, no deeper than a draft."""
+    return {name: each[:length] if name == "branching" else each for name, each in _TREES[kind].items()}
 
 
 @dataclass(frozen=True)
@@ -392,7 +397,9 @@ class ChainObjective:
         for first, _, number in batch.tolist():
             answer = records[bisect.bisect_right(starts, first) - 1]
             texts.append((answer, self._unrolled.pairs(answer, number)))
-        counts = [sum(pair in chains_of(each, step) for each, own in texts for pair in own) for step in range(head.reach)]
+        counts = [
+            sum(pair in chains_of(each, step) for each, own in texts for pair in own) for step in range(head.reach)
+        ]
         sums = torch.zeros(head.reach, device=next(head.parameters()).device)
         for group in read_together(texts, sums.device):
             together, pairs = [each for each, _ in group], [own for _, own in group]

@@ -194,7 +194,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CompositionError, match=r"reads layers 0, 7, and tiny shows 3"):
         Engine(target(), drafter(head("DFlash", layers=(0, 7))))
     with pytest.raises(CompositionError, match="guesses the id 119, and tiny has 97 ids"):
-        Engine(target(), drafter(random_block(DFlashHead, replace(SIZES, vocab_size=200, draft_vocab=60, own_output=True))))
+        Engine(
+            target(), drafter(random_block(DFlashHead, replace(SIZES, vocab_size=200, draft_vocab=60, own_output=True)))
+        )
     with pytest.raises(OptionError, match="'dflash' takes branching or nodes"):
         drafter(head("DFlash"), nodes=8, branching=(2, 1))
     with pytest.raises(OptionError, match="guesses 3 tokens at once, and 4 are asked for"):

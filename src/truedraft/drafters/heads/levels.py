@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
+from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, path_to, shape_of
@@ -160,7 +161,36 @@ def grow_likeliest(trees: Sequence[LikeliestTree], logits: Tensor) -> list[Likel
     return [tree for tree in trees if tree.open]
 
 
-Tree = TypeVar("Tree", TreeBuilder, LikeliestTree)
+class TextPath(LikeliestTree):
+    """A chain whose tokens are a text's, with what they would have been drawn from.
+
+    Args:
+        cache: of the head.
+        request: what is drafted for.
+        budget: its depth is how far, where the text goes on so far.
+        text: tokens behind the request's own.
+
+    Attributes:
+        probs: `[vocab]` of each token.
+    """
+
+    def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget, text: Sequence[int]) -> None:
+        super().__init__(cache, request, replace(budget.cut(len(text)), width=1))
+        self._text = text
+        self.probs: list[Tensor] = []
+
+
+def follow_texts(paths: Sequence[TextPath], logits: Tensor) -> list[TextPath]:
+    """Let paths go on by a token, whose distributions come from logits `[paths, vocab]`; those that go on further."""
+    for path, own in zip(paths, logits.split(1), strict=True):
+        shaping = path.request.shaping
+        shaped = own if shaping is None else shaping.of_paths(own, path.open_paths())
+        path.probs.append(probs_from_logits(shaped, path.request.params)[0])
+        path.grow([[path._text[len(path.probs) - 1]]], [[0.0]])
+    return [path for path in paths if path.open]
+
+
+Tree = TypeVar("Tree", TreeBuilder, LikeliestTree, TextPath)
 
 
 def running(head: HeadT, target: LanguageModel) -> HeadT:
@@ -205,6 +235,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     """
 
     observes_lazily = False
+    walks_along = True
 
     def __init__(
         self,
@@ -309,6 +340,19 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         if drawing := [each for each in drawn if not each.budget.is_zero]:
             self._grow(drawing, draw_level)
         return [each.proposal() for each in trees]
+
+    def along(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], texts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        paths = []
+        for request, budget, text in zip(batch, budgets, texts, strict=True):
+            own = self._texts[request.id]
+            own.cache.rollback(own.cache.length)
+            within = budget.within(self.limits) if own.unread else NO_DRAFT
+            paths.append(TextPath(own.cache, request, within, text))
+        if level := [each for each in paths if not each.budget.is_zero]:
+            self._grow(level, follow_texts)
+        return [torch.stack(each.probs) if each.probs else torch.empty(0, 0) for each in paths]
 
     @abstractmethod
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
