@@ -175,7 +175,7 @@ class _StoppedError(Exception):
 
 
 def test_an_interrupted_training_goes_on_to_the_same_bits(learned_folder: Any, prompts: Any, tmp_path: Any) -> None:
-    few = PromptSets(prompts.train[:6], prompts.tree[:2], prompts.test[:2], prompts.unseen)
+    few = PromptSets(prompts.train[:6], prompts.tree[:2], prompts.test[:2], prompts.text)
 
     def weights(folder: Any, steps: Any) -> dict[str, Tensor]:
         config = DSparkTrainingConfig(
