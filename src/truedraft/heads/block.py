@@ -19,7 +19,7 @@ from truedraft.heads.base import Head, Unembed
 from truedraft.models.llama import RotaryTable, Rotation
 
 _SIZES = ("width", "vocab_size", "block", "depth", "heads", "kv_heads", "head", "inner")
-_FLAGS = ("from_anchor", "confidence", "confidence_reads_token", "own_output")
+_FLAGS = ("from_anchor", "confidence", "confidence_reads_token", "own_output", "own_embedding")
 _USUAL_LAYERS, _LEAST_LAYERS = 5, 8  # that are read, and of a target that has them
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -50,6 +50,7 @@ class BlockConfig:
         confidence: whether it has a confidence head.
         confidence_reads_token: whether that reads the token before, too.
         own_output: whether it has an LM head of its own; else it ends in the target's.
+        own_embedding: whether it has an embedding of its own; else it reads the target's.
         rope: parameters of its rotation, as transformers names them.
         most_positions: that its rotation is made for.
         eps: of its norms.
@@ -75,6 +76,7 @@ class BlockConfig:
     confidence: bool = False
     confidence_reads_token: bool = False
     own_output: bool = False
+    own_embedding: bool = False
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     most_positions: int = 4096
     eps: float = 1e-6
@@ -277,7 +279,6 @@ class BlockHead(Head):
 
     place_word: ClassVar[str] = "slot"
     sizes: ClassVar[type[Any]] = BlockConfig
-    reads_tokens: ClassVar[bool] = True
     config: BlockConfig
     draft_ids: Tensor | None
 
@@ -288,6 +289,7 @@ class BlockHead(Head):
         self.hidden_norm = nn.RMSNorm(width, config.eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.depth))
         self.norm = nn.RMSNorm(width, config.eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         ids = config.draft_vocab or config.vocab_size
         self.lm_head = nn.Linear(width, ids, bias=False) if config.own_output else None
         self.markov_head = _MARKOV[config.markov_kind](config) if config.markov else None
@@ -297,6 +299,10 @@ class BlockHead(Head):
     @property
     def reach(self) -> int:
         return self.config.reach
+
+    @property
+    def reads_tokens(self) -> bool:
+        return not self.config.own_embedding
 
     @property
     def outputs(self) -> Sequence[nn.Linear | None]:
@@ -329,11 +335,17 @@ class BlockHead(Head):
         for layer in self._decoders():
             yield layer.self_attn.keys(context, rotation)
 
-    def inputs(self, anchors: Tensor) -> Tensor:
-        """The ids that blocks read, `[blocks, block]`, of the anchors' `[blocks]`."""
+    def inputs(self, anchors: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Embeddings of what blocks read, `[blocks, block, width]`, of the anchors' ids `[blocks]`.
+
+        Args:
+            anchors: the last token before each block.
+            embed: ids to embeddings, by the target.
+        """
         ids = anchors[:, None].repeat(1, self.config.block)
         ids[:, 1:] = self.config.mask_id
-        return ids
+        embedded: Tensor = (self.embed_tokens or embed)(ids.flatten())
+        return embedded.to(self.fc.weight.dtype).view(*ids.shape, -1)
 
     def vectors(self, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """What enters the LM head at each token that blocks guess: `[blocks, reach, width]`.

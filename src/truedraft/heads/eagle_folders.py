@@ -64,7 +64,7 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3]) -> _Eagle3:
         if not name.startswith("verifier_")  # copies of the target's own, to train with
     }
     config = _sizes(path / _CONFIG, weights)
-    ids = _draft_ids(config, weights, file)
+    ids = draft_ids_of(config, weights, file)
     if ids is not None:
         weights["draft_ids"] = ids
     head = kind.with_weights(config, weights, file, None)
@@ -120,8 +120,10 @@ def _sizes(path: Path, weights: Mapping[str, Tensor]) -> Eagle3Config:
         raise ModelError(f"{str(path)!r} names sizes that make no head ({error}); fetch it again") from error
 
 
-def _draft_ids(config: Eagle3Config, weights: dict[str, Tensor], file: Path) -> Tensor | None:
+def draft_ids_of(config: Any, weights: dict[str, Tensor], file: Path) -> Tensor | None:
     """The target's ids of the draft's, `[draft_vocab]`, from offsets; takes both tables from the weights.
+
+    The configuration has `draft_vocab` and `vocab_size`.
 
     Worked example: offsets 3, 3, 5 are the ids 3, 4, 7.
 

@@ -26,6 +26,8 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of
 from truedraft.heads.base import Head, HeadRecord, tensors_in
+from truedraft.heads.block import BlockHead
+from truedraft.heads.block_folders import load_block_folder, published_kind
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
@@ -56,6 +58,8 @@ def load_published(path: Path, kind: type[Head]) -> Any:
     """Heads of a kind of ours that another project published; None where a path has none."""
     if issubclass(kind, Eagle3Head):
         return load_eagle_folder(path, kind) if is_eagle_folder(path) else None
+    if issubclass(kind, BlockHead):
+        return None if published_kind(path) is None else load_block_folder(path, kind)
     if issubclass(kind, MedusaHeads):
         return _load_original(path, kind) if _is_original(path) else None
     return _load_apple(path, kind) if issubclass(kind, RedrafterHead) and _is_apple(path) else None

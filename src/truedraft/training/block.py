@@ -189,9 +189,8 @@ class Blocks(Chains):
         places = torch.tensor([[*own, *[0] * (most - len(own))] for own in anchors], device=device)
         parts = []
         for some in places.split(_AT_ONCE, dim=1):
-            ids = head.inputs(tokens[first + some].flatten())
+            embedded = head.inputs(tokens[first + some].flatten(), self.lm_head.embed)
             at = (some.flatten()[:, None] + torch.arange(head.config.block, device=device)).flatten()
-            embedded = self.lm_head.embed(ids).to(vectors[0].dtype)
             x = head.vectors(embedded, self._table.at(at), _blocks_see(context, some, head.config.block))
             parts.append(x.unflatten(0, some.shape))
         wanted = [text * most + number for text, own in enumerate(anchors) for number in range(len(own))]

@@ -71,7 +71,7 @@ class BlockRunner:
             caches: of the blocks' texts, that hold all positions before the anchors.
             anchors: `[blocks]`: their last tokens.
         """
-        block, ids = self.head.config.block, self.head.inputs(anchors)
+        block = self.head.config.block
         layouts = [_own_block(each.length, block, self.device) for each in caches]
         for cache in caches:
             cache.reserve(block)
@@ -84,7 +84,7 @@ class BlockRunner:
                 mixed.append(layout.attend(own[0], keys, values, self._scoring))
             return torch.cat(mixed).flatten(1)
 
-        embedded = self._target.embed(ids.flatten()).to(self._target.dtype).view(*ids.shape, -1)
+        embedded = self.head.inputs(anchors, self._target.embed)
         return self.head.vectors(embedded, self._at([range(e.length, e.length + block) for e in caches]), attend)
 
     @torch.inference_mode()
