@@ -120,7 +120,7 @@ def by_ours(head: BlockHead, embed: Any, output: Any, vectors: Tensor, tokens: T
 def test_it_drafts_what_their_own_forward_drafts(
     theirs: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All blocks of a text: logits with the Markov head's, acceptance, and greedy drafts; and once more written here."""
+    """All blocks of a text: logits with the Markov head's, acceptance, greedy drafts; and once more written here."""
     model = made_by(theirs, name)
     model.save_pretrained(tmp_path / "theirs")
     kind = VARIANTS[name][0]

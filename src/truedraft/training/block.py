@@ -138,25 +138,26 @@ class Blocks(Chains):
         about = [start + pair + 1 for start, span in zip(starts, spans, strict=False) for pair in span]
         target = functional.log_softmax(logits[torch.tensor(about, device=device)].float(), -1)
         known = target if head.draft_ids is None else target[:, head.draft_ids]
-        row_of = {row: number for number, row in enumerate(about)}
+        row_of = np.zeros(starts[-1], np.int64)
+        row_of[about] = np.arange(len(about))
         chosen = spans if pairs is None else pairs
         x = self._guessed(tokens, starts, vectors, [[pair + 1 for pair in own] for own in chosen])
         # Rows of the anchors, and of the last tokens of their texts.
-        anchors = [start + pair + 1 for start, own in zip(starts, chosen, strict=False) for pair in own]
-        lasts = [end - 1 for end, own in zip(starts[1:], chosen, strict=True) for _ in own]
+        anchors = np.array([start + pair + 1 for start, own in zip(starts, chosen, strict=False) for pair in own])
+        lasts = np.array([end - 1 for end, own in zip(starts[1:], chosen, strict=True) for _ in own])
         state: Tensor | None = None
         for step in range(head.reach):
-            read = [min(anchor + step, last) for anchor, last in zip(anchors, lasts, strict=True)]
-            leaving = head.behind(x[:, step], tokens[torch.tensor(read, device=device)], state)
+            rows = np.minimum(anchors + step, lasts)
+            leaving = head.behind(x[:, step], tokens[torch.as_tensor(rows, device=device)], state)
             state = leaving.state
-            on = [block for block, last in enumerate(lasts) if anchors[block] + step < last]
-            if not on:
+            on = np.flatnonzero(anchors + step < lasts)
+            if not len(on):
                 return
-            blocks = torch.tensor(on, device=device)
-            rows = torch.tensor([row_of[anchors[block] + step] for block in on], device=device)
-            behind = torch.tensor([anchors[block] + step + 1 for block in on], device=device)
+            blocks, known_at, behind = (
+                torch.as_tensor(each, device=device) for each in (on, row_of[rows[on]], rows[on] + 1)
+            )
             together = torch.cat([leaving.x, leaving.before, leaving.added], -1)
-            yield UnrolledStep(together[blocks], known[rows], tokens[behind], blocks)
+            yield UnrolledStep(together[blocks], known[known_at], tokens[behind], blocks)
 
     def logits(self, vectors: Tensor) -> Tensor:
         return self.head.logits(self._parts(vectors), self.lm_head)
