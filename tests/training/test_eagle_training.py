@@ -20,7 +20,7 @@ from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
 from truedraft.training.eagle import (
-    Eagle3Objective,
+    ChainObjective,
     Eagle3TrainingConfig,
     Unrolled,
     likeliest_ids,
@@ -101,8 +101,8 @@ def test_texts_side_by_side_are_as_one_by_one() -> None:
 def test_the_gradient_is_that_of_the_loss() -> None:
     """Along a direction, by differences, for all weights, of two answers that are not equally long."""
     made = unrolled()
-    objective = Eagle3Objective(made, text(ANSWER, ANSWER[:4]), ForwardKL(), 0.8)
-    batch = torch.tensor([[0, 5], [6, 3]])
+    objective = ChainObjective(made, text(ANSWER, ANSWER[:4]), ForwardKL(), 0.8)
+    batch = torch.tensor([[0, 5, 0], [6, 3, 1]])
     objective.accumulate(batch, 1.0)
     weights, generator = [*made.head.parameters()], torch.Generator().manual_seed(1)
     directions = [torch.randn(weight.shape, generator=generator) for weight in weights]
@@ -123,8 +123,8 @@ def test_the_gradient_is_that_of_the_loss() -> None:
 
 def test_tokens_weigh_as_much_as_it_is_likely_that_the_draft_comes_to_them() -> None:
     """Along a text, of two answers: the products of what is accepted before, by a chain at a time."""
-    made, batch, answers = unrolled(), torch.tensor([[0, 5], [6, 3]]), (ANSWER, ANSWER[:4])
-    Eagle3Objective(made, text(*answers), ForwardKL(), None).accumulate(batch, 1.0)
+    made, batch, answers = unrolled(), torch.tensor([[0, 5, 0], [6, 3, 1]]), (ANSWER, ANSWER[:4])
+    ChainObjective(made, text(*answers), ForwardKL(), None).accumulate(batch, 1.0)
     found = {name: weight.grad.clone() for name, weight in made.head.named_parameters() if weight.grad is not None}
     made.head.zero_grad()
     total = torch.zeros(())

@@ -24,7 +24,7 @@ from truedraft.cli.parameters import command
 from truedraft.cli.plan import plan
 from truedraft.cli.serve import serve
 from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams
-from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, draft, eagle, medusa, ngram, redrafter
+from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, dflash, draft, dspark, eagle, medusa, ngram, redrafter
 
 
 def build_app() -> typer.Typer:
@@ -48,6 +48,8 @@ def build_app() -> typer.Typer:
     training.command()(command(medusa, HEAD_NAMES))
     training.command()(command(redrafter, HEAD_NAMES))
     training.command()(command(eagle, HEAD_NAMES))
+    training.command()(command(dflash, HEAD_NAMES))
+    training.command()(command(dspark, HEAD_NAMES))
     training.command()(command(ngram, HEAD_NAMES))
     app.add_typer(training)
     proof = typer.Typer(name="certify", help="Prove that answers are the target's own, or find that they are not.")

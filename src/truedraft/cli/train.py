@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
 from truedraft.cli.session import ReportOptions
@@ -16,8 +16,12 @@ from truedraft.cli.streams import say
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.options import MODEL_HELP, UNNAMED, UNNAMED_HELP, MachineOptions, check_positive, flag, group, option
 from truedraft.training.options import (
+    BlockRunOptions,
+    BlockSizeOptions,
+    ChainRunOptions,
     DraftSizeOptions,
-    Eagle3RunOptions,
+    DSparkRunOptions,
+    DSparkSizeOptions,
     Eagle3SizeOptions,
     MedusaRunOptions,
     MedusaSizeOptions,
@@ -219,7 +223,35 @@ class EagleOptions:
     writing: WritingOptions = group(_TEXT)
     size: Eagle3SizeOptions = group(_HEADS)
     run: RunOptions = group(_RUN)
-    learning: Eagle3RunOptions = group(_RUN)
+    learning: ChainRunOptions = group(_RUN)
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+
+
+@dataclass(frozen=True)
+class DFlashOptions:
+    """Options of `truedraft train dflash`."""
+
+    job: JobOptions = group(_WHAT)
+    text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
+    size: BlockSizeOptions = group(_HEADS)
+    run: RunOptions = group(_RUN)
+    learning: BlockRunOptions = group(_RUN)
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+
+
+@dataclass(frozen=True)
+class DSparkOptions:
+    """Options of `truedraft train dspark`."""
+
+    job: JobOptions = group(_WHAT)
+    text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
+    size: DSparkSizeOptions = group(_HEADS)
+    run: RunOptions = group(_RUN)
+    learning: DSparkRunOptions = group(_RUN)
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
@@ -236,6 +268,9 @@ class NgramOptions:
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
     seed: int = option(0, "Decides what the target writes.", "S", heading="Text by the target, with --answers", least=0)
+
+
+HeadsOptions: TypeAlias = "MedusaOptions | RedrafterOptions | EagleOptions | DFlashOptions | DSparkOptions"
 
 
 def draft(options: DraftOptions) -> int:
@@ -332,9 +367,37 @@ def eagle(options: EagleOptions) -> int:
     return _train_heads("eagle", options, config)
 
 
+def dflash(options: DFlashOptions) -> int:
+    """Train a block drafter (DFlash) on what the target itself writes; measures what it brings.
+
+    All tokens of a draft come from one pass of it. The target computes its vectors anew in each pass.
+    """
+
+    def config(common: dict[str, Any]) -> HeadTrainingConfig:
+        from truedraft.training.block import DFlashTrainingConfig
+
+        return DFlashTrainingConfig(**common)
+
+    return _train_heads("dflash", options, config)
+
+
+def dspark(options: DSparkOptions) -> int:
+    """Train a block drafter whose tokens know the ones before them (DSpark) on what the target itself writes.
+
+    It also learns how likely the target accepts each token. The target computes its vectors anew in each pass.
+    """
+
+    def config(common: dict[str, Any]) -> HeadTrainingConfig:
+        from truedraft.training.block import DSparkTrainingConfig
+
+        return DSparkTrainingConfig(**common)
+
+    return _train_heads("dspark", options, config)
+
+
 def _train_heads(
     kind: str,
-    options: MedusaOptions | RedrafterOptions | EagleOptions,
+    options: HeadsOptions,
     config: Callable[[dict[str, Any]], HeadTrainingConfig],
     stage: int = 1,
 ) -> int:
@@ -395,7 +458,7 @@ def ngram(options: NgramOptions) -> int:
 
 def _run(
     kind: str,
-    options: DraftOptions | MedusaOptions | RedrafterOptions | EagleOptions | NgramOptions,
+    options: DraftOptions | HeadsOptions | NgramOptions,
     train: Callable[[str, Callbacks, TimeBudget, str], Any],
     check: Callable[[], None] = lambda: None,
 ) -> int:

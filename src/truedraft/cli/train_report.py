@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
     _try_it(terminal, model, f"redrafter:{result.folder}", head.evaluations)
 
 
-def _eagle(terminal: Terminal, model: str, result: HeadResult) -> None:
+def _chains(kind: str, terminal: Terminal, model: str, result: HeadResult) -> None:
     head = result.report
     _effort(terminal, result.effort, result.folder / WORK / _LOG)
     shares = " / ".join(f"{share:.2f}" for share in head.facts["accuracy"].values())
@@ -130,7 +131,7 @@ def _eagle(terminal: Terminal, model: str, result: HeadResult) -> None:
         found = f"{each.stats.mean_acceptance_length:.2f}", "-" if promised is None else f"{promised:.2f}"
         table.add_row(f"{each.temperature:g}", size_of(each.about), *found)
     terminal.out.print(table)
-    _try_it(terminal, model, f"eagle:{result.folder}", head.evaluations)
+    _try_it(terminal, model, f"{kind}:{result.folder}", head.evaluations)
 
 
 def _ngram(terminal: Terminal, model: str, result: NgramResult) -> None:
@@ -195,7 +196,9 @@ PRINT: Mapping[str, Callable[[Terminal, str, Any], None]] = {
     "draft": _draft,
     "medusa": _medusa,
     "redrafter": _redrafter,
-    "eagle": _eagle,
+    "eagle": partial(_chains, "eagle"),
+    "dflash": partial(_chains, "dflash"),
+    "dspark": partial(_chains, "dspark"),
     "ngram": _ngram,
 }
 """What prints the result of each kind, for a model of this name."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import StepOutcome as StepOutcome
     from truedraft.drafters.cascade import Cascade as Cascade
     from truedraft.drafters.draft_model import DraftModel as DraftModel
+    from truedraft.drafters.heads.block import DFlash as DFlash
+    from truedraft.drafters.heads.block import DSpark as DSpark
     from truedraft.drafters.heads.eagle import Eagle3 as Eagle3
     from truedraft.drafters.heads.medusa import Medusa as Medusa
     from truedraft.drafters.heads.redrafter import Redrafter as Redrafter
@@ -48,6 +50,7 @@ _MODULES = {
     "truedraft.drafters.base": ("Drafter", "DraftRequest", "Features", "NoDrafter", "StepOutcome"),
     "truedraft.drafters.cascade": ("Cascade",),
     "truedraft.drafters.draft_model": ("DraftModel",),
+    "truedraft.drafters.heads.block": ("DFlash", "DSpark"),
     "truedraft.drafters.heads.eagle": ("Eagle3",),
     "truedraft.drafters.heads.medusa": ("Medusa",),
     "truedraft.drafters.heads.redrafter": ("Redrafter",),

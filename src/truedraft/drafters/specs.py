@@ -438,6 +438,18 @@ def _eagle3_head(path: str | None, target: LanguageModel) -> Any:
     return head
 
 
+def _block_head(kind: str) -> Callable[[str | None, LanguageModel], Any]:
+    """Loads a block drafter of a kind."""
+
+    def load(path: str | None, target: LanguageModel) -> Any:
+        from truedraft.heads import DFlashHead, DSparkHead
+
+        heads = {each.kind: each for each in (DFlashHead, DSparkHead)}
+        return heads[kind].load(_heads_folder(_trained_path(kind, path, target)))
+
+    return load
+
+
 def _medusa(
     path: str | None,
     target: LanguageModel,
@@ -606,6 +618,30 @@ KINDS: Mapping[str, DrafterKind] = {
         "tree of so many nodes, of which beams are open at each level",
         parts={"head": _eagle3_head},
         widest={"num_speculative_tokens": "8"},
+    ),
+    "dflash": DrafterKind(
+        "DFlash",
+        "DIR",
+        {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        "a block drafter (DFlash) on vectors of several of the target's layers, without DIR the one trained for the "
+        "target: all tokens of a draft come from one pass; options as of eagle",
+        parts={"head": _block_head("dflash")},
+    ),
+    "dspark": DrafterKind(
+        "DSpark",
+        "DIR",
+        {
+            "num_speculative_tokens": "7",
+            "branching": "3-2-1",
+            "min_probability": "0",
+            "nodes": "16",
+            "beams": "8",
+            "min_acceptance": "0",
+        },
+        "a block drafter whose tokens know the ones before them (DSpark), without DIR the one trained for the target: "
+        "options as of eagle, and no token that is reached and accepted with less than min_acceptance by its "
+        "confidence head",
+        parts={"head": _block_head("dspark")},
     ),
 }
 """The kinds of drafters by their words."""

@@ -87,6 +87,10 @@ class TreeBuilder:
         """The parent of each node that was not fed yet; -1 is the root."""
         return self._parents[self._fed :]
 
+    def keep_open(self, nodes: Sequence[int]) -> None:
+        """Draw nothing below open nodes but these; what was drawn so far may decide which they are, and no more."""
+        self._open = list(nodes)
+
     def open_nodes(self) -> list[OpenNode]:
         """What is drawn next; the node budget cuts by order, so before anything is drawn."""
         width = min(self._branching[self._depth], self.budget.width)

@@ -7,10 +7,11 @@ import functools
 import hashlib
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.eagle import Eagle3
+from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.models.base import Segment
@@ -30,34 +32,38 @@ from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.head_objective import heads_optimizer
 from truedraft.training.loop import Measurement, Phase, RunFolder, TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
-from truedraft.training.options import Eagle3RunOptions, Eagle3SizeOptions
+from truedraft.training.optimizer import MixedOptimizer
+from truedraft.training.options import ChainRunOptions, Eagle3SizeOptions, LayerHeadOptions
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
 
 if TYPE_CHECKING:
     from truedraft.heads import Head
     from truedraft.models.base import LanguageModel
+    from truedraft.models.llama import RotaryTable
     from truedraft.models.lm_head import LmHead
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query
-_TOGETHER = 16  # texts that are read side by side on a GPU
+_TOGETHER = 16_384  # tokens of texts that are read side by side on a GPU, padding included
 _NODES = 16  # of trees that are measured
 _TREES: Mapping[str, dict[str, Any]] = {"greedy": {"nodes": _NODES}, "sampled": {"branching": (4, 1, 1, 1)}}
 _LENGTHS = (2, 4)  # of chains that are measured, beside the one that was trained for
 
 
 @dataclass(frozen=True)
-class Eagle3TrainingConfig(Eagle3SizeOptions, Eagle3RunOptions, HeadTrainingConfig):
-    """All numbers of a training of an EAGLE-3 head.
+class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig):
+    """A training of a head on vectors of several layers, along chains of several steps.
 
     Raises:
         OptionError: a value out of its range.
     """
 
-    head: ClassVar[type[Head]] = Eagle3Head
+    drafter: ClassVar[type[LevelDrafter[Any, Any]]]
+    """Drafts with the head."""
+    sampled_tree: ClassVar[bool] = True
+    """Whether trees of draws are measured, too."""
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
-        "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "fc_norm", "norm_output",
-        "by_acceptance",
+        "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "by_acceptance",
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -67,28 +73,34 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, Eagle3RunOptions, HeadTrainingConf
         if not self.distillation_loss.reads_target or "ce" in self.loss:
             raise OptionError("must compare distributions, for the draft may not have a text's token", field="loss")
         if self.stage != 1:
-            raise OptionError("must be 1: the target of an EAGLE-3 head stays as it is", field="stage")
+            raise OptionError(f"must be 1: the target of {self.head.noun} stays as it is", field="stage")
 
     @property
     def distillation_loss(self) -> DistillationLoss:
         return loss_from_spec(self.loss)
 
-    def sizes(self, width: int, vocab_size: int) -> Eagle3Config:
+    def entries(self, width: int, vocab_size: int) -> dict[str, Any]:
+        """Sizes that heads of all these kinds have."""
         heads = max(1, width // _HEAD)
-        return Eagle3Config(
-            width=width,
-            vocab_size=vocab_size,
-            layers=self.layers,
-            heads=heads,
-            kv_heads=heads if self.kv_heads is None else self.kv_heads,
-            head=_HEAD if width >= _HEAD else width,
-            inner=8 * width // 3 if self.inner is None else self.inner,
-            draft_vocab=min(self.draft_vocab, vocab_size) if self.draft_vocab < vocab_size else 0,
-            reach=self.length,
-            fc_norm=self.fc_norm,
-            norm_output=self.norm_output,
-            own_output=not self.tied or self.draft_vocab > 0,
-        )
+        return {
+            "width": width,
+            "vocab_size": vocab_size,
+            "layers": self.layers,
+            "heads": heads,
+            "kv_heads": heads if self.kv_heads is None else self.kv_heads,
+            "head": _HEAD if width >= _HEAD else width,
+            "inner": 8 * width // 3 if self.inner is None else self.inner,
+            "draft_vocab": min(self.draft_vocab, vocab_size) if self.draft_vocab < vocab_size else 0,
+            "own_output": not self.tied or self.draft_vocab > 0,
+        }
+
+    @abstractmethod
+    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Chains:
+        """The head along texts, in training."""
+
+    def optimizer_of(self, head: Any) -> MixedOptimizer:
+        """Of the head's weights."""
+        return heads_optimizer(head, self.optimizer)
 
     def loop(
         self,
@@ -108,17 +120,17 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, Eagle3RunOptions, HeadTrainingConf
         if head.draft_ids is not None:
             head.draft_ids.copy_(likeliest_ids(text, len(head.draft_ids)))
             head.start_from(lm_head.weight.float().to(self.device))
-        sampler = WindowSampler(text, 1, _WHOLE, self.seed)
+        sampler = _NumberedAnswers(text, 1, _WHOLE, self.seed)
         mean = max(1, sampler.positions // len(sampler.windows))
         answers = max(1, self.positions_per_step // mean)
         schedule = self.schedule(max(1, len(sampler.windows) * self.windows_per_step // answers))
         more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
         run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
-        unrolled = Unrolled(head, lm_head, model)
+        unrolled = self.chains(head, lm_head, model)
         return TrainingLoop(
             head,
-            heads_optimizer(head, self.optimizer),
-            Eagle3Objective(unrolled, text, self.distillation_loss, None if self.by_acceptance else self.place_decay),
+            self.optimizer_of(head),
+            ChainObjective(unrolled, text, self.distillation_loss, None if self.by_acceptance else self.place_decay),
             [Phase(schedule.total_steps, sampler, answers, answers)],
             schedule,
             run,
@@ -135,18 +147,46 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, Eagle3RunOptions, HeadTrainingConf
     ) -> Calibrated:
         """What the engine is to measure: chains of several lengths, and trees, which held-out answers promise."""
         del on_progress
-        unrolled = Unrolled(head.float(), lm_head, target)
+        unrolled = self.chains(head.float(), lm_head, target)
         facts = {"accuracy": dict(accuracies(unrolled, text, len(text.tokens)))}
         served = head.to(torch.bfloat16)
         lengths = sorted({*(each for each in _LENGTHS if each < self.length), self.length})
         rounds = []
         for kind, temperature in TREE_TEMPERATURES.items():
             for length in lengths:
-                chain = functools.partial(Eagle3, served, num_speculative_tokens=length)
+                chain = functools.partial(self.drafter, served, num_speculative_tokens=length)
                 rounds.append(EngineRound(temperature, chain, {"num_speculative_tokens": length}))
-            tree = functools.partial(Eagle3, served, **_TREES[kind])
-            rounds.append(EngineRound(temperature, tree, {"nodes": _NODES, **_TREES[kind]}))
+            if not temperature or self.sampled_tree:
+                tree = functools.partial(self.drafter, served, **_TREES[kind])
+                rounds.append(EngineRound(temperature, tree, {"nodes": _NODES, **_TREES[kind]}))
         return Calibrated(facts, rounds)
+
+
+@dataclass(frozen=True)
+class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
+    """All numbers of a training of an EAGLE-3 head.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    head: ClassVar[type[Head]] = Eagle3Head
+    drafter: ClassVar[type[LevelDrafter[Any, Any]]] = Eagle3
+    decisive: ClassVar[frozenset[str]] = ChainTrainingConfig.decisive | {"fc_norm", "norm_output"}
+
+    def sizes(self, width: int, vocab_size: int) -> Eagle3Config:
+        entries = self.entries(width, vocab_size)
+        return Eagle3Config(**entries, reach=self.length, fc_norm=self.fc_norm, norm_output=self.norm_output)
+
+    def chains(self, head: Any, lm_head: LmHead, model: LanguageModel) -> Unrolled:
+        return Unrolled(head, lm_head, model)
+
+
+class _NumberedAnswers(WindowSampler):
+    """Whole answers, each with its number in the run: `[count, 3]`."""
+
+    def batch(self, first: int, count: int) -> Tensor:
+        return torch.cat([super().batch(first, count), torch.arange(first, first + count)[:, None]], 1)
 
 
 def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
@@ -156,7 +196,7 @@ def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
     return torch.tensor(sorted(order[:count]))
 
 
-def _chains(answer: WrittenAnswer, step: int) -> range:
+def chains_of(answer: WrittenAnswer, step: int) -> range:
     """Indices of pairs of a text from whose places as many tokens behind the next are known: rows of a step.
 
     Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, 2 to 6 and 2 to 5 at its first three
@@ -184,12 +224,8 @@ class UnrolledStep:
     chains: Tensor
 
 
-class Unrolled:
-    """A head that reads answers of its target, and then its own vectors for some steps: training-time test.
-
-    At step k (from 0) the pair at index i is of what stands for the vector at position i + k and the text's token at
-    i + k + 1; it is about the token behind that. It sees pairs 0 to i of step 0, and those of its own index at later
-    steps: what is there in decoding, where a chain of k tokens was drafted behind position i (2503.01840, section 3.2).
+class Chains(ABC):
+    """A head that reads answers of its target, and guesses as many tokens at each place as in decoding.
 
     Args:
         head: in training, in float32.
@@ -197,52 +233,28 @@ class Unrolled:
         model: the target.
     """
 
-    def __init__(self, head: Eagle3Head, lm_head: LmHead, model: LanguageModel) -> None:
+    def __init__(self, head: Any, lm_head: LmHead, model: LanguageModel) -> None:
         self.head, self.lm_head, self._model = head, lm_head, model
-        self._table = head.rotary(next(head.parameters()).detach())
+        self._table: RotaryTable = head.rotary(next(head.parameters()).detach())
 
-    def steps(self, answers: Sequence[WrittenAnswer]) -> Iterator[UnrolledStep]:
-        """The steps, of chains that begin in the answers, these one behind another."""
-        head, config, device = self.head, self.head.config, self._model.device
-        texts = [[*each.prompt, *each.answer] for each in answers]
-        starts = list(itertools.accumulate(map(len, texts), initial=0))
-        tokens = torch.tensor([id_ for text in texts for id_ in text], device=device)
-        vectors, logits = self._seen(tokens.split([len(text) for text in texts]))
-        # Rows of the pairs, [answers, pairs]; behind an answer's end its last, which none before it sees.
-        most = max(map(len, texts)) - 1
-        last = torch.tensor([len(text) - 2 for text in texts], device=device)
-        rows = torch.tensor(starts[:-1], device=device)[:, None]
-        rows = rows + torch.arange(most, device=device).minimum(last[:, None])
-        self._table.reach(most + config.reach + config.rope_start)
-        read = tokens[rows + 1]
-        embedded = self.lm_head.embed(read) if head.embed_tokens is None else head.embed_tokens(read)
-        embedded = embedded.to(vectors[0].dtype)
-        x = head.fuse(vectors)[rows]
-        spans = [_chains(each, 0) for each in answers]
-        about = [start + row + 1 for start, span in zip(starts, spans, strict=False) for row in span]
-        target = functional.log_softmax(logits[torch.tensor(about, device=device)].float(), -1)
-        known = target if head.draft_ids is None else target[:, head.draft_ids]
-        seen = _Seen(config.heads // config.kv_heads, len(answers))
-        firsts = list(itertools.accumulate(map(len, spans), initial=0))
-        for step in range(config.reach):
-            count = most - step
-            positions = torch.arange(count, device=device).repeat(len(answers)) + step + config.rope_start
-            entering, read_too = x[:, :count].flatten(0, 1), embedded[:, step:].flatten(0, 1)
-            x = head.step(entering, read_too, self._table.at(positions), seen).view(len(answers), count, -1)
-            chains = [_chains(each, step) for each in answers]
-            numbered = list(enumerate(chains))
-            places = torch.tensor([text * count + row for text, own in numbered for row in own], device=device)
-            if not len(places):
-                return
-            said = [firsts[text] + row for text, own in numbered for row in range(len(own))]
-            behind = [starts[text] + row + step + 2 for text, own in numbered for row in own]
-            first = torch.tensor(said, device=device)
-            yield UnrolledStep(
-                head.leaving(x.flatten(0, 1)[places]),
-                known[first + step],
-                tokens[torch.tensor(behind, device=device)],
-                first,
-            )
+    @abstractmethod
+    def steps(
+        self, answers: Sequence[WrittenAnswer], pairs: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[UnrolledStep]:
+        """The steps, of chains that begin in the answers, these one behind another.
+
+        Args:
+            answers: some.
+            pairs: of each, where chains begin (`pairs`); None: wherever they can.
+        """
+
+    def pairs(self, answer: WrittenAnswer, number: int) -> Sequence[int]:
+        """Where chains begin in an answer that is the one of this number in a training, by `chains_of`."""
+        return chains_of(answer, 0)
+
+    def acceptance(self, leaving: Tensor) -> Tensor | None:
+        """Logits `[rows]` of the probabilities that tokens are accepted, as the head says; None where it does not."""
+        return None
 
     def logits(self, vectors: Tensor) -> Tensor:
         """`[rows, ids]` of the draft."""
@@ -255,7 +267,7 @@ class Unrolled:
         places = torch.searchsorted(self.head.draft_ids, tokens).clamp_max(len(self.head.draft_ids) - 1)
         return torch.where(self.head.draft_ids[places] == tokens, places, -1)
 
-    def _seen(self, texts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def seen(self, texts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """What the target shows of texts, one behind another: vectors `[tokens, width]` of each layer, and logits
         `[tokens, vocab]`."""
         # As it is served, which autocast would change.
@@ -269,6 +281,60 @@ class Unrolled:
                 self._model.release_cache(each.cache)
         dtype = next(self.head.parameters()).dtype
         return [each.clone().to(dtype) for each in output.layers], output.logits.clone()
+
+
+class Unrolled(Chains):
+    """A head that reads answers of its target, and then its own vectors for some steps: training-time test.
+
+    At step k (from 0) the pair at index i is of what stands for the vector at position i + k and the text's token at
+    i + k + 1; it is about the token behind that. It sees pairs 0 to i of step 0, and those of its own index at later
+    steps: what is there in decoding, where a chain of k tokens was drafted behind position i (2503.01840, section 3.2).
+    """
+
+    def steps(
+        self, answers: Sequence[WrittenAnswer], pairs: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[UnrolledStep]:
+        del pairs  # all, which share their first steps
+        head, config, device = self.head, self.head.config, self._model.device
+        texts = [[*each.prompt, *each.answer] for each in answers]
+        starts = list(itertools.accumulate(map(len, texts), initial=0))
+        tokens = torch.tensor([id_ for text in texts for id_ in text], device=device)
+        vectors, logits = self.seen(tokens.split([len(text) for text in texts]))
+        # Rows of the pairs, [answers, pairs]; behind an answer's end its last, which none before it sees.
+        most = max(map(len, texts)) - 1
+        last = torch.tensor([len(text) - 2 for text in texts], device=device)
+        rows = torch.tensor(starts[:-1], device=device)[:, None]
+        rows = rows + torch.arange(most, device=device).minimum(last[:, None])
+        self._table.reach(most + config.reach + config.rope_start)
+        read = tokens[rows + 1]
+        embedded = self.lm_head.embed(read) if head.embed_tokens is None else head.embed_tokens(read)
+        embedded = embedded.to(vectors[0].dtype)
+        x = head.fuse(vectors)[rows]
+        spans = [chains_of(each, 0) for each in answers]
+        about = [start + row + 1 for start, span in zip(starts, spans, strict=False) for row in span]
+        target = functional.log_softmax(logits[torch.tensor(about, device=device)].float(), -1)
+        known = target if head.draft_ids is None else target[:, head.draft_ids]
+        seen = _Seen(config.heads // config.kv_heads, len(answers))
+        firsts = list(itertools.accumulate(map(len, spans), initial=0))
+        for step in range(config.reach):
+            count = most - step
+            positions = torch.arange(count, device=device).repeat(len(answers)) + step + config.rope_start
+            entering, read_too = x[:, :count].flatten(0, 1), embedded[:, step:].flatten(0, 1)
+            x = head.step(entering, read_too, self._table.at(positions), seen).view(len(answers), count, -1)
+            chains = [chains_of(each, step) for each in answers]
+            numbered = list(enumerate(chains))
+            places = torch.tensor([text * count + row for text, own in numbered for row in own], device=device)
+            if not len(places):
+                return
+            said = [firsts[text] + row for text, own in numbered for row in range(len(own))]
+            behind = [starts[text] + row + step + 2 for text, own in numbered for row in own]
+            first = torch.tensor(said, device=device)
+            yield UnrolledStep(
+                head.leaving(x.flatten(0, 1)[places]),
+                known[first + step],
+                tokens[torch.tensor(behind, device=device)],
+                first,
+            )
 
 
 class _Seen:
@@ -301,7 +367,7 @@ class _Seen:
         return mixed.flatten(2).flatten(0, 1)
 
 
-class Eagle3Objective:
+class ChainObjective:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
     Args:
@@ -313,22 +379,28 @@ class Eagle3Objective:
     """
 
     def __init__(
-        self, unrolled: Unrolled, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
+        self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
     ) -> None:
         self._unrolled, self._text, self._loss, self._decay = unrolled, text, loss, decay
 
     def accumulate(self, batch: Tensor, scale: float) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over some answers, given by their windows `[count, 2]`."""
+        """Add `scale` times the gradient of the mean loss over some answers, given by their windows and
+        numbers `[count, 3]`."""
         head = self._unrolled.head
         starts, records = self._text.starts, self._text.records
-        answers = [records[bisect.bisect_right(starts, first) - 1] for first, _ in batch.tolist()]
-        counts = [sum(len(_chains(each, step)) for each in answers) for step in range(head.reach)]
+        texts = []
+        for first, _, number in batch.tolist():
+            answer = records[bisect.bisect_right(starts, first) - 1]
+            texts.append((answer, self._unrolled.pairs(answer, number)))
+        ends = [(np.array(own), chains_of(each, 0).stop) for each, own in texts]
+        counts = [int(sum((own < end - step).sum() for own, end in ends)) for step in range(head.reach)]
         sums = torch.zeros(head.reach, device=next(head.parameters()).device)
-        for together in read_together(answers, sums.device):
+        for group in read_together(texts, sums.device):
+            together, pairs = [each for each, _ in group], [own for _, own in group]
             leaving: list[Tensor] = []
             gradients: list[Tensor] = []
-            alive = torch.ones(sum(len(_chains(each, 0)) for each in together), device=sums.device)
-            for step, unrolled in enumerate(self._unrolled.steps(together)):
+            alive = torch.ones(sum(map(len, pairs)), device=sums.device)
+            for step, unrolled in enumerate(self._unrolled.steps(together, pairs)):
                 weights = alive[unrolled.chains] if self._decay is None else self._decay**step
                 weights = torch.as_tensor(weights, device=sums.device).expand(len(unrolled.chains))
                 gradient, losses, accepted = self._learn(unrolled, weights * (scale / counts[step]))
@@ -351,24 +423,38 @@ class Eagle3Objective:
             labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
             loss = distill(logits, target, labels, self._loss)
             sums.add_(loss.detach().sum())
-            if self._decay is None:
+            said = self._unrolled.acceptance(some[0])
+            if self._decay is None or said is not None:
                 student = functional.log_softmax(logits.detach().float(), -1)
                 accepted[rows] = torch.minimum(target, student).exp().sum(-1)
+            if said is not None:
+                known = accepted[rows].clamp(0.0, 1.0)
+                loss = loss + functional.binary_cross_entropy_with_logits(said.float(), known, reduction="none")
             yield (loss * weights[rows]).sum()
 
         return gradient_in_chunks(step.leaving[None], losses)[0], sums, accepted
 
 
-def read_together(answers: Sequence[WrittenAnswer], device: torch.device) -> Iterator[list[WrittenAnswer]]:
+Chosen: TypeAlias = tuple[WrittenAnswer, Sequence[int]]
+"""An answer, and where chains begin in it."""
+
+
+def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[list[Chosen]]:
     """Answers in groups of about equally long texts: one by one on a CPU, which gains nothing by more."""
-    ordered = sorted(answers, key=lambda each: len(each.prompt) + len(each.answer))
-    many = 1 if device.type == "cpu" else _TOGETHER
-    for first in range(0, len(ordered), many):
-        yield ordered[first : first + many]
+    ordered = sorted(texts, key=lambda each: len(each[0].prompt) + len(each[0].answer))
+    together: list[Chosen] = []
+    for each in ordered:
+        width = len(each[0].prompt) + len(each[0].answer)
+        if together and (device.type == "cpu" or width * (len(together) + 1) > _TOGETHER):
+            yield together
+            together = []
+        together.append(each)
+    if together:
+        yield together
 
 
 @torch.no_grad()
-def accuracies(unrolled: Unrolled, text: SelfDistillationData, positions: int) -> Mapping[str, float]:
+def accuracies(unrolled: Chains, text: SelfDistillationData, positions: int) -> Mapping[str, float]:
     """`step_K_top_1` of each step, K from 1: shares of a text's tokens, about so many of them, that it guesses.
 
     Raises:

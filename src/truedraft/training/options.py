@@ -131,8 +131,8 @@ class RedrafterSizeOptions(HeadSizeOptions):
 
 
 @dataclass(frozen=True)
-class Eagle3SizeOptions(HeadSizeOptions):
-    """What an EAGLE-3 head is."""
+class LayerHeadOptions(HeadSizeOptions):
+    """What heads on vectors of several layers are."""
 
     length: int = option(5, "Steps of training-time test: how many tokens after the next are guessed.", "T")
     layers: tuple[int, ...] = option(
@@ -145,6 +145,25 @@ class Eagle3SizeOptions(HeadSizeOptions):
     kv_heads: int | None = option(None, "Heads of keys and values.", "N", shown_default="as many as of queries")
     inner: int | None = option(None, "Width inside the MLP.", "N", shown_default="8/3 of the target's width")
     draft_vocab: int = option(8192, "The likeliest ids of the text, among which it guesses; 0 is all of them.", "N")
+
+
+@dataclass(frozen=True)
+class ChainRunOptions(HeadRunOptions):
+    """How they are trained."""
+
+    loss: str = option("kl", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture: kl=0.5,tv=0.5.", "LOSS")
+    by_acceptance: bool = option(
+        False,
+        "Weigh each guessed token by the probability that those before it are accepted, or by --place-decay.",
+        "",
+        name="--by-acceptance/--by-place",
+    )
+
+
+@dataclass(frozen=True)
+class Eagle3SizeOptions(LayerHeadOptions):
+    """What an EAGLE-3 head is."""
+
     fc_norm: bool = option(
         True, "Norm each layer's vectors before they are merged (EAGLE-3.1).", "", name="--fc-norm/--no-fc-norm"
     )
@@ -154,15 +173,41 @@ class Eagle3SizeOptions(HeadSizeOptions):
 
 
 @dataclass(frozen=True)
-class Eagle3RunOptions(HeadRunOptions):
+class BlockSizeOptions(LayerHeadOptions):
+    """What a block drafter is."""
+
+    length: int = option(7, "How many tokens are guessed at once.", "T")
+    layers: tuple[int, ...] = option(
+        (),
+        "A layer of the target whose output is read, 0 the first; may be repeated.",
+        "N",
+        name="--layer",
+        shown_default="five, evenly from the second to the third last",
+    )
+    depth: int = option(2, "Decoder layers of the head.", "N")
+
+
+@dataclass(frozen=True)
+class BlockRunOptions(ChainRunOptions):
     """How it is trained."""
 
-    loss: str = option("kl", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture: kl=0.5,tv=0.5.", "LOSS")
-    by_acceptance: bool = option(
-        False,
-        "Weigh each guessed token by the probability that those before it are accepted, or by --place-decay.",
-        "",
-        name="--by-acceptance/--by-place",
+    anchors: int = option(64, "Places of an answer, at random, from which blocks are guessed in each pass.", "N")
+
+
+@dataclass(frozen=True)
+class DSparkSizeOptions(BlockSizeOptions):
+    """What a DSpark head has beside."""
+
+    markov: int = option(128, "Entries of the Markov head.", "N")
+    markov_kind: str = option("vanilla", "vanilla, gated, or rnn, which carries a state along the block.", "KIND")
+
+
+@dataclass(frozen=True)
+class DSparkRunOptions(BlockRunOptions):
+    """How it is trained."""
+
+    loss: str = option(
+        "kl=0.1,tv=1.8", "kl, reverse-kl, tv, jsd, lk or lk-adaptive; or a mixture, as the one that DSpark has.", "LOSS"
     )
 
 

@@ -18,7 +18,13 @@ from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
 from truedraft.training.workspace import duration, write_whole
 
-_TITLES = {"medusa": "Medusa heads", "redrafter": "A recurrent head (ReDrafter)", "eagle": "An EAGLE-3 head"}
+_TITLES = {
+    "medusa": "Medusa heads",
+    "redrafter": "A recurrent head (ReDrafter)",
+    "eagle": "An EAGLE-3 head",
+    "dflash": "A block drafter (DFlash)",
+    "dspark": "A block drafter (DSpark)",
+}
 
 
 @dataclass(frozen=True)

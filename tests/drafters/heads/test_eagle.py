@@ -19,7 +19,7 @@ from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftRequest, Eagle3, Portfolio, PromptLookup
-from truedraft.drafters.heads.eagle import LikeliestTree
+from truedraft.drafters.heads.levels import LikeliestTree
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head, HeadRecord
 from truedraft.models.backends.native.build import built

@@ -1,0 +1,320 @@
+"""Drafters with keys and values of their own, on vectors of several layers of the target: what they share.
+
+Their trees grow level by level, whether each level is a forward of its own (EAGLE-3) or all come from one (blocks).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import CachePool, RequestCache
+from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
+from truedraft.core.noise import Noise
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.top_k import TopK
+from truedraft.core.tree import TokenTree, path_to, shape_of
+from truedraft.drafters.base import DraftRequest, Features, StepOutcome
+from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.held import Held
+from truedraft.drafters.tree_builder import TreeBuilder, draw_level
+from truedraft.errors import CompositionError, OptionError
+from truedraft.heads.base import Head
+from truedraft.models.base import LanguageModel, Segment
+
+BEAMS = 8
+
+
+class LevelRunner(Protocol):
+    """A head in the dtype and on the device of a target."""
+
+    device: torch.device
+    """Where it computes."""
+    pool: CachePool
+    """Where caches of requests come from."""
+
+
+HeadT = TypeVar("HeadT", bound=Head)
+LevelRunnerT = TypeVar("LevelRunnerT", bound=LevelRunner)
+
+
+@dataclass(slots=True, eq=False)
+class LayerText:
+    """What the head knows of a request: keys and values of pairs that it read, and vectors that it did not read yet."""
+
+    cache: RequestCache
+    unread: list[Tensor] = field(default_factory=list)  # of each layer side by side, [rows, layers * width]
+
+    @property
+    def behind(self) -> int:
+        """Rows that were not read."""
+        return sum(map(len, self.unread))
+
+    def take(self, layers: int) -> tuple[Tensor, ...]:
+        """Their vectors `[rows, width]` of each of so many layers; they count as read."""
+        vectors = torch.cat(self.unread).chunk(layers, dim=-1)
+        self.unread.clear()
+        return vectors
+
+
+class LikeliestTree:
+    """The nodes with the largest products of probabilities, of a search that keeps so many open at each level.
+
+    EAGLE-2 (Li et al., arXiv 2406.16858), section 4: each open node brings its likeliest tokens, the best of all of
+    them are opened next, and in the end the best nodes of all levels are kept. A node is never likelier than its
+    parent, so these are a tree. They are chosen, not drawn: candidates, which every rule judges exactly.
+
+    Worked example, two open at a level: the root brings a of 0.6 and b of 0.3, a brings c of 0.4 and d of 0.2, b brings
+    e of 0.9 and f of 0.1. Products are 0.24, 0.12, 0.27 and 0.03, so c and e are opened, and the best four nodes are a,
+    b, e and c.
+
+    Args:
+        cache: of the head.
+        request: what is drafted for.
+        budget: its width is how many are open, and how many tokens each brings.
+    """
+
+    def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget) -> None:
+        self.cache, self.request, self.budget = cache, request, budget
+        self.open: Sequence[int] = [-1]
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._scores: list[float] = []  # logs of products
+        self._depths: list[int] = []
+        self._fed: list[int] = []
+
+    @property
+    def unfed_parents(self) -> Sequence[int]:
+        """The parent of each node that is opened; -1 is the root."""
+        return [self._parents[node] for node in self.open]
+
+    def keep_open(self, nodes: Sequence[int]) -> None:
+        """Hang nothing below open nodes but these."""
+        self.open = nodes
+
+    def open_paths(self) -> list[tuple[int, ...]]:
+        """The tokens from the root to each open node."""
+        return [tuple(self._tokens[each] for each in path_to(node, self._parents)) for node in self.open]
+
+    def grow(self, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> None:
+        """Hang the likeliest tokens of each open node below it, and open the best of them."""
+        first = len(self._tokens)
+        for parent, tokens, logs in zip(self.open, ids, log_probs, strict=True):
+            above, depth = (self._scores[parent], self._depths[parent]) if parent >= 0 else (0.0, 0)
+            for token, log in zip(tokens, logs, strict=True):
+                if log > -math.inf:
+                    self._tokens.append(token)
+                    self._parents.append(parent)
+                    self._scores.append(above + log)
+                    self._depths.append(depth + 1)
+        best = sorted(range(first, len(self._tokens)), key=lambda node: -self._scores[node])[: self.budget.width]
+        grows = best and self._depths[best[0]] < self.budget.depth
+        self.open = sorted(best) if grows else ()
+
+    def segment(self) -> Segment:
+        """The open nodes, with logits at each."""
+        written = len(self._fed)
+        self._fed += self.open
+        place = {node: number for number, node in enumerate(self._fed)} | {-1: -1}
+        shape = shape_of(tuple(place[self._parents[node]] for node in self._fed))
+        tokens = torch.tensor([self._tokens[node] for node in self.open])
+        return Segment(self.cache, tokens, shape, range(len(self.open)), written)
+
+    def proposal(self) -> Proposal:
+        """The best nodes, the likeliest first."""
+        order = sorted(range(len(self._tokens)), key=lambda node: (-self._scores[node], self._depths[node]))
+        kept = order[: self.budget.nodes]
+        if not kept:
+            return Proposal.empty()
+        place = {node: number for number, node in enumerate(kept)} | {-1: -1}
+        shape = shape_of(tuple(place[self._parents[node]] for node in kept))
+        return Proposal.deterministic(TokenTree.of_ids([self._tokens[node] for node in kept], shape))
+
+
+def grow_likeliest(trees: Sequence[LikeliestTree], logits: Tensor) -> list[LikeliestTree]:
+    """Grow trees by a level; returns those that grow on.
+
+    Args:
+        trees: some.
+        logits: `[nodes, vocab]`, the trees' open nodes one behind another.
+    """
+    counts = [len(tree.open) for tree in trees]
+    if any(tree.request.shaping is not None for tree in trees):
+        parts = zip(trees, logits.split(counts), strict=True)
+        logits = torch.cat(
+            [own if tree.request.shaping is None else tree.request.shaping.of_paths(own, tree.open_paths())
+             for tree, own in parts]
+        )  # fmt: skip
+    top = TopK.of(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
+    start = 0
+    for tree, count in zip(trees, counts, strict=True):
+        here = slice(start, start + count), slice(tree.budget.width)
+        tree.grow(top.ids[here].tolist(), top.log_probs[here].tolist())
+        start += count
+    return [tree for tree in trees if tree.open]
+
+
+Tree = TypeVar("Tree", TreeBuilder, LikeliestTree)
+
+
+def running(head: HeadT, target: LanguageModel) -> HeadT:
+    """A copy of a head in the dtype and on the device of a target; ids stay what they are."""
+    weights = {
+        name: each.to(target.device, target.dtype if each.is_floating_point() else each.dtype, copy=True)
+        for name, each in head.state_dict().items()
+    }
+    with torch.device("meta"):
+        own = type(head)(head.config)
+    own.load_state_dict(weights, assign=True)
+    return own.eval().requires_grad_(False)
+
+
+def over_all_ids(logits: Tensor, draft_ids: Tensor | None, vocab: int) -> Tensor:
+    """Logits `[rows, vocab]` of those `[rows, ids]` of a draft; ids that it does not guess among have no mass."""
+    if draft_ids is None:
+        return logits[:, :vocab]
+    return logits.new_full((len(logits), vocab), -torch.inf).index_copy_(1, draft_ids, logits)
+
+
+class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
+    """Drafts with a head that has a cache of its own, on vectors of several layers of the target.
+
+    What it drafted is dropped after each verdict, and committed tokens are read with the target's own vectors. Greedy
+    requests get a chain, a tree of so many draws at each node, or with `nodes` the likeliest tree (`LikeliestTree`).
+    Sampled requests get draws from the head's distribution, over a reduced vocabulary where it has one: exact, as ids
+    that it never guesses have no probability there.
+
+    It sees the rows of all tokens of a prompt, so the target computes them: no prefix of another request is copied.
+
+    Args:
+        head: trained for the target.
+        num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
+        branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
+        min_probability: draft no further below a token that the head gave less than this; the token stays.
+        nodes: of the likeliest tree, which greedy requests then get.
+        beams: nodes of it that are open at each level, and tokens that each brings.
+
+    Raises:
+        OptionError: an option is out of range.
+    """
+
+    observes_lazily = False
+
+    def __init__(
+        self,
+        head: HeadT,
+        *,
+        num_speculative_tokens: int | None = None,
+        branching: Sequence[int] | None = None,
+        min_probability: float = 0.0,
+        nodes: int | None = None,
+        beams: int = BEAMS,
+    ) -> None:
+        super().__init__(head)
+        config: Any = head.config
+        if min(config.layers, default=-1) < 0:
+            raise OptionError(
+                "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
+                "give its config at_usual_layers of the target"
+            )
+        length = head.reach if num_speculative_tokens is None else num_speculative_tokens
+        check_nodes("num_speculative_tokens", length)
+        self.branching = tuple(branching) if branching is not None else (1,) * length
+        widest, most = max(self.branching, default=0), nodes_of(self.branching)
+        if nodes is not None:
+            if branching is not None:
+                raise OptionError(f"drafter {self.name!r} takes branching or nodes, not both")
+            check_nodes("nodes", nodes)
+            check_nodes("beams", beams)
+            widest, most = beams, nodes
+        if self.levels is not None and len(self.branching) > head.reach:
+            raise OptionError(f"this head guesses {head.reach} tokens at once, and {len(self.branching)} are asked for")
+        self._chooses = nodes is not None
+        self.limits = Budget(len(self.branching), widest, most, min_probability)
+        self.features = Features("kept", layers=config.layers)
+        self._texts: dict[int, LayerText] = {}
+        self.held = Held(noted=[self._texts])
+
+    @property
+    def kinds(self) -> frozenset[DrawKind]:
+        single = max(self.branching, default=1) == 1
+        return frozenset({DrawKind.INDEPENDENT if single else DrawKind.WITHOUT_REPLACEMENT})
+
+    def _runner_for(self, target: LanguageModel) -> LevelRunnerT:
+        layers: Sequence[int] = self.head.config.layers  # type: ignore[attr-defined]
+        if max(layers) >= target.shown_layers:
+            raise CompositionError(
+                f"this head reads layers {', '.join(map(str, layers))}, and {target.name} shows "
+                f"{target.shown_layers}; take a head that was trained for it"
+            )
+        ids: Any = getattr(self.head, "draft_ids", None)
+        if ids is not None and int(ids.max()) >= target.vocab_size:
+            raise CompositionError(
+                f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take "
+                "a head that was trained for it"
+            )
+        return self._new_runner(target)
+
+    @abstractmethod
+    def _new_runner(self, target: LanguageModel) -> LevelRunnerT:
+        """The head as it runs beside a target that has its layers and ids."""
+
+    def hint(self, request: DraftRequest) -> Hint:
+        text = self._texts.get(request.id)
+        if text is None or not (text.cache.length or text.unread):
+            return Hint(finds=False)
+        return Hint(behind=text.behind + 1, confident=self.limits.width == 1)
+
+    def begin(self, request: DraftRequest) -> None:
+        self._texts[request.id] = LayerText(self._running[0].pool.acquire())
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        """Drop what was drafted, and keep the vectors of tokens that stay."""
+        for request, outcome in zip(batch, outcomes, strict=True):
+            text = self._texts[request.id]
+            text.cache.rollback(text.cache.length)
+            if outcome.layers:
+                text.unread.append(torch.cat(outcome.layers, dim=-1))
+
+    def end(self, request: DraftRequest) -> None:
+        text = self._texts.pop(request.id, None)
+        if text is not None:
+            self._running[0].pool.release(text.cache)
+
+    def propose(
+        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
+    ) -> list[Proposal]:
+        """Read what was committed since the last proposal, then draw level by level."""
+        chosen: list[LikeliestTree] = []
+        drawn: list[TreeBuilder] = []
+        trees: list[LikeliestTree | TreeBuilder] = []
+        for request, budget, own in zip(batch, budgets, noise, strict=True):
+            text = self._texts[request.id]
+            text.cache.rollback(text.cache.length)
+            within = budget.within(self.limits) if text.unread else NO_DRAFT
+            if self._chooses and request.params.greedy:
+                chosen.append(LikeliestTree(text.cache, request, within))
+                trees.append(chosen[-1])
+            else:
+                drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
+                trees.append(drawn[-1])
+        if level := [each for each in chosen if not each.budget.is_zero]:
+            self._grow(level, grow_likeliest)
+        if drawing := [each for each in drawn if not each.budget.is_zero]:
+            self._grow(drawing, draw_level)
+        return [each.proposal() for each in trees]
+
+    @abstractmethod
+    def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
+        """Read what trees stand behind, then grow them level by level.
+
+        Args:
+            level: trees that have something to draw.
+            grow: from logits `[nodes, vocab]` of their open nodes, one behind another, to those that grow on.
+        """

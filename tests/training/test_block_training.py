@@ -1,0 +1,214 @@
+"""Block drafters in training: each step is what drafting does, loss and gradient are the page's, and whole runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from support.block_reference import BlockReference, random_block
+from support.tiny_models import CONTEXT, VOCAB, build
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.drafters import DFlash, DSpark
+from truedraft.errors import OptionError
+from truedraft.heads import BlockConfig, DFlashHead, DSparkHead
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.lm_head import LmHead
+from truedraft.training.block import Blocks, DFlashTrainingConfig, DSparkTrainingConfig
+from truedraft.training.eagle import ChainObjective
+from truedraft.training.evaluate import foretold
+from truedraft.training.heads import train_heads
+from truedraft.training.losses import loss_from_spec
+from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.prompts import PromptSets
+from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
+
+PLAIN = BlockConfig(48, VOCAB, (0, 1), 4, 96, 2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT)
+MARKOV = replace(
+    PLAIN, block=3, from_anchor=True, markov=8, confidence=True, confidence_reads_token=True, draft_vocab=40,
+    own_output=True,
+)  # fmt: skip
+SHAPES = {"DFlash": (DFlashHead, PLAIN), "DSpark": (DSparkHead, MARKOV)}
+SHAPES |= {"recurrent": (DSparkHead, replace(MARKOV, markov_kind="rnn", confidence_reads_token=False))}
+PROMPT, ANSWER = [5, 9, 11, 3], [60, 2, 11, 3, 41, 7]
+ANSWERS = [
+    WrittenAnswer(prompt, answer, 0.0, False)
+    for prompt, answer in ((PROMPT, ANSWER), ([7], [3, 9, 2, 8, 5, 1, 6]), (PROMPT, [5, 7]))
+]
+
+
+def as_transformers_runs_it() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return build(config, seed=3, spread=0.15)
+
+
+def blocks(name: str, anchors: int = 100) -> Blocks:
+    packed = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
+    made = random_block(*SHAPES[name]).requires_grad_(True)
+    return Blocks(made, LmHead.of(as_transformers_runs_it()), packed, anchors, seed=1)
+
+
+def text(*answers: WrittenAnswer) -> SelfDistillationData:
+    return SelfDistillationData(list(answers), np.zeros((sum(len(each.answer) for each in answers), 48), np.uint16))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_each_step_is_a_token_of_a_block_whose_tokens_before_are_the_texts(name: str) -> None:
+    """Several texts side by side, one of which ends before another and is too short for the last step."""
+    made, seen = blocks(name), 0
+    reference = BlockReference(as_transformers_runs_it(), made.head)
+    for step, each in enumerate(made.steps(ANSWERS)):
+        logits, said = made.logits(each.leaving), made.acceptance(each.leaving)
+        places = [(answer, at) for answer in ANSWERS for at in range(max(len(answer.prompt), 2) - 1, 99)]
+        places = [(whole, at) for whole, at in ((each.prompt + each.answer, at) for each, at in places)]
+        places = [(whole, at) for whole, at in places if at < len(whole) - 1]
+        for row, chain in enumerate(each.chains.tolist()):
+            whole, anchor = places[chain]
+            ids = slice(None) if made.head.draft_ids is None else made.head.draft_ids
+            path = whole[anchor + 1 : anchor + 1 + step]
+            expected, accepted = reference.draft_logits(whole[: anchor + 1], path)
+            torch.testing.assert_close(logits[row], expected, rtol=0, atol=5e-5)
+            assert said is None or float(said[row]) == pytest.approx(float(accepted), abs=5e-5)
+            assert int(each.tokens[row]) == whole[anchor + 1 + step]
+            state = reference.model(torch.tensor([whole])).logits[0, anchor + step].log_softmax(-1)
+            torch.testing.assert_close(each.target[row], state[ids], rtol=0, atol=5e-5)
+            seen += 1
+    assert seen == (6 + 6 + 2) + (5 + 5 + 1) + (4 + 4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_loss_and_gradient_are_those_of_the_page(name: str) -> None:
+    """From three anchors of an answer, the loss of DSpark's paper, by the reference's own graph."""
+    made = blocks(name, anchors=3)
+    pairs = made.pairs(ANSWERS[0], 7)
+    assert len(pairs) == 3 and pairs != made.pairs(ANSWERS[0], 8) and pairs == made.pairs(ANSWERS[0], 7)
+    objective = ChainObjective(made, text(*ANSWERS[:1]), loss_from_spec("kl=0.1,tv=1.8"), 0.7)
+    loss = objective.accumulate(torch.tensor([[0, 5, 7]]), 1.0)["loss"]
+    found = {key: each.grad.clone() for key, each in made.head.named_parameters() if each.grad is not None}
+    made.head.zero_grad()
+    reference, whole = BlockReference(as_transformers_runs_it(), made.head), PROMPT + ANSWER
+    with torch.no_grad():
+        targets = reference.model(torch.tensor([whole])).logits[0].log_softmax(-1)
+    total, divergence = torch.zeros(()), 0.0
+    for step in range(made.head.reach):
+        anchors = [pair + 1 for pair in pairs if pair + 1 + step < len(whole) - 1]
+        for anchor in anchors:
+            logits, said = reference.draft_logits(whole[: anchor + 1], whole[anchor + 1 : anchor + 1 + step])
+            q, log_p = logits.log_softmax(-1), targets[anchor + step]
+            log_p = log_p if made.head.draft_ids is None else log_p[made.head.draft_ids]
+            p = log_p.exp()
+            own = 0.1 * (p * (log_p - q)).sum() + 0.9 * (p - q.exp()).abs().sum()
+            divergence += 0.7**step * float(own) / len(anchors)
+            if made.head.confidence_head is not None:
+                accepted = torch.minimum(p, q.exp()).sum().detach()
+                chance = torch.sigmoid(said)
+                own = own - accepted * chance.log() - (1 - accepted) * (1 - chance).log()
+            total = total + 0.7**step * own / len(anchors)
+    total.backward()
+    assert loss == pytest.approx(divergence, rel=1e-4)
+    for key, each in made.head.named_parameters():
+        expected = torch.zeros_like(each) if each.grad is None else each.grad
+        torch.testing.assert_close(found.get(key, torch.zeros_like(each)), expected, rtol=2e-3, atol=2e-5)
+    assert len(found) == len(list(made.head.parameters()))
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    for options, said in (
+        ({"loss": "ce"}, "must compare distributions"),
+        ({"anchors": 0}, "anchors"),
+        ({"stage": 2}, "1"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            DFlashTrainingConfig(**options)
+    with pytest.raises(OptionError, match="markov"):
+        DSparkTrainingConfig(markov=0)
+
+
+CONFIGS: dict[str, Any] = {
+    "DFlash": (DFlashTrainingConfig, DFlash, {}),
+    "DSpark": (DSparkTrainingConfig, DSpark, {"markov": 8, "markov_kind": "rnn", "by_acceptance": True}),
+}
+
+
+@pytest.fixture
+def prompts(stream: Any) -> PromptSets:
+    pieces = [stream[first : first + 12].tolist() for first in range(0, 900, 30)]
+    return PromptSets(pieces[:20], pieces[20:26], pieces[26:], stream[900:1000])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_head_is_trained_measured_and_saved(name: str, learned_folder: Any, prompts: Any, tmp_path: Any) -> None:
+    made, drafter, more = CONFIGS[name]
+    config = made(
+        tokens=400, writing=WritingConfig(answer_tokens=16, batch=8), steps=30, learning_rate=1e-2, length=4,
+        positions_per_step=64, evaluate_every=10, layers=(0, 1), draft_vocab=64, anchors=6, **more,
+    )  # fmt: skip
+    result = train_heads(learned_folder, prompts, tmp_path, config)
+    kept, target = config.head.load(tmp_path), load_model(learned_folder)
+    assert kept.config.layers == (0, 1) and kept.record.fingerprint == target.fingerprint
+    sizes = [each.about.get("num_speculative_tokens", 0) for each in result.report.evaluations]
+    assert sizes == [2, 4, 0, 2, 4]
+    assert result.report.evaluations[1].stats.accepted_tokens > 10
+    assert all(1.0 <= each.about["promised"] <= 5.0 for each in result.report.evaluations)
+    assert (tmp_path / "work" / "log.jsonl").read_text().count("slot_4_top_1") >= 3
+    prompt = prompts.test[0]
+    answer = Engine(target, drafter(kept), controller="fixed").generate([prompt], SamplingParams(max_tokens=16))[0]
+    assert answer.token_ids == Engine(target).generate([prompt], SamplingParams(max_tokens=16))[0].token_ids
+    assert f"{config.head.kind}:FOLDER" in (tmp_path / "README.md").read_text()
+    assert len(list(itertools.chain(tmp_path.glob("*.safetensors")))) == 1
+
+
+def test_an_interrupted_training_goes_on_to_the_same_bits(learned_folder: Any, prompts: Any, tmp_path: Any) -> None:
+    def weights(folder: Any, steps: Any) -> dict[str, Tensor]:
+        config = DSparkTrainingConfig(
+            tokens=400, writing=WritingConfig(answer_tokens=16, batch=8), steps=12, length=3, positions_per_step=64,
+            layers=(0, 1), draft_vocab=64, anchors=4, markov=8, checkpoint_every_s=0.0,
+        )  # fmt: skip
+        stops = iter(steps)
+
+        class Stops(Exception):
+            pass
+
+        from truedraft.training.loop import Callbacks
+
+        def on_checkpoint(saved: Any) -> None:
+            if saved.step == next(stops, None):
+                raise Stops
+
+        for _ in range(len(steps)):
+            with pytest.raises(Stops):
+                train_heads(learned_folder, prompts, folder, config, callbacks=Callbacks(on_checkpoint=on_checkpoint))
+        train_heads(learned_folder, prompts, folder, config)
+        return DSparkHead.load(folder).state_dict()
+
+    whole, parts = weights(tmp_path / "whole", ()), weights(tmp_path / "parts", (1,))
+    assert all(parts[name].equal(each) for name, each in whole.items())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("shape", [{}, {"nodes": 8, "beams": 3}], ids=["chain", "tree"])
+def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: dict[str, int]) -> None:
+    target = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
+    prompts = [PROMPT, [7], [*PROMPT, 8, 1, 30]]
+    params = SamplingParams(max_tokens=24)
+    answers = Engine(target).generate(prompts, params)
+    records = [
+        WrittenAnswer(prompt, list(each.token_ids), 0.0, False) for prompt, each in zip(prompts, answers, strict=True)
+    ]
+    head = random_block(*SHAPES[name])
+    made: Any = DFlash if isinstance(head, DFlashHead) else DSpark
+    found = foretold(target, text(*records), 0.0, made(head, **shape))
+    counted = [each.stats for each in Engine(target, made(head, **shape), controller="fixed").generate(prompts, params)]
+    calls = sum(each.target_calls for each in counted)
+    assert found is not None and found.value == pytest.approx(3 * 23 / calls)
