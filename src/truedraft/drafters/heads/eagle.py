@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
-from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.base import HeadDrafter, HeadT
 from truedraft.drafters.held import Held
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError, OptionError
@@ -28,6 +29,26 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.packing import ForwardPlan
 
 _READ_TOKENS, _BEAMS = 512, 8
+
+RunnerT = TypeVar("RunnerT", bound="HeadRunner")
+
+
+class HeadRunner(Protocol):
+    """A head that reads pairs of vectors and tokens, as it runs beside a target.
+
+    Attributes:
+        device: where it computes.
+        pool: where caches of requests come from.
+    """
+
+    device: torch.device
+    pool: CachePool
+
+    def fuse(self, vectors: Tensor) -> Tensor:
+        """Vectors of the target as they were observed, `[rows, layers * width]`, as `forward` reads them."""
+
+    def forward(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Read pairs of vectors and tokens; see `Eagle3Runner.forward`."""
 
 
 class Eagle3Runner:
@@ -58,10 +79,10 @@ class Eagle3Runner:
         self.pool = CachePool(head.config.most_positions)
 
     @torch.inference_mode()
-    def fuse(self, layers: Sequence[Tensor]) -> Tensor:
-        """Vectors `[rows, width]` of each layer, merged into one."""
+    def fuse(self, vectors: Tensor) -> Tensor:
+        """Vectors of each layer side by side, `[rows, layers * width]`, merged into one."""
         width = self._head.config.width
-        return self._head.fuse([each[:, :width] for each in layers])
+        return self._head.fuse([each[:, :width] for each in vectors.chunk(self._head.config.merged, dim=-1)])
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,19 +233,18 @@ def grow_likeliest(trees: Sequence[LikeliestTree], logits: Tensor) -> list[Likel
 Tree = TypeVar("Tree", TreeBuilder, LikeliestTree)
 
 
-class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
-    """Drafts with an EAGLE-3 head (2503.01840) on vectors of several layers of the target.
+class PairDrafter(HeadDrafter[HeadT, RunnerT]):
+    """Drafts with a head that reads pairs: a vector of the target, and the token behind it.
 
     The head has a cache of its own: what it drafted is dropped after each verdict, and committed tokens are read again
     with the target's own vectors. A level of the tree is one forward for all requests. Greedy requests get a chain, a
     tree of so many draws at each node, or with `nodes` the likeliest tree (`LikeliestTree`). Sampled requests get draws
-    from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it never guesses have
-    no probability there.
+    from the head's distribution.
 
     It sees the rows of all tokens of a prompt, so the target computes them: no prefix of another request is copied.
 
     Args:
-        head: trained for the target.
+        head: of the target.
         num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the head gave less than this; the token stays.
@@ -235,12 +255,11 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         OptionError: an option is out of range.
     """
 
-    name: ClassVar[str] = "eagle"
     observes_lazily = False
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: HeadT,
         *,
         num_speculative_tokens: int | None = None,
         branching: Sequence[int] | None = None,
@@ -249,45 +268,34 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         beams: int = _BEAMS,
     ) -> None:
         super().__init__(head)
-        if min(head.config.layers, default=-1) < 0:
-            raise OptionError(
-                "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
-                "give its config at_usual_layers of the target"
-            )
+        self.features = self._features()
         length = head.reach if num_speculative_tokens is None else num_speculative_tokens
         check_nodes("num_speculative_tokens", length)
         self.branching = tuple(branching) if branching is not None else (1,) * length
         widest, most = max(self.branching, default=0), nodes_of(self.branching)
         if nodes is not None:
             if branching is not None:
-                raise OptionError("drafter 'eagle' takes branching or nodes, not both")
+                raise OptionError(f"drafter {self.name!r} takes branching or nodes, not both")
             check_nodes("nodes", nodes)
             check_nodes("beams", beams)
             widest, most = beams, nodes
         self._chooses = nodes is not None
         self.limits = Budget(len(self.branching), widest, most, min_probability)
-        self.features = Features("kept", layers=head.config.layers)
         self._texts: dict[int, _Text] = {}
         self.held = Held(noted=[self._texts])
+
+    @abstractmethod
+    def _features(self) -> Features:
+        """What the head reads of the target, as far as is known without it."""
+
+    @abstractmethod
+    def _observed(self, outcome: StepOutcome) -> Tensor | None:
+        """The target's vectors at tokens that stay, `[rows, layers * width]`; None where there are none."""
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
         single = max(self.branching, default=1) == 1
         return frozenset({DrawKind.INDEPENDENT if single else DrawKind.WITHOUT_REPLACEMENT})
-
-    def _runner_for(self, target: LanguageModel) -> Eagle3Runner:
-        if max(self.head.config.layers) >= target.shown_layers:
-            raise CompositionError(
-                f"this head reads layers {', '.join(map(str, self.head.config.layers))}, and {target.name} shows "
-                f"{target.shown_layers}; take a head that was trained for it"
-            )
-        ids = self.head.draft_ids
-        if ids is not None and int(ids.max()) >= target.vocab_size:
-            raise CompositionError(
-                f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take "
-                "a head that was trained for it"
-            )
-        return Eagle3Runner(self.head, target)
 
     def hint(self, request: DraftRequest) -> Hint:
         text = self._texts.get(request.id)
@@ -303,8 +311,9 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         for request, outcome in zip(batch, outcomes, strict=True):
             text = self._texts[request.id]
             text.cache.rollback(text.cache.length)
-            if outcome.layers:
-                text.unread.append(torch.cat(outcome.layers, dim=-1))
+            vectors = self._observed(outcome)
+            if vectors is not None:
+                text.unread.append(vectors)
 
     def end(self, request: DraftRequest) -> None:
         text = self._texts.pop(request.id, None)
@@ -344,13 +353,12 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
                 vectors, logits = runner.forward([own.segment() for own in level], vectors[above])
 
     def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and the tokens behind them; what `Eagle3Runner.forward` gives at the last of each."""
+        """Read pairs of vectors and the tokens behind them; what the runner gives at the last of each."""
         runner = self._running[0]
         last: list[tuple[RequestCache, Tensor, Tensor]] = []  # what the joint forward reads of each
         for tree in trees:
             text, request = self._texts[tree.request.id], tree.request
-            layers = torch.cat(text.unread).chunk(self.head.config.merged, dim=-1)
-            tokens, vectors = torch.tensor(request.tokens[-text.behind :]), runner.fuse(layers)
+            tokens, vectors = torch.tensor(request.tokens[-text.behind :]), runner.fuse(torch.cat(text.unread))
             text.unread.clear()
             *parts, end = zip(tokens.split(_READ_TOKENS), vectors.split(_READ_TOKENS), strict=True)
             for ids, own in parts:
@@ -362,3 +370,42 @@ class Eagle3(HeadDrafter[Eagle3Head, Eagle3Runner]):
         for cache, ids, _ in last:
             cache.commit(range(len(ids)))
         return found
+
+
+class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
+    """Drafts with an EAGLE-3 head (2503.01840) on vectors of several layers of the target; options: `PairDrafter`.
+
+    Draws of a head with a reduced vocabulary are exact over the whole one, as ids that it never guesses have no
+    probability there.
+
+    Raises:
+        OptionError: an option is out of range, or the head does not name its layers.
+    """
+
+    name: ClassVar[str] = "eagle"
+
+    def _features(self) -> Features:
+        layers = self.head.config.layers
+        if min(layers, default=-1) < 0:
+            raise OptionError(
+                "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
+                "give its config at_usual_layers of the target"
+            )
+        return Features("kept", layers=layers)
+
+    def _runner_for(self, target: LanguageModel) -> Eagle3Runner:
+        if max(self.head.config.layers) >= target.shown_layers:
+            raise CompositionError(
+                f"this head reads layers {', '.join(map(str, self.head.config.layers))}, and {target.name} shows "
+                f"{target.shown_layers}; take a head that was trained for it"
+            )
+        ids = self.head.draft_ids
+        if ids is not None and int(ids.max()) >= target.vocab_size:
+            raise CompositionError(
+                f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take "
+                "a head that was trained for it"
+            )
+        return Eagle3Runner(self.head, target)
+
+    def _observed(self, outcome: StepOutcome) -> Tensor | None:
+        return torch.cat(outcome.layers, dim=-1) if outcome.layers else None
