@@ -11,19 +11,16 @@ Only tensors are read, no code that a file may hold. Neither says for which weig
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of
-from truedraft.heads.base import HeadRecord, tensors_in
+from truedraft.heads.base import HeadRecord, tensors_in, write_published
 from truedraft.heads.eagle import Eagle3Config, Eagle3Head
 
 _CONFIG = "config.json"
@@ -161,34 +158,81 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
             "this format is of heads with an LM head of their own, whose positions count from 0 and whose vectors are "
             "normed behind fc alone; keep this head in truedraft's own folder"
         )
-    weights = {name: weight.contiguous() for name, weight in head.state_dict().items() if name != "draft_ids"}
-    if head.draft_ids is not None:
-        weights["d2t"] = head.draft_ids - torch.arange(len(head.draft_ids))
-        weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, head.draft_ids, True)
-    about: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()}
-    about |= {
+    about = _layer_of(config) | {
         "architectures": list(_FLAT[:1]),
-        "model_type": "llama",
+        "draft_vocab_size": config.draft_vocab or config.vocab_size,
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None if config.rope["rope_type"] == "default" else dict(config.rope),
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "target_model": target,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers]},
+    }
+    write_published(folder, _weights_of(head), about)
+
+
+def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = "", family: str = "") -> None:
+    """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
+
+    Positions count from 1 there; a rotation sees their differences alone, so a head that counts from 0 drafts the same.
+    An embedding that the head has not is the target's, which `speculators` looks for where `target` is.
+
+    Args:
+        head: with an LM head of its own.
+        folder: of its files, made if need be.
+        target: a folder or a hub name of the target.
+        family: the target's class, such as "LlamaForCausalLM".
+
+    Raises:
+        ModelError: the format has no place for something that the head has, or the files cannot be written.
+    """
+    config = head.config
+    if not config.own_output or not config.layers:
+        raise ModelError("this format is of heads with an LM head of their own that name the layers they read")
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": config.reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
+    }  # fmt: skip
+    about = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": _NESTED,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": _layer_of(config) | {"rope_parameters": dict(config.rope)},
+        "draft_vocab_size": config.draft_vocab or config.vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": _NESTED,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target or None, "architectures": [family] if family else []},
+        },
+    }
+    weights = {name.replace("midlayer.", "layers.0.", 1): each for name, each in _weights_of(head).items()}
+    write_published(folder, weights, about)
+
+
+def _layer_of(config: Eagle3Config) -> dict[str, Any]:
+    """The layer's own configuration, of transformers' families."""
+    return {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()} | {
+        "model_type": "qwen3" if config.query_norms else "llama",
         "num_hidden_layers": 1,
         "head_dim": config.head,
         "hidden_act": "silu",
         "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab or config.vocab_size,
-        "rope_theta": config.rope["rope_theta"],
-        "rope_scaling": None if config.rope["rope_type"] == "default" else dict(config.rope),
         "max_position_embeddings": config.most_positions,
         "rms_norm_eps": config.eps,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
         "tie_word_embeddings": False,
-        "target_model": target,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers]},
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / _FILES[0])
-        (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot write the head into {str(folder)!r} ({error}); make room, or name another folder"
-        ) from error
+
+
+def _weights_of(head: Eagle3Head) -> dict[str, Tensor]:
+    """The head's weights, with both tables where it guesses among fewer ids."""
+    weights = {name: weight for name, weight in head.state_dict().items() if name != "draft_ids"}
+    if head.draft_ids is not None:
+        weights["d2t"] = head.draft_ids - torch.arange(len(head.draft_ids))
+        weights["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, head.draft_ids, True)
+    return weights

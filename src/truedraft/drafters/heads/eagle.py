@@ -23,6 +23,7 @@ from truedraft.drafters.heads.base import HeadDrafter, HeadT
 from truedraft.drafters.held import Held
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError, OptionError
+from truedraft.heads.base import over_whole_vocabulary
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.models.attention import Full, Scoring
 from truedraft.models.base import LanguageModel, Segment
@@ -118,10 +119,7 @@ class Eagle3Runner:
         leaving = head.leaving(x)
         if head.lm_head is None:
             return target.unembed(leaving)
-        logits: Tensor = head.lm_head(leaving)
-        if head.draft_ids is None:
-            return logits[:, : target.vocab_size]
-        return logits.new_full((len(logits), target.vocab_size), -torch.inf).index_copy_(1, head.draft_ids, logits)
+        return over_whole_vocabulary(head.lm_head(leaving), head.draft_ids, target.vocab_size)
 
 
 @dataclass(slots=True, eq=False)
@@ -398,12 +396,6 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
             raise CompositionError(
                 f"this head reads layers {', '.join(map(str, self.head.config.layers))}, and {target.name} shows "
                 f"{target.shown_layers}; take a head that was trained for it"
-            )
-        ids = self.head.draft_ids
-        if ids is not None and int(ids.max()) >= target.vocab_size:
-            raise CompositionError(
-                f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take "
-                "a head that was trained for it"
             )
         return Eagle3Runner(self.head, target)
 
