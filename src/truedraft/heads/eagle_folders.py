@@ -87,6 +87,7 @@ def _sizes(path: Path, weights: Mapping[str, Tensor]) -> Eagle3Config:
     layer: dict[str, Any] = record.get("transformer_layer_config", {}) if nested else record
     own = record.get("eagle_config") or {}
     numbers = record.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids") or ()
+    methods = (record.get("speculators_config") or {}).get("proposal_methods")
     try:
         if layer.get("hidden_act", "silu") != "silu":
             raise OptionError(f"its activation is {layer['hidden_act']!r}, and such heads have silu")
@@ -99,6 +100,7 @@ def _sizes(path: Path, weights: Mapping[str, Tensor]) -> Eagle3Config:
             vocab_size=layer["vocab_size"],
             layers=tuple(number - 1 for number in numbers),
             draft_vocab=record.get("draft_vocab_size") or 0 if "d2t" in weights else 0,
+            reach=methods[0]["speculative_tokens"] if methods else 5,
             norm_before_residual=bool(record.get("norm_before_residual", False)),
             norm_before_fc=bool(record.get("norm_before_fc", False)),
             fc_norm=bool(record.get("fc_norm", False)),
