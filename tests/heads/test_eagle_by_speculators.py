@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from support.eagle_reference import random_eagle
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.heads.eagle_folders import write_speculators_folder
+from truedraft.heads.peagle import PEagleConfig, PEagleHead
 
 _WIDTH, _HEADS, _KV_HEADS, _HEAD, _VOCAB, _IDS = 48, 4, 2, 16, 97, 40
 VARIANTS: dict[str, tuple[Any, dict[str, bool]]] = {
@@ -145,3 +146,44 @@ def target_in(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return model
+
+
+@torch.no_grad()
+def test_masks_give_what_their_own_forward_gives(theirs: Any, tmp_path: Path) -> None:
+    """P-EAGLE: each row of their training, an anchor with masks behind it, by what is read for drafting here."""
+    core = pytest.importorskip("speculators.models.peagle.core")
+    from speculators.losses import resolve_loss_config
+    from speculators.models.peagle.config import PEagleSpeculatorConfig
+    from speculators.models.peagle.data import generate_cod_sample_indices
+
+    sizes = PEagleConfig(
+        _WIDTH, _VOCAB, (0, 1, 2), _HEADS, _KV_HEADS, _HEAD, 64, draft_vocab=_IDS, own_embedding=True, more_layers=2,
+        mask_token=9,
+    )  # fmt: skip
+    head, generator, length = random_eagle(sizes, PEagleHead), torch.Generator().manual_seed(2), 16
+    assert isinstance(head, PEagleHead)
+    target_in(tmp_path / "target")
+    write_speculators_folder(head, tmp_path / "head", target=str(tmp_path / "target"), family="LlamaForCausalLM")
+    config = PEagleSpeculatorConfig.from_pretrained(tmp_path / "head")
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = core.PEagleDraftModel.from_pretrained(tmp_path / "head", config=config).eval()
+    vectors = torch.randn(1, length, 3 * _WIDTH, generator=generator)
+    tokens = torch.randint(_VOCAB, (1, length), generator=generator)
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(output[0]))
+    torch.manual_seed(4)
+    anchors, depths = generate_cod_sample_indices(length, torch.ones(1, length), num_depths=4)
+    torch.manual_seed(4)
+    model(
+        hidden_states=vectors, input_ids=tokens, document_ids=torch.zeros(1, length, dtype=torch.int64), num_depths=4,
+        verifier_last_hidden_states=torch.randn(1, length, _WIDTH, generator=generator),
+        loss_config=resolve_loss_config("kl_div", "eager"),
+    )  # fmt: skip
+    table, embed, lm_head = head.rotary(vectors), head.embed_tokens, head.lm_head
+    assert embed is not None and lm_head is not None and int(depths.max()) == 3
+    masked = head.mask_hidden[0].expand(3, -1)
+    for row, (anchor, depth) in enumerate(zip(anchors.tolist(), depths.tolist(), strict=True)):
+        taken = torch.cat([vectors[0, : anchor + 1], masked[:depth]])
+        ids = torch.cat([tokens[0, : anchor + 1], torch.full((depth,), sizes.mask_token)])
+        x = head.step(head.fuse(taken.split(_WIDTH, -1)), embed(ids), table.at(torch.arange(len(ids))), attend)
+        torch.testing.assert_close(lm_head(head.leaving(x[-1:]))[0], seen[0][row], rtol=0, atol=2e-4)

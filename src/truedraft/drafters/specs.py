@@ -437,7 +437,19 @@ def _recurrent_head(path: str | None, target: LanguageModel) -> Any:
 def _eagle3_head(path: str | None, target: LanguageModel) -> Any:
     from truedraft.heads import Eagle3Head
 
-    head = Eagle3Head.load(_heads_folder(_trained_path("eagle", path, target)))
+    return _at_layers(Eagle3Head.load(_heads_folder(_trained_path("eagle", path, target))), target)
+
+
+def _peagle_head(path: str | None, target: LanguageModel) -> Any:
+    from truedraft.heads.peagle import PEagleHead
+
+    if path is None:
+        raise OptionError("drafter 'p-eagle' needs its head: p-eagle:FOLDER, as speculators wrote it")
+    return _at_layers(PEagleHead.load(path), target)
+
+
+def _at_layers(head: Any, target: LanguageModel) -> Any:
+    """A head that reads the usual layers of a target where it names none."""
     head.config = head.config.at_usual_layers(target.shown_layers)
     return head
 
@@ -615,6 +627,14 @@ KINDS: Mapping[str, DrafterKind] = {
         "at each node, cut below those that it gives less than min_probability, or for greedy requests the likeliest "
         "tree of so many nodes, of which beams are open at each level",
         parts={"head": _eagle3_head},
+        widest={"num_speculative_tokens": "8"},
+    ),
+    "p-eagle": DrafterKind(
+        "PEagle",
+        "DIR",
+        {"num_speculative_tokens": "8", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        "a P-EAGLE head, which guesses all tokens in one forward; options are those of eagle",
+        parts={"head": _peagle_head},
         widest={"num_speculative_tokens": "8"},
     ),
     "mtp": DrafterKind(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.files import object_of
 from truedraft.heads.base import Head
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.heads.eagle_folders import write_eagle_folder, write_speculators_folder
 from truedraft.heads.medusa import MedusaHeads
 from truedraft.heads.medusa_folders import write_vllm_medusa
+from truedraft.heads.peagle import PEagleHead
 from truedraft.models.export import new_folder
 from truedraft.models.loading import load_config, read_model, resolve_source
 
@@ -62,10 +64,10 @@ def _vllm_medusa(heads: Any, folder: Path, target: _Target) -> None:
     write_vllm_medusa(heads, folder, lm_head=target.lm_head(next(heads.parameters())) if tied else None)
 
 
-_FORMATS: Mapping[str, tuple[type[Head], Callable[[Any, Path, _Target], None]]] = {
-    "eagle": (Eagle3Head, _eagle),
-    "speculators": (Eagle3Head, _speculators),
-    "vllm-medusa": (MedusaHeads, _vllm_medusa),
+_FORMATS: Mapping[str, tuple[Sequence[type[Head]], Callable[[Any, Path, _Target], None]]] = {
+    "eagle": ((Eagle3Head,), _eagle),
+    "speculators": ((Eagle3Head, PEagleHead), _speculators),
+    "vllm-medusa": ((MedusaHeads,), _vllm_medusa),
 }
 FORMATS = tuple(_FORMATS)
 """What heads can be written for."""
@@ -90,8 +92,9 @@ def export_head(head: str | Path, form: str, folder: Path, model: str | None = N
     """
     if form not in _FORMATS:
         raise UnknownOptionError.nearest("format", form, FORMATS)
-    kind, write = _FORMATS[form]
-    read: Any = kind.load(head)
+    kinds, write = _FORMATS[form]
+    own = object_of(Path(head) / "config.json").get("kind")
+    read: Any = next((each for each in kinds if each.kind == own), kinds[0]).load(head)
     target = _Target(read.record.target_name if model is None else model)
     if isinstance(read, Eagle3Head) and not read.config.layers:
         if not target.name:

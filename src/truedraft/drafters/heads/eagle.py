@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol, TypeVar
@@ -70,7 +71,7 @@ class Eagle3Runner:
             for name, each in head.state_dict().items()
         }
         with torch.device("meta"):
-            own = Eagle3Head(head.config)
+            own = type(head)(head.config)
         own.load_state_dict(weights, assign=True)
         self._head = own.eval().requires_grad_(False)
         self._target = target
@@ -100,13 +101,14 @@ class Eagle3Runner:
         plan = ForwardPlan.of(segments, self.device, 1)
         self._table.reach(plan.furthest + start)
         embedded = self._embed(plan.tokens[0])
-        x = head.step(vectors, embedded, self._table.at(plan.positions[0] + start), partial(self._attend, plan))
+        attend = partial(self._attend, plan, itertools.count())
+        x = head.step(vectors, embedded, self._table.at(plan.positions[0] + start), attend)
         wanted = x.index_select(0, plan.rows)
         return wanted, self._logits(wanted)
 
-    def _attend(self, plan: ForwardPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return plan.attend(0, Full(), self._scoring, *by_head).flatten(1)
+        return plan.attend(next(calls), Full(), self._scoring, *by_head).flatten(1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         own = self._head.embed_tokens
@@ -350,21 +352,30 @@ class PairDrafter(HeadDrafter[HeadT, RunnerT]):
                 above = [rows[own, parent] for own in level for parent in own.unfed_parents]
                 vectors, logits = runner.forward([own.segment() for own in level], vectors[above])
 
+    def _behind(self, tree: TreeBuilder | LikeliestTree) -> tuple[Tensor, Tensor]:
+        """Tokens and vectors that are read behind a tree's text in the same forward, and dropped then: none."""
+        return torch.empty(0, dtype=torch.int64), torch.empty(0)
+
     def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and the tokens behind them; what the runner gives at the last of each."""
+        """Read pairs of vectors and the tokens behind them; what the runner gives at the last of each, and behind."""
         runner = self._running[0]
         last: list[tuple[RequestCache, Tensor, Tensor]] = []  # what the joint forward reads of each
         for tree in trees:
             text, request = self._texts[tree.request.id], tree.request
-            tokens, vectors = torch.tensor(request.tokens[-text.behind :]), runner.fuse(torch.cat(text.unread))
+            tokens, fused = torch.tensor(request.tokens[-text.behind :]), runner.fuse(torch.cat(text.unread))
             text.unread.clear()
-            *parts, end = zip(tokens.split(_READ_TOKENS), vectors.split(_READ_TOKENS), strict=True)
+            *parts, end = zip(tokens.split(_READ_TOKENS), fused.split(_READ_TOKENS), strict=True)
             for ids, own in parts:
                 runner.forward([Segment(text.cache, ids, chain_shape(len(ids)), ())], own)
                 text.cache.commit(range(len(ids)))
             last.append((text.cache, *end))
-        segments = [Segment(cache, ids, chain_shape(len(ids)), (len(ids) - 1,)) for cache, ids, _ in last]
-        found = runner.forward(segments, torch.cat([vectors for *_, vectors in last]))
+        segments, vectors = [], []
+        for (cache, ids, own), tree in zip(last, trees, strict=True):
+            more, below = self._behind(tree)
+            count = len(ids) + len(more)
+            segments.append(Segment(cache, torch.cat([ids, more]), chain_shape(count), range(len(ids) - 1, count)))
+            vectors += [own, below] if len(more) else [own]
+        found = runner.forward(segments, torch.cat(vectors))
         for cache, ids, _ in last:
             cache.commit(range(len(ids)))
         return found
