@@ -33,7 +33,7 @@ from truedraft.models.quantized_folder import weight_files
 
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the model's own
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
-_AGAIN = "fetch the files again"
+_AGAIN, _NAMED = "fetch the files again", 4  # tensors that a message names
 
 
 class _Entry(nn.Module):
@@ -246,6 +246,8 @@ def _refuse(name: str, missing: Iterable[str], superfluous: Iterable[str], other
         ("have in another shape", sorted(others), "those"),
     ):
         if which:
+            more = f" and {len(which) - _NAMED} more" if len(which) > _NAMED else ""
             raise ModelError(
-                f"the files of {name!r} {said} {', '.join(which)}, and an MTP layer of its sizes has {wanted}; {_AGAIN}"
+                f"the files of {name!r} {said} {', '.join(which[:_NAMED])}{more}, and an MTP layer of its sizes has "
+                f"{wanted}; {_AGAIN}"
             )

@@ -16,9 +16,11 @@ from support.mtp_checkpoints import SHAPES, SPECULATORS, WEIGHTS, MtpReference
 from support.tiny_models import PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.proposal import Proposal
-from truedraft.drafters import DraftRequest, Mtp, from_spec
+from truedraft.core.tree import chain_shape
+from truedraft.drafters import DraftRequest, Mtp, Portfolio, PromptLookup, from_spec
 from truedraft.errors import ModelError, ModelNotFoundError
 from truedraft.heads.mtp import MtpHead
+from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
 GREEDY = SamplingParams(max_tokens=16)
@@ -64,6 +66,41 @@ def test_drafts_are_those_of_the_page(name: str, tmp_path: Path) -> None:
             path.append(token)
     assert len(drafted) > 20
     assert answers(model, Mtp(drafter.head, branching=(2, 1)), SEEDED) == answers(model, None, SEEDED)
+
+
+class Compared(Mtp):
+    """Holds each request's cache to one that reads its text anew, with the target's vectors by transformers."""
+
+    compared = 0
+
+    def propose(self, batch: Sequence[DraftRequest], budgets: Any, noise: Any) -> list[Proposal]:
+        proposals = super().propose(batch, budgets, noise)
+        slow, runner = reference("qwen3"), self._running[0]
+        for request in batch:
+            cache, pairs = self._texts[request.id].cache, len(request.tokens) - 1
+            if cache.length != pairs:
+                continue
+            vectors = slow.shown(slow.model, input_ids=torch.tensor([list(request.tokens[:-1])]))[runner.reads]
+            fresh = runner.pool.acquire()
+            runner.forward([Segment(fresh, torch.tensor(request.tokens[1:]), chain_shape(pairs), ())], vectors)
+            fresh.commit(range(pairs))
+            for kept, made in zip(cache.entries(), fresh.entries(), strict=True):
+                torch.testing.assert_close(kept, made, rtol=0, atol=2e-4)
+            self.compared += 1
+        return proposals
+
+
+@torch.inference_mode()
+def test_caches_hold_what_a_fresh_computation_would(tmp_path: Path) -> None:
+    """Beside prompt lookup, whose tokens it did not draft, and behind rejected drafts."""
+    model = loaded(reference("qwen3").write(tmp_path))
+    drafter = Compared(MtpHead.of(model), branching=(2, 1))
+    engine = Engine(model, Portfolio({"mtp": drafter, "prompt-lookup": PromptLookup()}), controller="in-turn")
+    prompts = [list(PROMPTS[0]) * 3, list(PROMPTS[1])]
+    for params in (GREEDY, SEEDED):
+        found, plain = (each.generate(prompts, params) for each in (engine, Engine(model)))
+        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert drafter.compared > 8
 
 
 @torch.inference_mode()
