@@ -58,11 +58,11 @@ test-formats: $(STAMP)
 	$(BIN)/python -m pip install --quiet --group formats
 	$(BIN)/python -m pytest tests/models/test_quantization_tools.py -rs
 
-# Heads that `speculators` made, against its own forward; it lies beside the tests, with what it imports.
+# Heads that `speculators` made, and those written for it, against its own forward; it lies beside the tests, with what it imports.
 test-speculators: $(STAMP)
 	$(BIN)/python -m pip install --quiet --target .speculators --no-deps speculators==0.9.0
 	$(BIN)/python -m pip install --quiet --target .speculators/others datasets loguru pydantic pydantic-settings
-	PYTHONPATH=.speculators:.speculators/others $(BIN)/python -m pytest tests/heads/test_eagle_by_speculators.py tests/heads/test_block_by_speculators.py -rs
+	PYTHONPATH=.speculators:.speculators/others $(BIN)/python -m pytest tests/heads/test_eagle_by_speculators.py tests/heads/test_block_by_speculators.py tests/heads/test_mtp_by_speculators.py -rs
 
 # The playground in a browser; Debian's Chromium is installed where it is missing, which only root can do.
 test-browser: $(STAMP)

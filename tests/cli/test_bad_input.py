@@ -182,6 +182,9 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--out", "full/file/below"], "cannot write to the folder"),
         (["--pad-to", "110M"], "missing option '--out'"),
         (["--out", "new", "--threads", "0"], "--threads must be 1 or more, got 0"),
+        (["--out", "new", "--head", "embedded"], "a head is written by --head DIR and --format, one of eagle, spec"),
+        (["--out", "new", "--head", "nowhere", "--format", "eagel"], "unknown format 'eagel'; did you mean 'eagle'?"),
+        (["--out", "new", "--head", "nowhere", "--format", "eagle"], "there is no folder 'nowhere' with an EAGLE-3"),
     ],
     "info": [
         (["--jsn"], "unknown option '--jsn'; did you mean '--json'?"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head
-from truedraft.heads.eagle_folders import write_eagle_folder
+from truedraft.heads.eagle_folders import write_eagle_folder, write_speculators_folder
 
 SIZES = Eagle3Config(48, 97, (0, 2, 5), heads=4, kv_heads=2, head=16, inner=64, draft_vocab=40)
 
@@ -131,3 +132,20 @@ def test_a_folder_without_weights_says_which(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match=r"has neither model\.safetensors nor"):
         Eagle3Head.load(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm_before_residual": True, "norm_before_fc": True, "own_embedding": True}, {"draft_vocab": 0},
+     {"fc_norm": True, "norm_output": True, "query_norms": True, "rope": {"rope_type": "default", "rope_theta": 7e5}}],
+    ids=["plain", "norms before, an embedding", "all ids", "EAGLE-3.1"],
+)  # fmt: skip
+def test_a_round_trip_by_speculators_format_is_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:
+    made = head(replace(SIZES, rope_start=1, reach=7, **changes))
+    write_speculators_folder(made, tmp_path, target="org/target", family="LlamaForCausalLM")
+    kept = Eagle3Head.load(tmp_path)
+    assert kept.config == made.config and kept.record.target_name == "org/target"
+    for name, weight in made.state_dict().items():
+        assert kept.state_dict()[name].equal(weight), name
+    with pytest.raises(ModelError, match="LM head of their own"):
+        write_speculators_folder(head(replace(SIZES, own_output=False, draft_vocab=0)), tmp_path / "other")

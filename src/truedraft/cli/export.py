@@ -8,9 +8,9 @@ from pathlib import Path
 
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
-from truedraft.errors import errors_about
+from truedraft.errors import OptionError, errors_about
 from truedraft.files import user_path
-from truedraft.options import MachineOptions, ModelOptions, group, option
+from truedraft.options import UNNAMED, MachineOptions, ModelOptions, group, option
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,27 @@ class ExportOptions:
     """Options of `truedraft export`."""
 
     out: Path = option(meaning="The folder to write; a new one, or an empty one.", metavar="DIR", heading="Report")
+    head: str | None = option(
+        None,
+        "The folder of a head, written in place of the model; its target is --model, or the one that the head names.",
+        "DIR",
+        heading="Head",
+    )
+    format: str | None = option(
+        None,
+        "What is to read the head: speculators (and vLLM), eagle (EAGLE, SGLang, SpecForge) or vllm-medusa.",
+        "FORMAT",
+        heading="Head",
+    )
     model: ModelOptions = group("Model and drafter", without=("weights",))
     machine: MachineOptions = group("Machine", without=("device", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
 
 def export(options: ExportOptions) -> int:
-    """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime."""
+    """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime; or a head."""
+    if options.head is not None or options.format is not None:
+        return _export_head(options)
     from truedraft.cli.session import quiet_hub, set_threads, waiting, with_model
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import machine_facts
@@ -56,4 +70,25 @@ def export(options: ExportOptions) -> int:
                 "machine": machine_facts(),
             }
         )
+    return DONE
+
+
+def _export_head(options: ExportOptions) -> int:
+    from truedraft.cli.session import quiet_hub
+    from truedraft.cli.terminal import Terminal
+    from truedraft.heads.exporting import FORMATS, export_head
+
+    if options.head is None or options.format is None or options.model.pad_to is not None:
+        raise OptionError(
+            f"a head is written by --head DIR and --format, one of {', '.join(FORMATS)}, and nothing is padded then",
+            field="head" if options.head is None else "format",
+        )
+    terminal, folder = Terminal(), user_path(str(options.out))
+    named = None if options.model.model == UNNAMED else options.model.model
+    with quiet_hub():
+        head = export_head(user_path(options.head), options.format, folder, named)
+    terminal.out.print(f"wrote {folder}: {head.noun} for {options.format}", soft_wrap=True)
+    if options.report.json:
+        about = {"command": "export", "head": options.head, "format": options.format, "out": str(folder)}
+        terminal.json(about | {"kind": head.kind, "target": named or head.record.target_name})
     return DONE

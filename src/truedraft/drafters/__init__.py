@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from truedraft.drafters.heads.block import DSpark as DSpark
     from truedraft.drafters.heads.eagle import Eagle3 as Eagle3
     from truedraft.drafters.heads.medusa import Medusa as Medusa
+    from truedraft.drafters.heads.mtp import Mtp as Mtp
+    from truedraft.drafters.heads.peagle import PEagle as PEagle
     from truedraft.drafters.heads.redrafter import Redrafter as Redrafter
     from truedraft.drafters.lookahead import Lookahead as Lookahead
     from truedraft.drafters.ngram import NgramDrafter as NgramDrafter
@@ -53,6 +55,8 @@ _MODULES = {
     "truedraft.drafters.heads.block": ("DFlash", "DSpark"),
     "truedraft.drafters.heads.eagle": ("Eagle3",),
     "truedraft.drafters.heads.medusa": ("Medusa",),
+    "truedraft.drafters.heads.mtp": ("Mtp",),
+    "truedraft.drafters.heads.peagle": ("PEagle",),
     "truedraft.drafters.heads.redrafter": ("Redrafter",),
     "truedraft.drafters.lookahead": ("Lookahead",),
     "truedraft.drafters.ngram": ("NgramDrafter",),

@@ -173,10 +173,10 @@ def drafter_help() -> str:
     """Every kind of drafters and its options, a paragraph each."""
     auto = (
         "auto: prompt-lookup; self:int4, unless the target is small or has 4 bits itself, whose weights are made when "
-        "a step first drafts with them; and the trained drafters that belong to the target and measured a gain, found "
-        "in the folder drafters of its own folder, in --drafters-dir, among those that truedraft train made here, "
-        "among installed packages of drafters, and among those that ship with truedraft; a controller chooses among "
-        "them at each step"
+        "a step first drafts with them; the MTP layer that its checkpoint brings along; and the trained drafters that "
+        "belong to the target and measured a gain, found in the folder drafters of its own folder, in --drafters-dir, "
+        "among those that truedraft train made here, among installed packages of drafters, and among those that ship "
+        "with truedraft; a controller chooses among them at each step"
     )
     chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
     own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
@@ -200,7 +200,8 @@ def auto_members(
     """The drafters that `auto` chooses among, with the words that make each.
 
     These are the target with 4-bit weights, where it can have such a copy and is not so small that it could not pay;
-    the newest of each kind that was trained for it and measured a gain; and prompt lookup.
+    the MTP layer that its files bring along; the newest of each kind that was trained for it and measured a gain; and
+    prompt lookup.
 
     Args:
         target: that they draft for.
@@ -217,7 +218,8 @@ def auto_members(
             drafter = KINDS[words.kind].make(words, target)
             drafter.check(target)
         except Exception as error:  # whatever is wrong with it, the others can draft
-            tell(f"the drafter {words.kind}:{words.path} is left out: {' '.join(str(error).split())}")
+            named = words.kind if words.path is None else f"{words.kind}:{words.path}"
+            tell(f"the drafter {named} is left out: {' '.join(str(error).split())}")
             continue
         taken[words.kind] += 1
         members.append((words, drafter))
@@ -246,8 +248,10 @@ def _own_member(target: LanguageModel, tell: Callable[[str], None]) -> list[tupl
 def _trained_words(
     target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]
 ) -> list[Words]:
-    """Of what was trained for a target and measured a gain."""
-    words = []
+    """Of what was trained for a target and measured a gain, and of the MTP layer that it brings along."""
+    from truedraft.models.mtp import brings_mtp
+
+    words = [Words("drafter", "mtp", None, KINDS["mtp"].widest)] if brings_mtp(target) else []
     for found in find_drafters(target, drafters_dir, tell):
         if found.brings_too_little:
             tell(
@@ -433,7 +437,19 @@ def _recurrent_head(path: str | None, target: LanguageModel) -> Any:
 def _eagle3_head(path: str | None, target: LanguageModel) -> Any:
     from truedraft.heads import Eagle3Head
 
-    head = Eagle3Head.load(_heads_folder(_trained_path("eagle", path, target)))
+    return _at_layers(Eagle3Head.load(_heads_folder(_trained_path("eagle", path, target))), target)
+
+
+def _peagle_head(path: str | None, target: LanguageModel) -> Any:
+    from truedraft.heads.peagle import PEagleHead
+
+    if path is None:
+        raise OptionError("drafter 'p-eagle' needs its head: p-eagle:FOLDER, as speculators wrote it")
+    return _at_layers(PEagleHead.load(path), target)
+
+
+def _at_layers(head: Any, target: LanguageModel) -> Any:
+    """A head that reads the usual layers of a target where it names none."""
     head.config = head.config.at_usual_layers(target.shown_layers)
     return head
 
@@ -448,6 +464,12 @@ def _block_head(kind: str) -> Callable[[str | None, LanguageModel], Any]:
         return heads[kind].load(_heads_folder(_trained_path(kind, path, target)))
 
     return load
+
+
+def _mtp_head(path: str | None, target: LanguageModel) -> Any:
+    from truedraft.heads.mtp import MtpHead
+
+    return MtpHead.of(target, path)
 
 
 def _medusa(
@@ -642,6 +664,23 @@ KINDS: Mapping[str, DrafterKind] = {
         "options as of eagle, and no token that is reached and accepted with less than min_acceptance by its "
         "confidence head",
         parts={"head": _block_head("dspark")},
+    ),
+    "p-eagle": DrafterKind(
+        "PEagle",
+        "DIR",
+        {"num_speculative_tokens": "8", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        "a P-EAGLE head, which guesses all tokens in one forward; options are those of eagle",
+        parts={"head": _peagle_head},
+        widest={"num_speculative_tokens": "8"},
+    ),
+    "mtp": DrafterKind(
+        "Mtp",
+        "DIR",
+        {"num_speculative_tokens": "3", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        "the layer that the target's checkpoint brings along to predict a token further, or one of speculators in DIR; "
+        "its output goes round for further tokens, and options are those of eagle",
+        parts={"head": _mtp_head},
+        widest={"num_speculative_tokens": "6"},
     ),
 }
 """The kinds of drafters by their words."""

@@ -12,7 +12,7 @@ import json
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
@@ -187,7 +187,9 @@ class Head(nn.Module, ABC):
         about = _read_json(path / _CONFIG)
         cls._refuse_other_kinds(about, path)
         try:
-            config = cls.sizes(**{each.name: about[each.name] for each in fields(cls.sizes)})
+            # Fields that came later have defaults, and folders from before lack them.
+            given = {each.name: about[each.name] for each in fields(cls.sizes) if each.name in about or _required(each)}
+            config = cls.sizes(**given)
             name, fingerprint = str(about["target"]["name"]), str(about["target"]["fingerprint"])
             dtype = DTYPES[about["dtype"]]
         except (KeyError, TypeError, OptionError) as error:
@@ -290,6 +292,10 @@ class ResidualBlock(nn.Module):
         return x + functional.silu(self.linear(x))
 
 
+def _required(each: Field[Any]) -> bool:
+    return each.default is MISSING
+
+
 def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
     """A weight in a dtype; ids stay what they are."""
     return weight.to(dtype) if weight.is_floating_point() else weight
@@ -306,6 +312,14 @@ def _kinds(parent: type[Head]) -> Iterator[type[Head]]:
 def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:
     """The linear layer of each residual block."""
     return [block.linear for block in blocks if isinstance(block, ResidualBlock)]
+
+
+def over_whole_vocabulary(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits `[rows, vocab_size]` of those `[rows, guessed]` over some ids `[guessed]`, whose others have no mass; None
+    are the first ids."""
+    if ids is None:
+        return logits[:, :vocab_size]
+    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, ids, logits)
 
 
 def scaled_embedding(embedded: Tensor) -> Tensor:
@@ -348,6 +362,25 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
         raise ModelError(f"{str(file)!r} is no dictionary of tensors; {advice}")
     return state
+
+
+def write_published(folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write a folder as other projects read it: `model.safetensors`, and then `config.json`.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _CONFIG).unlink(missing_ok=True)
+        kept = {name: each.detach().cpu().contiguous() for name, each in weights.items()}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
+        (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write the head into {str(folder)!r} ({error}); make room, or name another folder"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

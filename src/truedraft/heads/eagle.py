@@ -1,4 +1,4 @@
-"""The head of EAGLE-3: one decoder layer that reads vectors of some of the target's layers, and the tokens behind them.
+"""The head of EAGLE-3: a decoder layer that reads vectors of some of the target's layers, and the tokens behind them.
 
 EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
 """
@@ -53,6 +53,7 @@ class Eagle3Config:
         rope: parameters of its rotation, as transformers names them.
         most_positions: that its rotation is made for.
         eps: of its norms.
+        more_layers: ordinary decoder layers behind the one that reads both.
 
     Raises:
         OptionError: sizes that make no head.
@@ -78,6 +79,7 @@ class Eagle3Config:
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     most_positions: int = 4096
     eps: float = 1e-6
+    more_layers: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that make no head."""
@@ -97,6 +99,8 @@ class Eagle3Config:
             raise OptionError(f"an EAGLE-3 head reads different layers, 0 the first, got {list(self.layers)}")
         if not 0 <= self.draft_vocab <= self.vocab_size:
             raise OptionError(f"the draft's vocabulary has 1 to {self.vocab_size} ids, got {self.draft_vocab}")
+        if not isinstance(self.more_layers, int) or self.more_layers < 0:
+            raise OptionError(f"more_layers of an EAGLE-3 head must be 0 or more, got {self.more_layers!r}")
         if self.draft_vocab and not self.own_output:
             raise OptionError("a head with fewer ids than the target needs an LM head of its own")
         if self.fc_norm and self.norm_before_fc:
@@ -123,14 +127,14 @@ class Eagle3Config:
 
 
 class _Attention(nn.Module):
-    """Reads embedding and vector side by side."""
+    """Reads vectors of so many entries: the first layer's embedding and vector side by side."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Eagle3Config, entries: int) -> None:
         super().__init__()
-        both, mixed, keys = 2 * config.width, config.heads * config.head, config.kv_heads * config.head
-        self.q_proj = nn.Linear(both, mixed, bias=False)
-        self.k_proj = nn.Linear(both, keys, bias=False)
-        self.v_proj = nn.Linear(both, keys, bias=False)
+        mixed, keys = config.heads * config.head, config.kv_heads * config.head
+        self.q_proj = nn.Linear(entries, mixed, bias=False)
+        self.k_proj = nn.Linear(entries, keys, bias=False)
+        self.v_proj = nn.Linear(entries, keys, bias=False)
         self.o_proj = nn.Linear(mixed, config.width, bias=False)
         self.q_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
         self.k_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
@@ -145,13 +149,37 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
+    """An ordinary decoder layer, but for what its attention reads."""
+
+    def __init__(self, config: Eagle3Config, entries: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.hidden_norm = nn.RMSNorm(config.width, config.eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, entries)
+        self.head = config.head
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
         self.mlp = _Mlp(config)
+
+    def run(self, x: Tensor, entering: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """The residual stream `[rows, width]` behind the layer, of that before it and what its attention reads."""
+        attention, rows = self.self_attn, len(x)
+        query, key, value = (
+            product(entering).view(rows, -1, self.head)
+            for product in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if attention.q_norm is not None and attention.k_norm is not None:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        x = x + attention.o_proj(attend(rotation(query), rotation(key), value))
+        inner = self.post_attention_layernorm(x)
+        added: Tensor = self.mlp.down_proj(silu(self.mlp.gate_proj(inner)) * self.mlp.up_proj(inner))
+        return x + added
+
+
+class _First(_Layer):
+    """The layer that reads embedding and vector."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, 2 * config.width)
+        self.hidden_norm = nn.RMSNorm(config.width, config.eps)
 
 
 class Eagle3Head(Head):
@@ -181,7 +209,9 @@ class Eagle3Head(Head):
         self.fc = nn.Linear(many * width, width, bias=False)
         self.fc_norm = nn.ModuleList(nn.RMSNorm(width, config.eps) for _ in range(many if config.fc_norm else 0))
         self.input_norm = nn.RMSNorm(many * width, config.eps) if config.norm_before_fc else None
-        self.midlayer = _Layer(config)
+        self.midlayer = _First(config)
+        numbers = range(1, 1 + config.more_layers)
+        self.layers = nn.ModuleDict({str(number): _Layer(config, width) for number in numbers})
         self.norm = nn.RMSNorm(width, config.eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         ids = config.draft_vocab or config.vocab_size
@@ -224,23 +254,14 @@ class Eagle3Head(Head):
             vectors: `[rows, width]`: of the position before each token: merged ones of the target, or what this gave.
             embedded: `[rows, width]`: embeddings of the tokens.
             rotation: of the rows.
-            attend: of the rows, each to those before it.
+            attend: of the rows, each to those before it; called once for each layer, in order.
         """
-        config, layer = self.config, self.midlayer
-        normed = layer.hidden_norm(vectors)
+        layer, normed = self.midlayer, self.midlayer.hidden_norm(vectors)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
-        attention, rows = layer.self_attn, len(vectors)
-        query, key, value = (
-            product(both).view(rows, -1, config.head)
-            for product in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if attention.q_norm is not None and attention.k_norm is not None:
-            query, key = attention.q_norm(query), attention.k_norm(key)
-        x = normed if config.norm_before_residual else vectors
-        x = x + attention.o_proj(attend(rotation(query), rotation(key), value))
-        entering = layer.post_attention_layernorm(x)
-        x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(entering)) * layer.mlp.up_proj(entering))
-        return self.norm(x) if config.norm_output else x
+        x = layer.run(normed if self.config.norm_before_residual else vectors, both, rotation, attend)
+        for later in self.layers.values():
+            x = later.run(x, later.input_layernorm(x), rotation, attend)  # type: ignore[operator]
+        return self.norm(x) if self.config.norm_output else x
 
     def leaving(self, x: Tensor) -> Tensor:
         """What enters the LM head, `[rows, width]`, of what `step` gave."""

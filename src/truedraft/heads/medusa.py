@@ -20,6 +20,7 @@ from truedraft.heads.base import (
     Unembed,
     VectorHead,
     linears_of,
+    over_whole_vocabulary,
     placed,
     scaled_embedding,
 )
@@ -41,9 +42,10 @@ class MedusaConfig:
         tied: whether the heads end in the target's own LM head, or each in a linear layer of its own.
         reads_token: whether the heads also read the embedding of the token that was drawn from the vector. Medusa's
             own do not: they guess what follows whatever token the vector may give.
+        draft_vocab: ids that heads with outputs of their own guess among; 0 is all.
 
     Raises:
-        OptionError: a size below 1.
+        OptionError: a size below 1, or heads with fewer ids that end in the target's LM head.
     """
 
     width: int
@@ -52,12 +54,17 @@ class MedusaConfig:
     layers: int = 1
     tied: bool = True
     reads_token: bool = False
+    draft_vocab: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that make no heads."""
         for name in ("width", "vocab_size", "heads", "layers"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} of Medusa heads must be 1 or more, got {getattr(self, name)}")
+        if not 0 <= self.draft_vocab <= self.vocab_size or (self.draft_vocab and self.tied):
+            raise OptionError(
+                f"Medusa heads with outputs of their own guess among 1 to {self.vocab_size} ids, got {self.draft_vocab}"
+            )
 
 
 class MedusaHead(nn.Module):
@@ -66,7 +73,9 @@ class MedusaHead(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(ResidualBlock(config.width) for _ in range(config.layers)))
-        self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.output = (
+            None if config.tied else nn.Linear(config.width, config.draft_vocab or config.vocab_size, bias=False)
+        )
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -95,6 +104,7 @@ class MedusaHeads(VectorHead):
     sizes: ClassVar[type[Any]] = MedusaConfig
     facts_file: ClassVar[str] = "trees.json"
     config: MedusaConfig
+    draft_ids: Tensor | None
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -102,6 +112,7 @@ class MedusaHeads(VectorHead):
         if self.token is not None:
             nn.init.zeros_(self.token.weight)
         self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.heads))
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     def each(self) -> Iterator[MedusaHead]:
         """The heads, that of the nearest token first."""
@@ -123,7 +134,7 @@ class MedusaHeads(VectorHead):
     def start_from(self, weight: Tensor) -> None:
         for head in self.each():
             if head.output is not None:
-                head.output.weight.copy_(weight)
+                head.output.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
 
     def entering(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
         """What enters the blocks, `[rows, width]`: the vectors, with the tokens drawn from them if heads read these.
@@ -164,8 +175,9 @@ class MedusaHeads(VectorHead):
         vectors = self.vectors(hidden, embedded)
         if self.config.tied:
             return unembed(vectors.flatten(0, 1)).unflatten(0, vectors.shape[:2])
-        outputs = [head.output for head in self.each() if head.output is not None]
-        return torch.stack([finish(output(each)) for output, each in zip(outputs, vectors, strict=True)])
+        outputs, vocab = [head.output for head in self.each() if head.output is not None], self.config.vocab_size
+        logits = (finish(output(each)) for output, each in zip(outputs, vectors, strict=True))
+        return torch.stack([over_whole_vocabulary(each, self.draft_ids, vocab) for each in logits])
 
     def _kept(self, record: HeadRecord) -> dict[str, Any]:
         return {kind: tree.as_dict() for kind, tree in record.trees.items()} | {_FACTS: dict(record.facts)}
@@ -189,14 +201,14 @@ class MedusaRunner:
         used = list(heads.each())[:depth]
         self._target = target
         self._token = None if heads.token is None else placed(*joined([heads.token]), target)
-        self._used = used
+        self._used, self._ids = used, heads.draft_ids
         run = target.shared_heads([head.linears for head in used]) if heads.config.tied and used else None
         self._run: HeadRun = run or self._plain
 
     @cached_property
     def _plain(self) -> _Plain:
         """Beside a faster way of the target it is a second copy of the weights, so it is made when it is needed."""
-        return _Plain(self._used, self._target)
+        return _Plain(self._used, self._target, self._ids)
 
     @torch.inference_mode()
     def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> TopK:
@@ -230,8 +242,8 @@ class MedusaRunner:
 class _Plain:
     """By products of torch: the first blocks of all heads read one vector, so they are one product."""
 
-    def __init__(self, heads: Sequence[MedusaHead], target: LanguageModel) -> None:
-        self._target = target
+    def __init__(self, heads: Sequence[MedusaHead], target: LanguageModel, ids: Tensor | None) -> None:
+        self._target, self._ids = target, None if ids is None else ids.to(target.device)
         self._heads = len(heads)
         self._first = placed(*joined([head.linears[0] for head in heads]), target)
         layers = len(heads[0].linears)
@@ -248,8 +260,9 @@ class _Plain:
         rows, vocab, finish = len(hidden), self._target.vocab_size, self._target.finish_logits
         if not self._outputs:
             return self._target.unembed(vectors.flatten(0, 1)).view(depth, rows, -1)
-        outputs = zip(vectors, self._outputs, strict=False)
-        return torch.stack([finish(output(filled(x).contiguous())[:rows, :vocab]) for x, output in outputs])
+        pairs = zip(vectors, self._outputs, strict=False)
+        products = (finish(output(filled(x).contiguous())[:rows]) for x, output in pairs)
+        return torch.stack([over_whole_vocabulary(each, self._ids, vocab) for each in products])
 
     def _leaving(self, hidden: Tensor, depth: int) -> Tensor:
         """What leaves the blocks of the first heads, `[depth, rows, width]`."""

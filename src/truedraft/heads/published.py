@@ -10,6 +10,8 @@ Apple's recurrent-drafting project writes weights only, in its `Drafter` format.
 `input_proj` (where twice the hidden size is not `exit_dim`), `lm_head.{i}.linear` of each residual block,
 `lm_head.{num_draft_layers}.weight` of the output, and, of a recurrent one, `rnn_u` and `rnn_w.weight`.
 
+Folders of vLLM's Medusa are `truedraft.heads.medusa_folders`, EAGLE-3 heads `truedraft.heads.eagle_folders`.
+
 Only tensors are read, no code that a file may hold. Neither project says for which weights of a target its heads are.
 """
 
@@ -31,6 +33,7 @@ from truedraft.heads.block_folders import load_block_folder, published_kind
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
+from truedraft.heads.medusa_folders import is_vllm_medusa, load_vllm_medusa
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 
 _CONFIG = "config.json"
@@ -61,7 +64,9 @@ def load_published(path: Path, kind: type[Head]) -> Any:
     if issubclass(kind, BlockHead):
         return None if published_kind(path) is None else load_block_folder(path, kind)
     if issubclass(kind, MedusaHeads):
-        return _load_original(path, kind) if _is_original(path) else None
+        if _is_original(path):
+            return _load_original(path, kind)
+        return load_vllm_medusa(path, kind) if is_vllm_medusa(path) else None
     return _load_apple(path, kind) if issubclass(kind, RedrafterHead) and _is_apple(path) else None
 
 

@@ -70,7 +70,7 @@ def export_model(
     if pad_to is not None:
         padded_size(pad_to)
     kind = pick_dtype(dtype, torch.device("cpu"))
-    with _new_folder(folder):
+    with new_folder(folder):
         on_stage(f"loading {name}")
         source = resolve_source(name)
         model, tokenizer = read_model(source, name, kind), Tokenizer.load(source)
@@ -115,7 +115,7 @@ def save_padded(
 
 
 @contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[None]:
+def new_folder(folder: Path) -> Iterator[None]:
     """Make the folder before minutes are spent on its content; what fails or is interrupted leaves no half a model.
 
     Raises:

@@ -56,6 +56,7 @@ from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.mapped import return_freed_memory
+from truedraft.models.mtp_names import without_mtp
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
 from truedraft.models.probe import (
@@ -152,7 +153,7 @@ def _load(
     model = model.to(place)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
-    backend = _packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
+    backend = packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
     reread = partial(read, torch.bfloat16)
     with quiet_transformers():
         if pad_to is not None:
@@ -291,7 +292,7 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
             return NativeBackend(llama)
         if FusedBackend.fits(llama):
             return FusedBackend(llama)
-    return _packed_backend({}, True)(model, patterns)
+    return packed_backend({}, True)(model, patterns)
 
 
 def _runs_quantized(model: PreTrainedModel) -> bool:
@@ -313,7 +314,7 @@ def _announce_numbers(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def _packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
+def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool) -> Callable[..., Backend]:
     """Makes the model's own modules run, with adapters beside their weights, which are packed with fast paths."""
 
     def made(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
@@ -481,7 +482,7 @@ def _load_by_transformers(
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
-    missing, superfluous = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    missing, superfluous = sorted(report["missing_keys"]), without_mtp(sorted(report["unexpected_keys"]))
     if superfluous and not missing:  # without those that the family declares to be of no use
         raise ModelError(
             f"the weights of {name!r} hold {len(superfluous)} tensor(s) that its config.json does not ask for, the "

@@ -112,7 +112,12 @@ class QuantizedFolder:
     def _layers(self) -> Iterator[_Layer]:
         found: defaultdict[str, dict[str, _Place]] = defaultdict(dict)
         known = _OF_WEIGHTS | _OF_ACTIVATIONS
-        for file in _files(self._source, self._name, self._revision):
+        files = weight_files(self._source, self._name, self._revision)
+        if not files:
+            raise ModelError(
+                f"{self._name!r} has quantised weights, and no model.safetensors that holds them; fetch it again"
+            )
+        for file in files:
             try:
                 opened = safe_open(file, framework="pt")
                 for tensor in opened.keys():  # noqa: SIM118 - it is no dict
@@ -342,14 +347,14 @@ def file_of(source: str, name: str, revision: str | None) -> str | None:
     return found
 
 
-def _files(source: str, name: str, revision: str | None) -> list[str]:
-    """The files with a folder's weights."""
+def weight_files(source: str, name: str, revision: str | None) -> list[str]:
+    """The safetensors files with a folder's weights; none where it has others."""
     whole = file_of(source, "model.safetensors", revision)
     if whole is not None:
         return [whole]
     index = file_of(source, "model.safetensors.index.json", revision)
     if index is None:
-        raise ModelError(f"{name!r} has quantised weights, and no model.safetensors that holds them; fetch it again")
+        return []
     try:
         files, _ = get_checkpoint_shard_files(source, index, revision=revision)
         if Path(source).is_dir() and (lost := [each for each in files if not Path(each).is_file()]):

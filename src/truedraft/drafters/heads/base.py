@@ -177,6 +177,12 @@ def refuse_other_target(head: Head, target: LanguageModel) -> None:
             f"{target.name} has {target.head_width} numbers and {target.vocab_size} ids; take heads that were "
             "trained for it"
         )
+    ids: Tensor | None = getattr(head, "draft_ids", None)
+    if ids is not None and int(ids.max()) >= target.vocab_size:
+        raise CompositionError(
+            f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take a head "
+            "that was trained for it"
+        )
     if record.fingerprint is not None and record.fingerprint != target.fingerprint:
         raise CompositionError(
             f"these {what} were trained for {record.target_name} (fingerprint {record.fingerprint}), and the target is "

@@ -11,8 +11,9 @@ from torch import Tensor
 from truedraft.cache import CachePool, RequestCache
 from truedraft.cache.buffers import key_span
 from truedraft.core import transfers
-from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, over_all_ids, running
+from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
 from truedraft.errors import OptionError
+from truedraft.heads.base import over_whole_vocabulary
 from truedraft.heads.block import BlockHead, DFlashHead, DSparkHead, Leaving
 from truedraft.models.attention import Blocked, ChainLayout, Scoring
 from truedraft.models.base import LanguageModel
@@ -96,7 +97,7 @@ class BlockRunner:
     def logits(self, leaving: Leaving) -> Tensor:
         """`[rows, vocab]`; ids that the head does not guess among have no mass."""
         target = self._target
-        return over_all_ids(self.head.logits(leaving, target.unembed), self.head.draft_ids, target.vocab_size)
+        return over_whole_vocabulary(self.head.logits(leaving, target.unembed), self.head.draft_ids, target.vocab_size)
 
     @torch.inference_mode()
     def chances(self, leaving: Leaving) -> list[float]:
@@ -130,7 +131,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
         runner = self._running[0]
         texts = [self._texts[tree.request.id] for tree in level]
         caches = [text.cache for text in texts]
-        runner.read(caches, [text.take(self.head.config.merged) for text in texts])
+        runner.read(caches, [text.take().chunk(self.head.config.merged, dim=-1) for text in texts])
         tokens = transfers.upload([tree.request.tokens[-1] for tree in level], runner.device)
         x = runner.draft(caches, tokens)
         block = {tree: number for number, tree in enumerate(level)}

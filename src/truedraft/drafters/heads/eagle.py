@@ -1,24 +1,48 @@
-"""EAGLE-3 as drafter: a layer of its own over vectors of several layers of the target, level by level."""
+"""Heads that read pairs of a vector and the token behind it, level by level: EAGLE-3, and what is built like it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.tree import chain_shape
-from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, over_all_ids, running
+from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, running
 from truedraft.drafters.tree_builder import TreeBuilder
+from truedraft.heads.base import Head, over_whole_vocabulary
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.models.attention import Full, Scoring
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.packing import ForwardPlan
 
 _READ_TOKENS = 512
+
+
+class PairRunner(Protocol):
+    """A head that reads pairs of vectors and tokens, as it runs beside a target.
+
+    Attributes:
+        device: where it computes.
+        pool: where caches of requests come from.
+    """
+
+    device: torch.device
+    pool: CachePool
+
+    def fuse(self, vectors: Tensor) -> Tensor:
+        """Vectors of the target as they were observed, `[rows, layers * width]`, as `forward` reads them."""
+
+    def forward(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Read pairs of vectors and tokens; see `Eagle3Runner.forward`."""
+
+
+HeadT = TypeVar("HeadT", bound=Head)
+PairRunnerT = TypeVar("PairRunnerT", bound=PairRunner)
 
 
 class Eagle3Runner:
@@ -42,10 +66,10 @@ class Eagle3Runner:
         self.pool = CachePool(head.config.most_positions)
 
     @torch.inference_mode()
-    def fuse(self, layers: Sequence[Tensor]) -> Tensor:
-        """Vectors `[rows, width]` of each layer, merged into one."""
+    def fuse(self, vectors: Tensor) -> Tensor:
+        """Vectors of each layer side by side, `[rows, layers * width]`, merged into one."""
         width = self._head.config.width
-        return self._head.fuse([each[:, :width] for each in layers])
+        return self._head.fuse([each[:, :width] for each in vectors.chunk(self._head.config.merged, dim=-1)])
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,13 +86,14 @@ class Eagle3Runner:
         plan = ForwardPlan.of(segments, self.device, 1)
         self._table.reach(plan.furthest + start)
         embedded = self._embed(plan.tokens[0])
-        x = head.step(vectors, embedded, self._table.at(plan.positions[0] + start), partial(self._attend, plan))
+        attend = partial(self._attend, plan, itertools.count())
+        x = head.step(vectors, embedded, self._table.at(plan.positions[0] + start), attend)
         wanted = x.index_select(0, plan.rows)
         return wanted, self._logits(wanted)
 
-    def _attend(self, plan: ForwardPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return plan.attend(0, Full(), self._scoring, *by_head).flatten(1)
+        return plan.attend(next(calls), Full(), self._scoring, *by_head).flatten(1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         own = self._head.embed_tokens
@@ -81,16 +106,14 @@ class Eagle3Runner:
         leaving = head.leaving(x)
         if head.lm_head is None:
             return target.unembed(leaving)
-        return over_all_ids(head.lm_head(leaving), head.draft_ids, target.vocab_size)
+        return over_whole_vocabulary(head.lm_head(leaving), head.draft_ids, target.vocab_size)
 
 
-class Eagle3(LevelDrafter[Eagle3Head, Eagle3Runner]):
-    """Drafts with an EAGLE-3 head (2503.01840): a level of the tree is one forward for all requests."""
+class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
+    """Drafts with a head that reads pairs: a vector of the target, and the token behind it.
 
-    name: ClassVar[str] = "eagle"
-
-    def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
-        return Eagle3Runner(self.head, target)
+    A level of the tree is one forward for all requests, in which what the head gave stands for the target's vector.
+    """
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         """Read what trees stand behind, then grow them level by level."""
@@ -103,21 +126,39 @@ class Eagle3(LevelDrafter[Eagle3Head, Eagle3Runner]):
                 above = [rows[own, parent] for own in level for parent in own.unfed_parents]
                 vectors, logits = runner.forward([own.segment() for own in level], vectors[above])
 
+    def _behind(self, tree: TreeBuilder | LikeliestTree) -> tuple[Tensor, Tensor]:
+        """Tokens and vectors that are read behind a tree's text in the same forward, and dropped then: none."""
+        return torch.empty(0, dtype=torch.int64), torch.empty(0)
+
     def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
-        """Read pairs of vectors and the tokens behind them; what `Eagle3Runner.forward` gives at the last of each."""
+        """Read pairs of vectors and the tokens behind them; what the runner gives at the last of each, and behind."""
         runner = self._running[0]
         last: list[tuple[RequestCache, Tensor, Tensor]] = []  # what the joint forward reads of each
         for tree in trees:
             text, request = self._texts[tree.request.id], tree.request
             tokens = torch.tensor(request.tokens[-text.behind :])
-            vectors = runner.fuse(text.take(self.head.config.merged))
-            *parts, end = zip(tokens.split(_READ_TOKENS), vectors.split(_READ_TOKENS), strict=True)
+            fused = runner.fuse(text.take())
+            *parts, end = zip(tokens.split(_READ_TOKENS), fused.split(_READ_TOKENS), strict=True)
             for ids, own in parts:
                 runner.forward([Segment(text.cache, ids, chain_shape(len(ids)), ())], own)
                 text.cache.commit(range(len(ids)))
             last.append((text.cache, *end))
-        segments = [Segment(cache, ids, chain_shape(len(ids)), (len(ids) - 1,)) for cache, ids, _ in last]
-        found = runner.forward(segments, torch.cat([vectors for *_, vectors in last]))
+        segments, vectors = [], []
+        for (cache, ids, own), tree in zip(last, trees, strict=True):
+            more, below = self._behind(tree)
+            count = len(ids) + len(more)
+            segments.append(Segment(cache, torch.cat([ids, more]), chain_shape(count), range(len(ids) - 1, count)))
+            vectors += [own, below] if len(more) else [own]
+        found = runner.forward(segments, torch.cat(vectors))
         for cache, ids, _ in last:
             cache.commit(range(len(ids)))
         return found
+
+
+class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
+    """Drafts with an EAGLE-3 head (2503.01840) on vectors of several layers of the target; options: `LevelDrafter`."""
+
+    name: ClassVar[str] = "eagle"
+
+    def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
+        return Eagle3Runner(self.head, target)

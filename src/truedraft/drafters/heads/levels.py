@@ -57,9 +57,9 @@ class LayerText:
         """Rows that were not read."""
         return sum(map(len, self.unread))
 
-    def take(self, layers: int) -> tuple[Tensor, ...]:
-        """Their vectors `[rows, width]` of each of so many layers; they count as read."""
-        vectors = torch.cat(self.unread).chunk(layers, dim=-1)
+    def take(self) -> Tensor:
+        """Their vectors `[rows, layers * width]`; they count as read."""
+        vectors = torch.cat(self.unread)
         self.unread.clear()
         return vectors
 
@@ -208,13 +208,6 @@ def running(head: HeadT, target: LanguageModel) -> HeadT:
     return own.eval().requires_grad_(False)
 
 
-def over_all_ids(logits: Tensor, draft_ids: Tensor | None, vocab: int) -> Tensor:
-    """Logits `[rows, vocab]` of those `[rows, ids]` of a draft; ids that it does not guess among have no mass."""
-    if draft_ids is None:
-        return logits[:, :vocab]
-    return logits.new_full((len(logits), vocab), -torch.inf).index_copy_(1, draft_ids, logits)
-
-
 class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     """Drafts with a head that has a cache of its own, on vectors of several layers of the target.
 
@@ -251,12 +244,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         beams: int = BEAMS,
     ) -> None:
         super().__init__(head)
-        config: Any = head.config
-        if min(config.layers, default=-1) < 0:
-            raise OptionError(
-                "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
-                "give its config at_usual_layers of the target"
-            )
+        self.features = self._features()
         length = head.reach if num_speculative_tokens is None else num_speculative_tokens
         check_nodes("num_speculative_tokens", length)
         self.branching = tuple(branching) if branching is not None else (1,) * length
@@ -271,9 +259,22 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             raise OptionError(f"this head guesses {head.reach} tokens at once, and {len(self.branching)} are asked for")
         self._chooses = nodes is not None
         self.limits = Budget(len(self.branching), widest, most, min_probability)
-        self.features = Features("kept", layers=config.layers)
         self._texts: dict[int, LayerText] = {}
         self.held = Held(noted=[self._texts])
+
+    def _features(self) -> Features:
+        """What the head reads of the target, as far as is known without it: by default vectors of layers."""
+        config: Any = self.head.config
+        if min(config.layers, default=-1) < 0:
+            raise OptionError(
+                "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
+                "give its config at_usual_layers of the target"
+            )
+        return Features("kept", layers=config.layers)
+
+    def _observed(self, outcome: StepOutcome) -> Tensor | None:
+        """The target's vectors at tokens that stay, `[rows, layers * width]`; None where there are none."""
+        return torch.cat(outcome.layers, dim=-1) if outcome.layers else None
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -283,8 +284,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return frozenset({DrawKind.INDEPENDENT if single else DrawKind.WITHOUT_REPLACEMENT})
 
     def _runner_for(self, target: LanguageModel) -> LevelRunnerT:
-        layers: Sequence[int] = self.head.config.layers  # type: ignore[attr-defined]
-        if max(layers) >= target.shown_layers:
+        layers = self.features.layers if self.features is not None else ()
+        if max(layers, default=-1) >= target.shown_layers:
             raise CompositionError(
                 f"this head reads layers {', '.join(map(str, layers))}, and {target.name} shows "
                 f"{target.shown_layers}; take a head that was trained for it"
@@ -315,8 +316,9 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         for request, outcome in zip(batch, outcomes, strict=True):
             text = self._texts[request.id]
             text.cache.rollback(text.cache.length)
-            if outcome.layers:
-                text.unread.append(torch.cat(outcome.layers, dim=-1))
+            vectors = self._observed(outcome)
+            if vectors is not None:
+                text.unread.append(vectors)
 
     def end(self, request: DraftRequest) -> None:
         text = self._texts.pop(request.id, None)

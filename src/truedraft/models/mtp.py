@@ -1,0 +1,253 @@
+"""Layers that predict a token further, which checkpoints bring along and transformers leaves out at load.
+
+DeepSeek-V3 (arXiv 2412.19437), section 2.2: the normed embedding of a token beside the normed vector of the one before
+it goes through one matrix, a decoder layer of the model's own family and a norm, and then the model's LM head.
+
+The decoder layer runs as that of a model of the family which has no other: so attention, experts and whatever else the
+family has are transformers' own, and texts share its forwards as they do those of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from truedraft.cache import CachePool
+from truedraft.errors import ModelError, ModelNotFoundError, TruedraftError, UnsupportedModelError, first_line
+from truedraft.files import user_path
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import packed_backend, quiet_transformers
+from truedraft.models.mtp_names import MtpNames, mtp_layers
+from truedraft.models.quantized_folder import weight_files
+
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the model's own
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
+_AGAIN, _NAMED = "fetch the files again", 4  # tensors that a message names
+
+
+class _Entry(nn.Module):
+    """In place of an embedding: what enters the decoder layer.
+
+    Attributes:
+        given: embeddings and vectors, `[rows, width]` each, of the next forward.
+    """
+
+    def __init__(self, norm: Any, config: Any) -> None:
+        super().__init__()
+        self.of_embedding = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.of_vector = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.fusion = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.given: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """`[1, rows]`, which are not read, to `[1, rows, width]`; rows behind those that are given are zeros."""
+        weight: Tensor = self.of_vector.weight
+        if self.given is None:
+            return weight.new_zeros(1, ids.shape[1], len(weight))
+        embedded, vectors = self.given
+        entering: Tensor = self.fusion(torch.cat([self.of_embedding(embedded), self.of_vector(vectors)], dim=-1))
+        return pad(entering, (0, 0, 0, ids.shape[1] - len(entering)))[None]
+
+
+class MtpLayer:
+    """The first such layer of a checkpoint, in the dtype and on the device of its model; made by `read_mtp`.
+
+    Args:
+        model: of one layer, its norm that behind this layer, its embedding an entry.
+        zeroes_first: see `MtpNames`.
+        context: most tokens of a request.
+
+    Attributes:
+        pool: where caches of requests come from.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, zeroes_first: bool, context: int) -> None:
+        self._entry: Any = model.get_input_embeddings()
+        self._zeroes_first = zeroes_first
+        self._device = model.device
+        self._backend = packed_backend({}, True)(model)
+        self.pool: CachePool = self._backend.new_pool(context)
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Read pairs of vectors and tokens; caches take their keys and values.
+
+        Args:
+            segments: tokens of each request, with the rows that are wanted.
+            embedded: `[total, width]`: the model's embeddings of the tokens.
+            vectors: `[total, width]`: that which stands before each token.
+
+        Returns:
+            What the layer gives at the wanted rows, `[rows, width]`, before the norm behind it and after it.
+        """
+        if self._zeroes_first:
+            first = [each.cache.length + depth == 1 for each in segments for depth in each.shape.depths[each.written :]]
+            if any(first):
+                embedded = embedded.masked_fill(torch.tensor(first, device=embedded.device)[:, None], 0.0)
+        self._entry.given = embedded, vectors
+        try:
+            output = self._backend.forward(segments, self._device, (0,))
+        finally:
+            self._entry.given = None
+        return output.layers[0], output.hidden
+
+
+def brings_mtp(target: LanguageModel) -> bool:
+    """Whether the files of a model hold such a layer; no tensor is read."""
+    if not isinstance(target, HuggingFaceModel) or not target.module.config.name_or_path:
+        return False
+    with contextlib.suppress(TruedraftError, OSError, SafetensorError):
+        for file in weight_files(target.module.config.name_or_path, target.name, _revision(target)):
+            with safe_open(file, framework="pt") as opened:
+                if mtp_layers(opened.keys()):
+                    return True
+    return False
+
+
+def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
+    """The first such layer of a model's own files, or of a folder that `speculators` wrote.
+
+    Args:
+        target: loaded from its files, whatever runs its forwards.
+        folder: None is the model's own.
+
+    Raises:
+        UnsupportedModelError: the model is not of files, or of a family whose layer cannot run so.
+        ModelNotFoundError: the files hold no such layer.
+        ModelError: tensors are missing, superfluous or of other shapes; names them.
+    """
+    if not isinstance(target, HuggingFaceModel) or not (folder or target.module.config.name_or_path):
+        raise UnsupportedModelError(f"{target.name} was not loaded from files that could hold MTP layers")
+    source, name = (target.module.config.name_or_path, target.name) if folder is None else (folder, folder)
+    if folder is not None and not user_path(folder, ModelNotFoundError).is_dir():
+        raise ModelNotFoundError(f"there is no folder {folder!r} with an MTP layer; check the path")
+    found = _tensors(source, name, _revision(target) if folder is None else None)
+    layers = mtp_layers(found)
+    if not layers:
+        raise ModelNotFoundError(
+            f"the files of {name!r} hold no MTP layer (mtp.*, or behind the last layer one with eh_proj); name a model "
+            "that brings one along, or a folder of speculators' MTPDraftModel"
+        )
+    names, config = layers[0], _config_of_one(target.module.config)
+    try:
+        model = _model_of(config, names, found, name, target.dtype)
+        model = model.eval().requires_grad_(False).to(target.device)
+        return MtpLayer(model, zeroes_first=names.zeroes_first, context=target.context_length)
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"the MTP layer of {name!r} does not run as a layer of {type(target.module).__name__} ({first_line(error)})"
+        ) from error
+
+
+def _revision(target: HuggingFaceModel) -> str | None:
+    return getattr(target.module.config, "_commit_hash", None)
+
+
+def _tensors(source: str, name: str, revision: str | None) -> dict[str, Tensor]:
+    """The tensors of all such layers in a folder's files."""
+    found: dict[str, Tensor] = {}
+    try:
+        opened = [safe_open(file, framework="pt") for file in weight_files(source, name, revision)]
+        places = {tensor: file for file in opened for tensor in file.keys()}  # noqa: SIM118 - it is no dict
+        prefixes = tuple(each.prefix for each in mtp_layers(places))
+        for tensor, file in places.items():
+            if prefixes and tensor.startswith(prefixes):
+                found[tensor] = file.get_tensor(tensor)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights of {name!r} ({first_line(error)}); {_AGAIN}") from error
+    return found
+
+
+def _config_of_one(whole: Any) -> Any:
+    """The configuration of a model that has the layer alone: full attention, and experts where the last layer has."""
+    config = copy.deepcopy(whole.get_text_config(decoder=True))
+    types = {"layer_types": ("mtp_layer_types", "full_attention"), "mlp_layer_types": ("mtp_mlp_layer_types", None)}
+    for name, (own, usual) in types.items():
+        given = getattr(config, name, None)
+        if given:
+            setattr(config, name, list(getattr(config, own, None) or [usual or given[-1]])[:1])
+    config.num_hidden_layers = 1
+    for name, value in (("first_k_dense_replace", 0), ("mlp_only_layers", [])):
+        if hasattr(config, name):
+            setattr(config, name, value)
+    config.vocab_size, config.pad_token_id, config.tie_word_embeddings = 1, None, False
+    config.__dict__.pop("quantization_config", None)
+    return config
+
+
+def _model_of(config: Any, names: MtpNames, found: dict[str, Tensor], name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of the layer alone, with exactly these tensors; its embedding is an entry.
+
+    Raises:
+        ModelError: tensors are missing, superfluous or of other shapes.
+    """
+    own = {each: tensor for each, tensor in found.items() if each.startswith(names.prefix)}
+    for each in _COPIES:
+        own.pop(names.prefix + each, None)
+    parts = [names.prefix + part for part in names.parts]
+    known = {*parts, *(each for each in own if names.of_layer(each) is not None or names.is_further(each))}
+    _refuse(name, {*parts, *_expected_experts(own)} - own.keys(), own.keys() - known)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    start = f"{kind.base_model_prefix}."
+    given = {part: own.pop(names.prefix + part) for part in names.parts}
+    row = torch.zeros(1, config.hidden_size, dtype=dtype)
+    state = {f"{start}embed_tokens.weight": row, "lm_head.weight": row.clone()}
+    state |= {f"{start}norm.weight": given[names.final]}
+    state |= {f"{start}layers.0.{inner}": tensor for each, tensor in own.items() if (inner := names.of_layer(each))}
+    with quiet_transformers():
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+
+    def theirs(ours: str) -> str:
+        return ours.replace(f"{start}layers.0.", names.prefix + names.layer).replace(
+            f"{start}norm.weight", names.prefix + names.final
+        )
+
+    entry = _Entry(type(model.get_decoder().norm), config).to(dtype)
+    others = [theirs(each[0]) for each in report["mismatched_keys"]]
+    for part, module in zip(names.parts, (entry.fusion, entry.of_embedding, entry.of_vector), strict=False):
+        if given[part].shape != module.weight.shape:
+            others.append(names.prefix + part)
+        module.weight.data = given[part].to(dtype)
+    _refuse(name, map(theirs, report["missing_keys"]), map(theirs, report["unexpected_keys"]), others)
+    model.set_input_embeddings(entry)
+    return model
+
+
+def _expected_experts(names: Iterable[str]) -> list[str]:
+    """All tensors of experts, where those of some are named one by one."""
+    matches = [match for name in names if (match := _EXPERT.fullmatch(name))]
+    starts, numbers, ends = ({match[group] for match in matches} for group in (1, 2, 3))
+    return list(map("".join, product(starts, numbers, ends)))
+
+
+def _refuse(name: str, missing: Iterable[str], superfluous: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Refuse a layer whose tensors are not those of its sizes.
+
+    Raises:
+        ModelError: names them.
+    """
+    for said, which, wanted in (
+        ("lack", sorted(missing), "these"),
+        ("hold", sorted(superfluous), "none of that name"),
+        ("have in another shape", sorted(others), "those"),
+    ):
+        if which:
+            more = f" and {len(which) - _NAMED} more" if len(which) > _NAMED else ""
+            raise ModelError(
+                f"the files of {name!r} {said} {', '.join(which[:_NAMED])}{more}, and an MTP layer of its sizes has "
+                f"{wanted}; {_AGAIN}"
+            )

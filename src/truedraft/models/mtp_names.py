@@ -1,0 +1,78 @@
+"""What checkpoints call the tensors of a layer that predicts a token further (multi-token prediction, MTP)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_NUMBERED = re.compile(r"((?:\w+\.)*layers\.(\d+)\.)eh_proj\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class MtpNames:
+    """Where the tensors of one such layer lie, by the names of a checkpoint.
+
+    Attributes:
+        prefix: of all of them.
+        fusion: what merges embedding and vector, behind the prefix, and likewise the following.
+        of_embedding: norm of the embedding.
+        of_vector: norm of the vector.
+        final: norm behind the layer.
+        layer: prefix of the decoder layer itself.
+        zeroes_first: whether the embedding at the first position is left out, as engines do with this format.
+    """
+
+    prefix: str
+    fusion: str
+    of_embedding: str
+    of_vector: str
+    final: str
+    layer: str = ""
+    zeroes_first: bool = False
+
+    @property
+    def parts(self) -> tuple[str, str, str, str]:
+        """All that is not of the decoder layer: fusion, the norms of embedding and vector, and the last norm."""
+        return self.fusion, self.of_embedding, self.of_vector, self.final
+
+    def is_further(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the first, which predicts a token further."""
+        return bool(self.layer) and name.startswith(f"{self.prefix}layers.") and self.of_layer(name) is None
+
+    def of_layer(self, name: str) -> str | None:
+        """What a tensor of the decoder layer is called within it; None of another tensor."""
+        start = self.prefix + self.layer
+        return name.removeprefix(start) if name.startswith(start) else None
+
+
+_QWEN = MtpNames(
+    "mtp.", "fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight", "layers.0."
+)
+_SPECULATORS = MtpNames(
+    "mtp_layers.0.", "input_proj.weight", "token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight"
+)
+
+
+def mtp_layers(names: Iterable[str]) -> list[MtpNames]:
+    """The layers of a checkpoint, the one that predicts the next but one token first.
+
+    Qwen 3-Next and 3.5 write `mtp.*`; DeepSeek, GLM and others number them behind the model's own layers; `speculators`
+    writes folders of its own.
+    """
+    numbered: list[tuple[int, str]] = []
+    found: list[MtpNames] = []
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            numbered.append((int(match[2]), match[1]))
+        found += [each for each in (_QWEN, _SPECULATORS) if name == each.prefix + each.fusion]
+    ends = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    return found + [MtpNames(prefix, *ends, zeroes_first=True) for _, prefix in sorted(numbered)]
+
+
+def without_mtp(names: Iterable[str]) -> list[str]:
+    """The names without those of such layers."""
+    names = list(names)
+    prefixes = tuple(each.prefix for each in mtp_layers(names))
+    return [name for name in names if not name.startswith(prefixes)] if prefixes else names
