@@ -152,6 +152,9 @@ def grow_likeliest(trees: Sequence[LikeliestTree], logits: Tensor) -> list[Likel
             [own if tree.request.shaping is None else tree.request.shaping.of_paths(own, tree.open_paths())
              for tree, own in parts]
         )  # fmt: skip
+    heats = [tree.request.params.temperature or 1.0 for tree in trees for _ in tree.open]
+    if set(heats) != {1.0}:  # products are of what the target would draw from
+        logits = logits.float() / logits.new_tensor(heats, dtype=torch.float32)[:, None]
     top = TopK.of(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
     start = 0
     for tree, count in zip(trees, counts, strict=True):
@@ -215,10 +218,10 @@ def over_all_ids(logits: Tensor, draft_ids: Tensor | None, vocab: int) -> Tensor
 class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     """Drafts with a head that has a cache of its own, on vectors of several layers of the target.
 
-    What it drafted is dropped after each verdict, and committed tokens are read with the target's own vectors. Greedy
-    requests get a chain, a tree of so many draws at each node, or with `nodes` the likeliest tree (`LikeliestTree`).
-    Sampled requests get draws from the head's distribution, over a reduced vocabulary where it has one: exact, as ids
-    that it never guesses have no probability there.
+    What it drafted is dropped after each verdict, and committed tokens are read with the target's own vectors. Requests
+    get a chain, a tree of so many draws at each node, or with `nodes` the likeliest tree (`LikeliestTree`). Draws for
+    sampled requests are from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it
+    never guesses have no probability there.
 
     It sees the rows of all tokens of a prompt, so the target computes them: no prefix of another request is copied.
 
@@ -227,7 +230,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the head gave less than this; the token stays.
-        nodes: of the likeliest tree, which greedy requests then get.
+        nodes: of the likeliest tree, which requests then get.
         beams: nodes of it that are open at each level, and tokens that each brings.
 
     Raises:
@@ -274,6 +277,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
+        if self._chooses:
+            return frozenset({DrawKind.DETERMINISTIC})
         single = max(self.branching, default=1) == 1
         return frozenset({DrawKind.INDEPENDENT if single else DrawKind.WITHOUT_REPLACEMENT})
 
@@ -329,7 +334,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             text = self._texts[request.id]
             text.cache.rollback(text.cache.length)
             within = budget.within(self.limits) if text.unread else NO_DRAFT
-            if self._chooses and request.params.greedy:
+            if self._chooses:
                 chosen.append(LikeliestTree(text.cache, request, within))
                 trees.append(chosen[-1])
             else:
