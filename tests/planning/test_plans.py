@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from support.backends import fused_backend
+from support.eagle_reference import random_eagle
 from support.head_models import MarkovWithEmbedding, random_heads, random_redrafter
 from support.ngram_tables import table_of
 from support.tiny_models import GROUPED, PROMPTS, build, packed
@@ -20,7 +21,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, StepCosts
 from truedraft.drafters import from_spec, specs
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
-from truedraft.heads import HeadRecord
+from truedraft.heads import Eagle3Config, HeadRecord
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.options import Words
 from truedraft.planning import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, ratio_of_rates, read_plan
@@ -108,6 +109,18 @@ def test_heads(tmp_path: Path) -> None:
         assert list(whole.words.values()) == [f"redrafter:{tmp_path / 'r'},beams=2,nodes=3{said}"]
     with pytest.raises(OptionError, match="best of several paths"):
         candidates_of(f"redrafter:{tmp_path / 'r'},sampled=true", world, DRAWN)
+
+
+def test_heads_that_read_pairs_are_tried_as_chains_and_where_greedy_as_likeliest_trees(tmp_path: Path) -> None:
+    target = packed("llama")
+    sizes = Eagle3Config(48, target.vocab_size, (0, 1), heads=4, kv_heads=2, head=16, inner=64, most_positions=256)
+    random_eagle(sizes).save(tmp_path, HeadRecord("tiny", None))
+    words = f"eagle:{tmp_path}"
+    for params, count in ((GREEDY, 2), (DRAWN, 1)):
+        chains, *trees = candidates_of(words, target, params)
+        assert chains.words[LONGEST] == f"{words},num_speculative_tokens={LONGEST}" and len(trees) == count - 1
+        assert all(each.words[8] == f"{words},nodes=8" for each in trees)
+        assert len(candidates_of(f"{words},branching=2-1", target, params)) == 1
 
 
 def test_both_widths_of_weights_are_tried() -> None:

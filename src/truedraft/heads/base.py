@@ -190,7 +190,8 @@ class Head(nn.Module, ABC):
             # Fields that came later have defaults, and folders from before lack them.
             given = {each.name: about[each.name] for each in fields(cls.sizes) if each.name in about or _required(each)}
             config = cls.sizes(**given)
-            name, fingerprint = str(about["target"]["name"]), str(about["target"]["fingerprint"])
+            name, known = str(about["target"]["name"]), about["target"]["fingerprint"]
+            fingerprint = None if known is None else str(known)  # nobody knows it of one that was published
             dtype = DTYPES[about["dtype"]]
         except (KeyError, TypeError, OptionError) as error:
             raise ModelError(f"{str(path / _CONFIG)!r} is damaged ({error}); {_AGAIN}") from error

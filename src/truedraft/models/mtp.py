@@ -129,10 +129,13 @@ def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
     """
     if not isinstance(target, HuggingFaceModel) or not (folder or target.module.config.name_or_path):
         raise UnsupportedModelError(f"{target.name} was not loaded from files that could hold MTP layers")
-    source, name = (target.module.config.name_or_path, target.name) if folder is None else (folder, folder)
-    if folder is not None and not user_path(folder, ModelNotFoundError).is_dir():
-        raise ModelNotFoundError(f"there is no folder {folder!r} with an MTP layer; check the path")
-    found = _tensors(source, name, _revision(target) if folder is None else None)
+    if folder is None:
+        name, found = target.name, _tensors(target.module.config.name_or_path, target.name, _revision(target))
+    else:
+        name, path = folder, user_path(folder, ModelNotFoundError)
+        if not path.is_dir():
+            raise ModelNotFoundError(f"there is no folder {folder!r} with an MTP layer; check the path")
+        found = _tensors(str(path), folder, None)
     layers = mtp_layers(found)
     if not layers:
         raise ModelNotFoundError(

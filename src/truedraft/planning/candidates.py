@@ -102,15 +102,18 @@ def candidates_of(
     base = made or from_spec(typed, target)
     known = KINDS[words.kind].options if words.kind in KINDS else {}
     chosen = set(words.options)
-    if _BEAMS in known and is_drawn(params):
+    has_beams = _PATHS in known
+    if has_beams and is_drawn(params):
         base, words = _settled(words, cast("Redrafter", base), target, params)
     check_walkable(base, is_drawn(params))
     if base.limits.is_zero:
         return []
-    if _BEAMS in known:
+    if has_beams:
         if chosen & {_BEAMS, _PATHS, _NODES}:
             return [_whole(typed, base, spelled(words, {}))]
         return _beams(words, typed, cast("Redrafter", base), target, params)
+    if _BEAMS in known:
+        return _pairs(words, typed, base, target, params)
     if _NODES in known and _NODES not in chosen:
         is_medusa = _TREE in known and not chosen & {_TREE, _BRANCHING}
         full = spelled(words, {_NODES: CURVE_NODES[-1]})
@@ -135,6 +138,20 @@ def candidates_of(
 def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
     """A drafter as it is; `words` are its own where they are not those that were typed."""
     return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
+
+
+def _pairs(words: Words, typed: str, base: Drafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
+    """Of a head that reads pairs chains of every length and, where answers are greedy, likeliest trees."""
+    if words.options.keys() & {_LENGTH, _BRANCHING, _NODES}:
+        return [_whole(typed, base)]
+    longest = from_spec(spelled(words, {_LENGTH: LONGEST}), target)
+    found = [Candidate(typed, longest, longest, _lengths(words))]
+    if not is_drawn(params):
+        largest = from_spec(spelled(words, {_NODES: CURVE_NODES[-1]}), target)
+        found.append(
+            Candidate(typed, largest, largest, {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES})
+        )
+    return found
 
 
 def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) -> list[Candidate]:
