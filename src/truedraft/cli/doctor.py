@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from truedraft.planning.predictions import Interval
 
 _PROMPTS, _TOKENS = 24, 64
+_PATIENCE_S = 20.0
+_BELOW_CARD = 0.9  # of what is promised, what counts as less
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def doctor(options: DoctorOptions) -> int:
     status is 1 where a fault was found.
     """
     what = options.what
+    if what.url is not None:
+        return _served(what.url, what.drafter, options.report)
     if what.drafter is None:
         raise OptionError("is needed: the folder of the drafter that is to be examined", field="drafter")
     if what.fix is not None and what.fix.exists() and any(what.fix.iterdir() if what.fix.is_dir() else (what.fix,)):
@@ -81,13 +85,14 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
     with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
         from truedraft.drafters.registry import TrainedDrafter
         from truedraft.models.loading import load_model
-        from truedraft.planning.doctor import examine
+        from truedraft.planning.doctor import examine, promised_by
         from truedraft.planning.variants import case_of
 
         target = load_model(model.model, **model.of_target, **options.machine.of_models)
     with errors_about("drafter"), quiet_hub():
         kind, case = case_of(drafter, target)
     card = TrainedDrafter.read(case.path) if case.path.is_dir() else None
+    promised = {} if card is None else promised_by(card.figures, case.chain(case.part).limits.depth)
     prompts = _prompts(target, texts, plain=what.plain)
     with terminal.progress("examining", 1000) as shown:
         found = examine(
@@ -95,7 +100,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
             case,
             prompts,
             tokens=what.tokens,
-            promised={} if card is None else card.tokens_per_call,
+            promised=promised,
             progress=lambda done, total, remark: shown(1000 * done // max(total, 1), remark),
         )
     _print(found, terminal)
@@ -108,6 +113,62 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
             record | {"model": target.name, "prompts_file": what.prompts, "written": written, **found.as_dict()}
         )
     return FAILED if found.faults else DONE
+
+
+def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
+    """What a running server's drafts bring, beside what the drafter's card promises."""
+    from truedraft.peers.acceptance import served_acceptance
+    from truedraft.peers.calling import Caller
+
+    terminal = Terminal()
+    with errors_about("url"):
+        found = served_acceptance(Caller(url, timeout_s=_PATIENCE_S))
+    value, low, high = found.tokens_per_call
+    rows = [
+        (name or "a drafter", f"{drafted:,.0f}", f"{accepted:,.0f}", f"{accepted / max(drafted, 1):.0%}")
+        for name, (drafted, accepted) in found.by_drafter.items()
+    ]
+    if not rows:
+        share = f"{found.accepted / max(found.drafted, 1):.0%}"
+        rows = [("all", f"{found.drafted:,.0f}", f"{found.accepted:,.0f}", share)]
+    print_table(("drafter", "drafted tokens", "accepted", ""), rows, terminal.out)
+    shares = [each / found.drafts for each in found.by_position] if found.drafts else []
+    if shares:
+        told = " / ".join(f"{each:.2f}" for each in shares)
+        terminal.out.print(f"accepted by position: {told}", style="dim", soft_wrap=True)
+    promised = _least_promise(drafter)
+    below = promised is not None and high < _BELOW_CARD * promised
+    sentence = f"{value:.2f} [{low:.2f}, {high:.2f}] tokens per call where something was drafted"
+    if promised is not None:
+        how = "below" if below else "not below"
+        sentence += f", {how} the {promised:.2f} that the card of {drafter} promises at the least"
+    if below:
+        sentence += f": examine it by truedraft doctor --drafter {drafter} --model M --prompts FILE"
+    terminal.out.print(sentence, style="bold", soft_wrap=True)
+    status = FAILED if below else DONE
+    if report.json:
+        counted = {"drafts": found.drafts, "drafted_tokens": found.drafted, "accepted_tokens": found.accepted}
+        terminal.json(
+            {"command": "doctor", "status": status, "url": url, "tokens_per_call": [value, low, high], **counted}
+            | {"by_position": shares, "by_drafter": dict(found.by_drafter), "promised": promised, "diagnosis": sentence}
+        )
+    return status
+
+
+def _least_promise(drafter: str | None) -> float | None:
+    """The fewest tokens per call that a drafter's card has, over temperatures: a server does not say which it serves.
+
+    Raises:
+        OptionError: there is no card.
+    """
+    from truedraft.drafters.registry import TrainedDrafter
+
+    if drafter is None:
+        return None
+    card = TrainedDrafter.read(user_path(drafter.partition(":")[2] or drafter))
+    if card is None or not card.tokens_per_call:
+        raise OptionError(f"has no card that promises something: {drafter!r}; leave it out", field="drafter")
+    return min(card.tokens_per_call.values())
 
 
 def _prompts(target: LanguageModel, texts: Any, *, plain: bool) -> list[Prompt]:

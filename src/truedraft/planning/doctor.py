@@ -230,22 +230,60 @@ def examine(
             "give more or shorter ones"
         )
     case.chain(case.part).check(case.target)
-    done, total = 0, len(kind.variants) + 3
-
-    def tell(remark: str) -> None:
-        nonlocal done
-        progress(min(done, total - 1), total, remark)
-        done += 1
-
-    tell("the target answers")
+    bar = _Bar(progress, len(kind.variants) + 3)
+    bar.tell("the target answers")
     given = {0.0: _answered(case, fits, tokens, 0.0)}
-    tell("the target answers at temperature 1")
+    bar.tell("the target answers at temperature 1")
     given[1.0] = _answered(case, fits, tokens, 1.0)
-    faults, best = _seen_at_once(given[0.0]), given
+    trials, faults, best = _mended(kind.variants, given, bar)
+    bar.tell("what to expect")
+    replayed = {temperature: replay(each) for temperature, each in best.items()}
+    as_given = replayed if best is given else {temperature: replay(each) for temperature, each in given.items()}
+    bar.end()
+    return Diagnosis(
+        kind.noun,
+        (*_known(case), *_seen_at_once(given[0.0]), *faults),
+        tuple(sorted(trials, key=_gain, reverse=True)),
+        {temperature: each.tokens_per_call for temperature, each in as_given.items()},
+        {temperature: each.tokens_per_call for temperature, each in replayed.items()},
+        replayed[0.0].survival,
+        promised or {},
+        len(fits),
+        int(as_given[0.0].places.sum()),
+        best[0.0].part,
+    )
+
+
+@dataclass
+class _Bar:
+    """How far an examination is."""
+
+    progress: Progress
+    total: int
+    done: int = 0
+
+    def tell(self, remark: str) -> None:
+        self.progress(min(self.done, self.total - 1), self.total, remark)
+        self.done += 1
+
+    def end(self) -> None:
+        self.progress(self.total, self.total, "")
+
+
+Cases = Mapping[float, Case]
+"""A case by the temperature of its answers."""
+
+
+def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
+    """The trials beside what was given; the faults that variants name, the worst first; and what is left then.
+
+    A variant that is better takes the place of what was given, and the others are tried again.
+    """
+    faults: list[Fault] = []
     first: list[Trial] = []
-    variants = list(kind.variants)
+    best, left = given, list(variants)
     for _ in range(_MOST_FAULTS):
-        trials, better = _tried(variants, best[0.0], tell)
+        trials, better = _tried(left, best[0.0], bar)
         first = first or trials
         found = [each for each in trials if each.better]
         if not found:
@@ -255,24 +293,24 @@ def examine(
         best = {0.0: better[variant.name], 1.0: variant.make(best[1.0]).better}
         mends = best[0.0].part is not before
         faults.append(Fault(variant.name, variant.meaning, variant.fix(best[0.0]), worst.gain, mends))
-        variants.remove(variant)
-        total += len(variants)
-    tell("what to expect")
-    replayed = {temperature: replay(each) for temperature, each in best.items()}
-    as_given = replayed if best is given else {temperature: replay(each) for temperature, each in given.items()}
-    progress(total, total, "")
-    return Diagnosis(
-        kind.noun,
-        tuple(faults),
-        tuple(sorted(first, key=_gain, reverse=True)),
-        {temperature: each.tokens_per_call for temperature, each in as_given.items()},
-        {temperature: each.tokens_per_call for temperature, each in replayed.items()},
-        replayed[0.0].survival,
-        promised or {},
-        len(fits),
-        int(as_given[0.0].places.sum()),
-        best[0.0].part,
-    )
+        left.remove(variant)
+        bar.total += len(left)
+    return first, faults, best
+
+
+def promised_by(figures: Mapping[str, Any], length: int) -> dict[float, float]:
+    """Tokens per call by temperature that a card has of chains of a length, which the doctor drafts, too.
+
+    Args:
+        figures: as of `TrainedDrafter`.
+        length: tokens of a chain.
+    """
+    served = figures.get("served")
+    return {
+        float(each["temperature"]): float(each["mean_acceptance_length"])
+        for each in (served if isinstance(served, list) else ())
+        if isinstance(each, dict) and each.get("num_speculative_tokens") == length
+    }
 
 
 def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: float) -> Case:
@@ -312,14 +350,14 @@ def _padded(reach: Numbers, depth: int) -> Numbers:
     return np.pad(reach, ((0, 0), (0, max(0, depth - reach.shape[1]))))[:, :depth]
 
 
-def _tried(variants: Sequence[Variant], case: Case, tell: Callable[[str], None]) -> tuple[list[Trial], dict[str, Case]]:
+def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Trial], dict[str, Case]]:
     """Every variant beside a case, and by name what takes its place where one is better."""
     found: list[Trial] = []
     untried: list[Trial] = []
     better: dict[str, Case] = {}
     own = replay(case)
     for each in variants:
-        tell(each.name)
+        bar.tell(each.name)
         try:
             pair = each.make(case)
             beside = own if pair.given is case else replay(pair.given)
@@ -344,6 +382,11 @@ def _tried(variants: Sequence[Variant], case: Case, tell: Callable[[str], None])
 
 def _gain(trial: Trial) -> float:
     return -math.inf if trial.gain is None else trial.gain.value
+
+
+def _known(case: Case) -> list[Fault]:
+    """Why what was given could not be loaded as it is."""
+    return [Fault(each.name, each.meaning, each.fix(case), mends=True) for each in case.mended]
 
 
 def _seen_at_once(case: Case) -> list[Fault]:

@@ -8,9 +8,10 @@ package, and is reported as not tried. A new kind of drafters is an entry of `KI
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.engine.prompts import encode_prompt
-from truedraft.errors import CompositionError, ModelNotFoundError, OptionError
+from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of, user_path
 from truedraft.heads import Eagle3Head, Head, MedusaHeads, RedrafterHead
+from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
 from truedraft.heads.published import load_published
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.models.loading import load_model
@@ -53,6 +55,7 @@ class Case:
         prompts: as they were given, text or ids, one for each trace.
         traces: the target's answers, with what `layers` show.
         layers: of the target, whose vectors the traces hold.
+        mended: variants without which it could not be loaded.
     """
 
     path: Path
@@ -62,6 +65,7 @@ class Case:
     prompts: tuple[str | tuple[int, ...], ...] = ()
     traces: tuple[AnswerTrace, ...] = ()
     layers: tuple[int, ...] = ()
+    mended: tuple[Variant, ...] = ()
 
     def of(self, part: Any) -> Case:
         """The same with another head or draft model."""
@@ -118,6 +122,8 @@ class Kind:
         chain: of a head or draft model, what drafts one chain as long as it was made for, chosen by rank.
         load: the head or draft model in a folder; None where there is none of this kind.
         variants: that are tried.
+        rescue: where a folder cannot be loaded, what else it may be, and the variant that says so; None where it is
+            nothing else.
         fixed: writes a better one into a folder; None where nothing is written.
     """
 
@@ -125,24 +131,25 @@ class Kind:
     chain: Callable[[Any], Drafter]
     load: Callable[[Path, LanguageModel], Any]
     variants: Sequence[Variant]
-    fixed: Callable[[Any, Path], None] | None = field(default=None)
+    rescue: Callable[[Path, LanguageModel], tuple[Any, Variant] | None] = lambda path, target: None
+    fixed: Callable[[Any, Path], None] | None = None
 
 
 # ------------------------------------------------------------------------------- heads
 
 
 def _changed(
-    head: Any, sizes: Mapping[str, Any], without: str = "", weights: Mapping[str, Tensor] | None = None
+    head: Any, sizes: Mapping[str, Any], without: str = "$.", weights: Mapping[str, Tensor] | None = None
 ) -> Any:
-    """A head with other sizes; weights that begin with a name left out, and others in place of its own.
+    """A head with other sizes, without the weights that a pattern finds, and with others in place of its own.
 
     Raises:
         ModelError: these weights make no such head.
         OptionError: these sizes make none.
     """
-    kept = {name: each for name, each in head.state_dict().items() if not (without and name.startswith(without))}
-    other = type(head).with_weights(replace(head.config, **dict(sizes)), kept | dict(weights or {}), Path(_CONFIG))
-    return other.with_record(head.record)
+    kept = {name: each for name, each in head.state_dict().items() if not re.search(without, name)}
+    config = replace(head.config, **dict(sizes))
+    return type(head).with_weights(config, kept | dict(weights or {}), Path(_CONFIG)).with_record(head.record)
 
 
 def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
@@ -154,13 +161,13 @@ def _flipped(name: str) -> Callable[[Case], Pair]:
     return _part(lambda head: _changed(head, {name: not getattr(head.config, name)}))
 
 
-def _dropped(name: str, prefix: str) -> Callable[[Case], Pair]:
-    """Without a norm, a table or an LM head that it has."""
+def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
+    """Other sizes, and without the weights that go with them as they are."""
 
     def change(head: Any) -> Any:
-        if not getattr(head.config, name):
-            raise OptionError(f"this head has no {name}")
-        return _changed(head, {name: False}, prefix)
+        if all(getattr(head.config, name) == value for name, value in sizes.items()):
+            raise OptionError("it is so as it is")
+        return _changed(head, sizes, without)
 
     return _part(change)
 
@@ -280,6 +287,12 @@ _RAW = Variant(
     lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
     _before_final_norm,
 )
+_IDS = Variant(
+    "d2t as ids",
+    "its table d2t holds ids, and readers take it for offsets",
+    lambda _: "store d2t[j] - j: the draft's token j is the target's token j + d2t[j]",
+    _ids_moved(-1),
+)
 _EAGLE = (
     Variant("layers one earlier", "the layers that it reads are numbered one too high", _layer_ids,
             _at_layers(lambda layers, _: [each - 1 for each in layers])),
@@ -294,55 +307,34 @@ _EAGLE = (
     Variant("norm_output", "what it gives to its next step is on the wrong side of its last norm",
             _set("norm_output"), _flipped("norm_output")),
     Variant("without fc_norm", "it was trained without a norm for each layer", _set("fc_norm"),
-            _dropped("fc_norm", "fc_norm.")),
+            _with(r"^fc_norm\.", fc_norm=False)),
     Variant("without norm_before_fc", "it was trained without a norm before fc", _set("norm_before_fc"),
-            _dropped("norm_before_fc", "input_norm.")),
+            _with(r"^input_norm\.", norm_before_fc=False)),
     Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
             lambda _: "take embed_tokens out of the weights, or put the target's there",
-            _dropped("own_embedding", "embed_tokens.")),
+            _with(r"^embed_tokens\.", own_embedding=False)),
     Variant("LM head of the target", "the LM head in its folder is not the one that it was trained with",
             lambda _: "take lm_head out of the weights, or put the target's rows there",
-            _part(lambda head: _without_output(head))),
+            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
     Variant("inputs exchanged", "its attention reads vector and embedding in the other order",
             lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(_inputs_exchanged)),
     Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
             lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
-    Variant("d2t as ids", "its table d2t holds ids, and readers take it for offsets",
-            lambda _: "store d2t[j] - j: the draft's token j is the target's token j + d2t[j]", _ids_moved(-1)),
+    _IDS,
     *map(_at_theta, _THETAS),
     _WIDE,
 )  # fmt: skip
 
 
-def _without_output(head: Any) -> Any:
-    if head.lm_head is None:
-        raise OptionError("it ends in the target's LM head")
-    state = {name: each for name, each in head.state_dict().items() if name not in ("lm_head.weight", "draft_ids")}
-    config = replace(head.config, own_output=False, draft_vocab=0)
-    return type(head).with_weights(config, state, Path(_CONFIG)).with_record(head.record)
-
-
 def _later_heads(head: Any) -> Any:
     """Medusa heads without the first: those of a folder whose first guesses the next token itself."""
-    count, state = head.config.heads - 1, head.state_dict()
-    if not count:
-        raise OptionError("there is one head alone")
-    kept = {name: each for name, each in state.items() if not name.startswith("heads.")}
-    for number in range(count):
-        above = f"heads.{number + 1}."
-        kept |= {f"heads.{number}.{n.removeprefix(above)}": each for n, each in state.items() if n.startswith(above)}
-    return type(head).with_weights(replace(head.config, heads=count), kept, Path(_CONFIG)).with_record(head.record)
-
-
-def _outputs_of_target(prefixes: tuple[str, ...]) -> Callable[[Case], Pair]:
-    def change(head: Any) -> Any:
-        if head.config.tied:
-            raise OptionError("it ends in the target's LM head")
-        kept = {name: each for name, each in head.state_dict().items() if not any(p in name for p in prefixes)}
-        config = replace(head.config, tied=True)
-        return type(head).with_weights(config, kept, Path(_CONFIG)).with_record(head.record)
-
-    return _part(change)
+    names = {name: name.split(".", 2) for name in head.state_dict() if name.startswith("heads.")}
+    moved = {
+        f"heads.{int(number) - 1}.{rest}": head.state_dict()[name]
+        for name, (_, number, rest) in names.items()
+        if int(number)
+    }
+    return _changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
 
 
 _TIED = "the LM head in its folder is not the one that it was trained with"
@@ -350,15 +342,15 @@ _MEDUSA = (
     Variant("heads one later", "its first head guesses the next token itself, which the target gives anyway",
             lambda _: "leave the first head out, and number the others from 0", _part(_later_heads)),
     Variant("without the token", "it was trained without reading the token that was drawn", _set("reads_token"),
-            _dropped("reads_token", "token.")),
-    Variant("LM head of the target", _TIED, _set("tied"), _outputs_of_target((".output.",))),
+            _with(r"^token\.", reads_token=False)),
+    Variant("LM head of the target", _TIED, _set("tied"), _with(r"\.output\.", tied=True)),
     _RAW,
     _WIDE,
 )  # fmt: skip
 _REDRAFTER = (
     Variant("embeddings scaled or not", "it reads embeddings at another scale than in training", _set("scaled"),
             _flipped("scaled")),
-    Variant("LM head of the target", _TIED, _set("tied"), _outputs_of_target(("output.",))),
+    Variant("LM head of the target", _TIED, _set("tied"), _with(r"^output\.", tied=True)),
     _RAW,
     _WIDE,
 )  # fmt: skip
@@ -547,6 +539,15 @@ def _eagle_in(path: Path, target: LanguageModel) -> Any:
     return head
 
 
+def _eagle_with_ids(path: Path, target: LanguageModel) -> tuple[Any, Variant] | None:
+    """A published folder whose table cannot be of offsets."""
+    if not is_eagle_folder(path):
+        return None
+    head = load_eagle_folder(path, Eagle3Head, ids_in_d2t=True)
+    head.config = head.config.at_usual_layers(target.shown_layers)
+    return head, _IDS
+
+
 def _medusa_chain(heads: Any) -> Drafter:
     chain = RankTree.cartesian((1,) * heads.reach)
     return Medusa(heads, {GREEDY: chain, SAMPLED: chain}, nodes=heads.reach)
@@ -561,10 +562,10 @@ def _save_head(head: Any, folder: Path) -> None:
 
 
 KINDS: dict[str, Kind] = {
-    "eagle": Kind("an EAGLE-3 head", Eagle3, _eagle_in, (*_EAGLE, *_FORMS), _save_head),
-    "medusa": Kind("Medusa heads", _medusa_chain, _of_head(MedusaHeads), (*_MEDUSA, *_FORMS), _save_head),
+    "eagle": Kind("an EAGLE-3 head", Eagle3, _eagle_in, (*_EAGLE, *_FORMS), _eagle_with_ids, _save_head),
+    "medusa": Kind("Medusa heads", _medusa_chain, _of_head(MedusaHeads), (*_MEDUSA, *_FORMS), fixed=_save_head),
     "redrafter": Kind(
-        "a recurrent head", _redrafter_chain, _of_head(RedrafterHead), (*_REDRAFTER, *_FORMS), _save_head
+        "a recurrent head", _redrafter_chain, _of_head(RedrafterHead), (*_REDRAFTER, *_FORMS), fixed=_save_head
     ),
     "draft": Kind("a draft model", lambda m: DraftModel(m, _DRAFTED), _draft, (*_DRAFT, *_FORMS)),
 }
@@ -582,9 +583,16 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
     named = word if word in KINDS and rest else None
     path = user_path(rest if named else typed, ModelNotFoundError)
     for word in [named] if named else KINDS:
-        part = KINDS[word].load(path, target)
+        kind, mended = KINDS[word], tuple[Variant, ...]()
+        try:
+            part = kind.load(path, target)
+        except ModelError:
+            found = kind.rescue(path, target)
+            if found is None:
+                raise
+            part, mended = found[0], (found[1],)
         if part is not None:
-            return KINDS[word], _with_layers(Case(path, target, part, KINDS[word].chain))
+            return kind, _with_layers(Case(path, target, part, kind.chain, mended=mended))
     raise CompositionError(f"{str(path)!r} does not hold {KINDS[word].noun}; name its kind, one of {', '.join(KINDS)}")
 
 
