@@ -22,8 +22,8 @@ from truedraft.heads import Eagle3Head, MedusaHeads, RedrafterHead
 from truedraft.heads.eagle_folders import write_eagle_folder
 from truedraft.models.architecture import save_llama
 from truedraft.models.base import LanguageModel
-from truedraft.planning.doctor import Diagnosis, Prompt, examine, replay
-from truedraft.planning.variants import Case, case_of
+from truedraft.planning.doctor import Diagnosis, Prompt, examine
+from truedraft.planning.variants import case_of
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.eagle import Eagle3TrainingConfig
 from truedraft.training.heads import train_heads
@@ -34,7 +34,7 @@ from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.tokenizer import save_tokenizer
 
 PROMPTS, TOKENS = 14, 14
-TEMPLATE = "{% for message in messages %}total total = = {{ message['content'] }}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n<|endoftext|>\n\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,9 @@ def test_a_start_of_the_rotation_is_no_fault(eagle, target, asked) -> None:
     kind, case = case_of(str(eagle), target)
     examined = examine(kind, case, asked, tokens=TOKENS)
     moved = examine(kind, case.of(changed(case.part, rope_start=1)), asked, tokens=TOKENS)
-    assert moved.given == examined.given and not moved.faults
+    assert not moved.faults
+    for temperature, each in examined.given.items():
+        assert moved.given[temperature].value == pytest.approx(each.value, rel=1e-4)
 
 
 def test_faults_of_other_heads_are_named() -> None:
@@ -241,7 +243,16 @@ def test_a_head_that_never_saw_the_chat_template_is_named(plain_eagle, target, t
     assert [each.name for each in found.faults] == ["prompts without chat template"]
 
 
-SOUND = ("eagle", "plain eagle", "published eagle", "smaller draft", "the target itself", "medusa", "redrafter", "draft")
+SOUND = (
+    "eagle",
+    "plain eagle",
+    "published eagle",
+    "smaller draft",
+    "the target itself",
+    "medusa",
+    "redrafter",
+    "draft",
+)
 
 
 @pytest.mark.parametrize("sound", SOUND)

@@ -468,15 +468,24 @@ def _draft(path: Path, target: LanguageModel) -> LanguageModel:
     return model if same else TranslatedModel(model, target)
 
 
+def _refiled(case: Case, without: str, files: Mapping[str, Any]) -> Pair:
+    """A draft of the same folder without the files that a pattern finds, and with other JSON objects."""
+    if not case.path.is_dir():
+        raise OptionError("it is no folder of this machine")
+    with tempfile.TemporaryDirectory() as folder:
+        for file in case.path.resolve().iterdir():
+            if not re.search(without, file.name) and file.name not in files:
+                (Path(folder) / file.name).symlink_to(file)
+        for name, content in files.items():
+            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
+        return Pair(case, case.of(_draft(Path(folder), case.target)))
+
+
 def _same_ids(case: Case) -> Pair:
-    """A draft whose tokenizer is another, as if it were the target's."""
-    model = _loaded(case.path, case.target)
-    if model.tokenizer is None or case.target.tokenizer is None:
-        raise OptionError("its ids are taken as they are")
-    if model.tokenizer.same_vocabulary(case.target.tokenizer):
+    """A draft whose tokenizer is another, as if its ids were the target's."""
+    if case.part.shared_ids is None:
         raise OptionError("it has the target's tokenizer")
-    model.tokenizer = case.target.tokenizer
-    return Pair(case, case.of(model))
+    return _refiled(case, r"token|vocab|merges|spiece|tekken", {})
 
 
 def _draft_theta(theta: float) -> Variant:
@@ -485,16 +494,8 @@ def _draft_theta(theta: float) -> Variant:
         rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _THETAS[0])}
         if not config or rope.get("rope_theta") in (theta, None):
             raise OptionError("it has this theta, or none")
-        changed = config | {
-            "rope_theta": theta,
-            "rope_parameters": {"rope_type": "default"} | rope | {"rope_theta": theta},
-        }
-        with tempfile.TemporaryDirectory() as folder:
-            for file in case.path.resolve().iterdir():
-                if file.name != _CONFIG:
-                    (Path(folder) / file.name).symlink_to(file)
-            (Path(folder) / _CONFIG).write_text(json.dumps(changed), encoding="utf-8")
-            return Pair(case, case.of(_draft(Path(folder), case.target)))
+        parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
+        return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
 
     fix = lambda _: f"set rope_theta to {theta:g} in {_CONFIG}"  # noqa: E731
     return Variant(f"rope theta {theta:g}", "its rotation has another theta than in training", fix, make)
