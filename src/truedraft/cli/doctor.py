@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED
-from truedraft.cli.prompts import HELDOUT, read_prompts
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions
 from truedraft.cli.terminal import Terminal, print_table
 from truedraft.errors import ModelError, OptionError, errors_about
@@ -93,7 +94,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
         kind, case = case_of(drafter, target)
     card = TrainedDrafter.read(case.path) if case.path.is_dir() else None
     promised = {} if card is None else promised_by(card.figures, case.chain(case.part).limits.depth)
-    prompts = _prompts(target, texts, plain=what.plain)
+    prompts = written_prompts(target, texts, plain=what.plain)
     with terminal.progress("examining", 1000) as shown:
         found = examine(
             kind,
@@ -171,7 +172,7 @@ def _least_promise(drafter: str | None) -> float | None:
     return min(card.tokens_per_call.values())
 
 
-def _prompts(target: LanguageModel, texts: Any, *, plain: bool) -> list[Prompt]:
+def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plain: bool) -> list[Prompt]:
     """Prompts as the target reads them: by its chat template, where it has one and nobody wants otherwise."""
     from truedraft.engine.prompts import encode_prompt
     from truedraft.errors import PromptError

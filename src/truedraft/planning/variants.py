@@ -27,6 +27,7 @@ from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
 from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.heads.redrafter import Redrafter
+from truedraft.embedded import embedded_folder, embedded_heads, embedded_names
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of, user_path
@@ -410,21 +411,26 @@ def _written(form: Callable[[Case, int], Sequence[int]]) -> Callable[[Case], Pai
 
 @torch.inference_mode()
 def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
-    """An answer behind another prompt, with what the target shows there."""
-    answer, start = trace.tokens, len(prompt)
-    ids = (*prompt, *answer[:-1])
+    """An answer behind another prompt, with what the target shows a drafter there."""
+    limit, features = trace.limit - len(trace.prompt) + len(prompt), case.chain(case.part).features
+    if features is None:
+        seen = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens]
+        return replace(trace, prompt=prompt, seen=tuple(seen), limit=limit)
+    ids = (*prompt, *trace.tokens[:-1])
+    first = 0 if features.of_prompts else len(prompt) - 1
+    rows = range(first, len(ids))
     cache = case.target.new_cache()
-    segment = Segment(cache, torch.tensor(ids), chain_shape(len(ids)), range(len(ids)), prompt=len(ids))
+    segment = Segment(cache, torch.tensor(ids), chain_shape(len(ids)), rows, prompt=len(ids))
     run = case.target.forward_showing([segment], case.layers) if case.layers else case.target.forward([segment])
     case.target.release_cache(cache)
-    rows = [slice(0, start), *(slice(place, place + 1) for place in range(start, len(ids)))]
     hidden, layers = run.hidden.clone(), [each.clone() for each in run.layers]
-    seen = [
-        StepOutcome(Proposal.empty(), (), (token,), hidden[at], None, tuple(each[at] for each in layers))
-        for token, at in zip(answer, rows, strict=True)
+    counts = [len(prompt) - first, *(1 for _ in trace.tokens[1:])]  # of the prompt, and of each token behind it
+    vectors = zip(*(each.split(counts) for each in (hidden, *layers)), strict=True)
+    shown = [
+        StepOutcome(Proposal.empty(), (), (token,), own, None, tuple(each))
+        for token, (own, *each) in zip(trace.tokens, vectors, strict=True)
     ]
-    limit = trace.limit - len(trace.prompt) + start
-    return replace(trace, prompt=prompt, seen=tuple(seen), limit=limit, layers=case.layers)
+    return replace(trace, prompt=prompt, seen=tuple(shown), limit=limit, layers=case.layers)
 
 
 def _prompted(form: Callable[[Case, str | tuple[int, ...]], Sequence[int]]) -> Callable[[Case], Pair]:
@@ -582,7 +588,7 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
     """
     word, _, rest = typed.partition(":")
     named = word if word in KINDS and rest else None
-    path = user_path(rest if named else typed, ModelNotFoundError)
+    path = _place(rest if named else typed)
     for word in [named] if named else KINDS:
         kind, mended = KINDS[word], tuple[Variant, ...]()
         try:
@@ -595,6 +601,15 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
         if part is not None:
             return kind, _with_layers(Case(path, target, part, kind.chain, mended=mended))
     raise CompositionError(f"{str(path)!r} does not hold {KINDS[word].noun}; name its kind, one of {', '.join(KINDS)}")
+
+
+def _place(typed: str) -> Path:
+    """Where something lies; what ships is `embedded:NAME`."""
+    prefix, _, name = typed.partition(":")
+    if prefix != "embedded":
+        path = user_path(typed, ModelNotFoundError)
+        return path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
+    return embedded_folder(name) if name in embedded_names() else embedded_heads(name)
 
 
 def _with_layers(case: Case) -> Case:
