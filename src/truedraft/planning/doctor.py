@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -159,30 +159,19 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        interval = lambda each: None if each is None else [each.value, each.low, each.high]  # noqa: E731
         return {
             "kind": self.noun,
             "sound": not self.faults,
             "diagnosis": self.sentence,
-            "faults": [
-                {"name": each.name, "meaning": each.meaning, "fix": each.fix, "gain": interval(each.gain)}
-                for each in self.faults
-            ],
-            "given": {f"{temperature:g}": interval(each) for temperature, each in self.given.items()},
-            "best": {f"{temperature:g}": interval(each) for temperature, each in self.best.items()},
+            "faults": [asdict(each) for each in self.faults],
+            "given": {f"{temperature:g}": asdict(each) for temperature, each in self.given.items()},
+            "best": {f"{temperature:g}": asdict(each) for temperature, each in self.best.items()},
             "survival": list(self.survival),
             "promised": {f"{temperature:g}": each for temperature, each in self.promised.items()},
             "prompts": self.prompts,
             "tokens": self.tokens,
             "variants": [
-                {
-                    "name": each.variant.name,
-                    "tokens_per_call": interval(each.tokens_per_call),
-                    "gain": interval(each.gain),
-                    "p_value": each.p_value,
-                    "better": each.better,
-                    "not_tried": each.reason or None,
-                }
+                {name: value for name, value in asdict(each).items() if name != "variant"} | {"name": each.variant.name}
                 for each in self.trials
             ],
         }

@@ -13,13 +13,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
@@ -34,7 +35,7 @@ from truedraft.files import object_of, user_path
 from truedraft.heads import Eagle3Head, Head, MedusaHeads, RedrafterHead
 from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
 from truedraft.heads.published import load_published
-from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.loading import load_model
 from truedraft.models.translated import TranslatedModel
 from truedraft.planning.traces import AnswerTrace, trace_answers
@@ -77,24 +78,22 @@ class Case:
         return replace(self, traces=tuple(replace(each, seen=tuple(map(change, each.seen))) for each in self.traces))
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """What is compared, on the same tokens.
 
     Attributes:
         given: the case as it was.
         changed: the variant.
-        adopted: what takes the place of the case where the variant is better; None is the variant itself.
+        better: what takes the place of the case where the variant is better.
     """
 
     given: Case
     changed: Case
-    adopted: Case | None = None
+    better: Case
 
-    @property
-    def better(self) -> Case:
-        """What takes the place of the case where the variant is better."""
-        return self.adopted or self.changed
+
+def _instead(given: Case, changed: Case) -> Pair:
+    return Pair(given, changed, changed)
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def _changed(
 
 def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
     """Makes a variant that is another head."""
-    return lambda case: Pair(case, case.of(change(case.part)))
+    return lambda case: _instead(case, case.of(change(case.part)))
 
 
 def _flipped(name: str) -> Callable[[Case], Pair]:
@@ -191,7 +190,7 @@ def _at_layers(change: Callable[[Sequence[int], int], Sequence[int]]) -> Callabl
         layers = tuple(change(now, most))
         if layers == now or min(layers) < 0 or max(layers) >= most:
             raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
-        return Pair(case, case.of(_changed(case.part, {"layers": layers})))
+        return _instead(case, case.of(_changed(case.part, {"layers": layers})))
 
     return make
 
@@ -226,34 +225,28 @@ def _inputs_exchanged(head: Any) -> Any:
     return _changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
 
 
-class _Wide(LanguageModel):
+class _Wide:
     """A target to a head that computes in float32 beside it; its own weights stay as they are."""
+
+    dtype = torch.float32
 
     def __init__(self, target: LanguageModel) -> None:
         self._target = target
-        self.name, self.tokenizer, self.device = target.name, target.tokenizer, target.device
-        self.vocab_size, self.context_length = target.vocab_size, target.context_length
-        self.eos_token_ids, self.dtype, self.pool = target.eos_token_ids, torch.float32, target.pool
-        self.head_width, self.shown_layers = target.head_width, target.shown_layers
 
-    @property
-    def fingerprint(self) -> str:
-        return self._target.fingerprint
-
-    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        return self._target.forward(segments)
-
-    def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
-        return self._target.forward_showing(segments, layers)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._target.unembed(vectors.to(self._target.dtype)).float()
 
+    def likeliest(self, vectors: Tensor, count: int) -> TopK:
+        return TopK.of(self.unembed(vectors), count)
+
     def embed(self, tokens: Tensor) -> Tensor:
         return self._target.embed(tokens).float()
 
-    def finish_logits(self, logits: Tensor) -> Tensor:
-        return self._target.finish_logits(logits)
+    def shared_heads(self, blocks: Any) -> None:
+        """None: the target's own way is in its dtype."""
 
 
 def _in_float32(case: Case) -> Pair:
@@ -264,7 +257,7 @@ def _in_float32(case: Case) -> Pair:
         hidden = None if seen.hidden is None else seen.hidden.float()
         return replace(seen, hidden=hidden, layers=tuple(each.float() for each in seen.layers))
 
-    return Pair(case, replace(case.showing(widened), target=_Wide(case.target)))
+    return _instead(case, replace(case.showing(widened), target=cast(LanguageModel, _Wide(case.target))))
 
 
 def _before_final_norm(case: Case) -> Pair:
@@ -273,7 +266,7 @@ def _before_final_norm(case: Case) -> Pair:
     if last not in case.layers:
         raise OptionError("the target shows no vector before its final norm")
     place = case.layers.index(last)
-    return Pair(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
+    return _instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
 
 
 _WIDE = Variant(
@@ -484,7 +477,7 @@ def _refiled(case: Case, without: str, files: Mapping[str, Any]) -> Pair:
                 (Path(folder) / file.name).symlink_to(file)
         for name, content in files.items():
             (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
-        return Pair(case, case.of(_draft(Path(folder), case.target)))
+        return _instead(case, case.of(_draft(Path(folder), case.target)))
 
 
 def _same_ids(case: Case) -> Pair:
@@ -510,7 +503,7 @@ def _draft_theta(theta: float) -> Variant:
 def _wide_draft(case: Case) -> Pair:
     if case.target.dtype is torch.float32:
         raise OptionError("it computes in float32")
-    return Pair(case, case.of(_loaded(case.path, case.target, torch.float32)))
+    return _instead(case, case.of(_loaded(case.path, case.target, torch.float32)))
 
 
 _DRAFT = (
