@@ -135,8 +135,7 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     print_table(("drafter", "drafted tokens", "accepted", ""), rows, terminal.out)
     shares = [each / found.drafts for each in found.by_position] if found.drafts else []
     if shares:
-        told = " / ".join(f"{each:.2f}" for each in shares)
-        terminal.out.print(f"accepted by position: {told}", style="dim", soft_wrap=True)
+        terminal.out.print(f"accepted by position: {_shares(shares)}", style="dim", soft_wrap=True)
     promised = _least_promise(drafter)
     below = promised is not None and high < _BELOW_CARD * promised
     sentence = f"{value:.2f} [{low:.2f}, {high:.2f}] tokens per call where something was drafted"
@@ -210,8 +209,10 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
     left = ", ".join(each.variant.name for each in found.trials if each.reason)
     if left:
         terminal.out.print(f"not to be tried here: {left}", style="dim", soft_wrap=True)
-    shares = " / ".join(f"{share:.2f}" for share in found.survival)
-    terminal.out.print(f"accepted by position, greedy: {shares}", style="dim", soft_wrap=True)
+    told = f"accepted by position, greedy: {_shares(found.was)}"
+    if found.survival != found.was:
+        told += f"; mended: {_shares(found.survival)}"
+    terminal.out.print(told, style="dim", soft_wrap=True)
     terminal.out.print(f"{found.noun}: {found.sentence}", style="bold", soft_wrap=True)
 
 
@@ -233,3 +234,7 @@ def _fix(write: Any, found: Diagnosis, folder: Path, terminal: Terminal) -> str 
 
 def _interval(found: Interval | None) -> str:
     return "" if found is None else f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _shares(found: Sequence[float]) -> str:
+    return " / ".join(f"{each:.2f}" for each in found)

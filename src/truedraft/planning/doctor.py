@@ -119,7 +119,8 @@ class Diagnosis:
         trials: of the drafter as it was given, the best first; those that could not be tried last.
         given: tokens per call of it, by temperature.
         best: likewise, with all faults that variants name mended.
-        survival: of the best, at temperature 0.
+        was: the share of places at which the first 1, 2, ... drafted tokens are accepted of what was given, greedily.
+        survival: likewise, of the best.
         promised: what its card promises, by temperature; empty where it promises nothing.
         prompts: that were answered.
         tokens: of the answers at temperature 0.
@@ -131,6 +132,7 @@ class Diagnosis:
     trials: tuple[Trial, ...]
     given: Mapping[float, Interval]
     best: Mapping[float, Interval]
+    was: tuple[float, ...]
     survival: tuple[float, ...]
     promised: Mapping[float, float]
     prompts: int
@@ -146,7 +148,8 @@ class Diagnosis:
         )
         if self.faults:
             told = "; ".join(f"{each.meaning}: {each.fix}" for each in self.faults)
-            return f"{told}. Then expect {now} on these prompts"
+            after = any(each.mends or each.gain is not None for each in self.faults)
+            return f"{told}. {'Then' if after else 'As it is,'} expect {now} on these prompts"
         told = f"sound: no variant is better; expect {now} on these prompts"
         found = self.best[0.0]
         if found.high < _HARDLY:
@@ -166,6 +169,7 @@ class Diagnosis:
             "faults": [asdict(each) for each in self.faults],
             "given": {f"{temperature:g}": asdict(each) for temperature, each in self.given.items()},
             "best": {f"{temperature:g}": asdict(each) for temperature, each in self.best.items()},
+            "survival_given": list(self.was),
             "survival": list(self.survival),
             "promised": {f"{temperature:g}": each for temperature, each in self.promised.items()},
             "prompts": self.prompts,
@@ -238,6 +242,7 @@ def examine(
         tuple(sorted(trials, key=_gain, reverse=True)),
         {temperature: each.tokens_per_call for temperature, each in as_given.items()},
         {temperature: each.tokens_per_call for temperature, each in replayed.items()},
+        as_given[0.0].survival,
         replayed[0.0].survival,
         promised or {},
         len(fits),
