@@ -165,7 +165,7 @@ def other_tokenizer(folder: Path) -> None:
 
 DRAFT: tuple[Planted, ...] = (
     ("nothing", "", draft_with(lambda folder: None)),
-    ("rope theta left out, so 10000", "rope theta 100000", draft_with(theta_of(10_000.0))),
+    ("rope theta of 100", "rope theta of the target", draft_with(theta_of(100.0))),
     ("rows of another tokenizer", "other ids", draft_with(ids_exchanged)),
     ("files of another tokenizer", "ids of the target", draft_with(other_tokenizer)),
 )

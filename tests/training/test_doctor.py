@@ -126,7 +126,10 @@ PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "layers reversed": (lambda head: at(head, lambda layers: layers[::-1]), "layers reversed"),
     "norm_output": (lambda head: changed(head, norm_output=True), "norm_output"),
     "norm_before_residual": (lambda head: changed(head, norm_before_residual=True), "norm_before_residual"),
-    "rope theta": (lambda head: changed(head, rope={"rope_type": "default", "rope_theta": 3.0}), "rope theta 10000"),
+    "rope theta": (
+        lambda head: changed(head, rope={"rope_type": "default", "rope_theta": 3.0}),
+        "rope theta of the target",
+    ),
     "another embedding": (with_table, "embedding of the target"),
     "another LM head": (with_output, "LM head of the target"),
 }
@@ -225,7 +228,7 @@ def test_a_draft_with_another_theta_is_named(tmp_path) -> None:
     config["rope_parameters"]["rope_theta"] = 100.0
     (folder / "config.json").write_text(json.dumps(config))
     found = diagnosed(folder, embedded(), heldout())
-    assert [each.name for each in found.faults] == ["rope theta 10000"]
+    assert [each.name for each in found.faults] == ["rope theta of the target"]
 
 
 def test_a_head_that_never_saw_the_chat_template_is_named(plain_eagle, target, tokenizer, asked) -> None:

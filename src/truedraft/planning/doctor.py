@@ -36,8 +36,9 @@ _LEAST_SHARE, _LEAST_TOKENS = 0.05, 0.02  # of what is accepted, and accepted to
 _MOST_FAULTS = 3
 _HARDLY = 1.1  # tokens per call below which a drafter brings next to nothing
 _BELOW_CARD = 0.9
+_AS_GOOD = 0.9  # of the largest gain
 _NEAR = 64  # ids that are about as frequent
-_AS_OTHERS = 0.95  # of the loss with other ids, from where on its own ids mean nothing to a draft
+_AS_OTHERS = 0.9  # of the loss with other ids, from where on its own ids mean nothing to a draft
 
 Progress = Callable[[int, int, str], None]
 
@@ -285,7 +286,8 @@ def _mended(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[
         found = [each for each in trials if each.better]
         if not found:
             break
-        worst = max(found, key=_gain)
+        least = _AS_GOOD * max(map(_gain, found))
+        worst = next(each for each in found if _gain(each) >= least)  # of those that explain as much the first
         variant, before = worst.variant, best[0.0].part
         best = {0.0: better[variant.name], 1.0: variant.make(best[1.0]).better}
         mends = best[0.0].part is not before
@@ -401,12 +403,13 @@ def _seen_at_once(case: Case) -> list[Fault]:
     generator = torch.Generator().manual_seed(0)
     near = torch.cat([each[torch.randperm(len(each), generator=generator)] for each in ids.split(_NEAR)])
     others = _losses(case, near)
-    if own.sum() < _AS_OTHERS * others.sum() and sign_flips(others - own) < _FALSE_ALARM:
+    mean, beside, chance = own.mean(), others.mean(), math.log(case.target.vocab_size)
+    if mean < min(chance, _AS_OTHERS * beside) and sign_flips(others - own) < _FALSE_ALARM:
         return []
-    mean, beside = own.mean(), others.mean()
     told = (
-        f"it knows the target's answers no better ({mean:.1f} nats a token) than with their ids exchanged at random "
-        f"({beside:.1f}), so its ids mean other tokens: it was trained with another tokenizer than its folder has"
+        f"it knows the target's answers hardly better ({mean:.1f} nats a token) than with their ids exchanged "
+        f"({beside:.1f}; chance {chance:.1f}), so its ids mean other tokens: it was trained with another tokenizer "
+        "than its folder has"
     )
     return [Fault("other ids", told, "put the tokenizer that it was trained with into its folder")]
 

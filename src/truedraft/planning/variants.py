@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -195,14 +196,49 @@ def _at_layers(change: Callable[[Sequence[int], int], Sequence[int]]) -> Callabl
     return make
 
 
-def _at_theta(theta: float) -> Variant:
-    def change(head: Any) -> Any:
-        if head.config.rope["rope_theta"] == theta:
-            raise OptionError("it has this theta")
-        return _changed(head, {"rope": {**head.config.rope, "rope_theta": theta}})
+def _theta_of(target: LanguageModel) -> float | None:
+    """Of a target's rotation; None where it does not say, or has several."""
+    config = getattr(getattr(target, "module", None), "config", None)
+    rope = getattr(config and config.get_text_config(), "rope_parameters", None)
+    return rope.get("rope_theta") if isinstance(rope, dict) else None
 
-    fix = lambda _: f"set rope_theta to {theta:g} in {_CONFIG}"  # noqa: E731
-    return Variant(f"rope theta {theta:g}", "its rotation has another theta than in training", fix, _part(change))
+
+def _thetas(change: Callable[[Case, float], Pair]) -> list[Variant]:
+    """Rotations with another theta: the target's, and usual ones.
+
+    Args:
+        change: makes a case with a theta; refuses one that it has.
+    """
+
+    def at_usual(theta: float) -> Callable[[Case], Pair]:
+        def make(case: Case) -> Pair:
+            if theta == _theta_of(case.target):
+                raise OptionError("it is the target's")
+            return change(case, theta)
+
+        return make
+
+    def at_targets(case: Case) -> Pair:
+        theta = _theta_of(case.target)
+        if theta is None:
+            raise OptionError("the target does not say its theta")
+        return change(case, theta)
+
+    told = "its rotation has another theta than in training"
+    own = Variant("rope theta of the target", told, lambda case: _set_theta(_theta_of(case.target)), at_targets)
+    fixes = {theta: partial(lambda theta, _: _set_theta(theta), theta) for theta in _THETAS}
+    return [own, *(Variant(f"rope theta {theta:g}", told, fixes[theta], at_usual(theta)) for theta in _THETAS)]
+
+
+def _set_theta(theta: float | None) -> str:
+    return f"set rope_theta to {theta:g} in {_CONFIG}"
+
+
+def _at_theta(case: Case, theta: float) -> Pair:
+    rope = case.part.config.rope
+    if rope["rope_theta"] == theta:
+        raise OptionError("it has this theta")
+    return _instead(case, case.of(_changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
 
 
 def _ids_moved(sign: int) -> Callable[[Case], Pair]:
@@ -315,7 +351,7 @@ _EAGLE = (
     Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
             lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
     _IDS,
-    *map(_at_theta, _THETAS),
+    *_thetas(_at_theta),
     _WIDE,
 )  # fmt: skip
 
@@ -487,17 +523,13 @@ def _same_ids(case: Case) -> Pair:
     return _refiled(case, r"token|vocab|merges|spiece|tekken", {})
 
 
-def _draft_theta(theta: float) -> Variant:
-    def make(case: Case) -> Pair:
-        config = object_of(case.path / _CONFIG)
-        rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _THETAS[0])}
-        if not config or rope.get("rope_theta") in (theta, None):
-            raise OptionError("it has this theta, or none")
-        parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
-        return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
-
-    fix = lambda _: f"set rope_theta to {theta:g} in {_CONFIG}"  # noqa: E731
-    return Variant(f"rope theta {theta:g}", "its rotation has another theta than in training", fix, make)
+def _draft_theta(case: Case, theta: float) -> Pair:
+    config = object_of(case.path / _CONFIG)
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _THETAS[0])}
+    if not config or rope.get("rope_theta") in (theta, None):
+        raise OptionError("it has this theta, or none")
+    parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
+    return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
 
 
 def _wide_draft(case: Case) -> Pair:
@@ -512,7 +544,7 @@ _DRAFT = (
     Variant("prompts by its own chat template", "it was trained on chats by another template than the target's",
             lambda _: "train it on the target's template, or serve the target with the draft's",
             _prompted(_as_chat(lambda case: case.part.tokenizer))),
-    *map(_draft_theta, _THETAS),
+    *_thetas(_draft_theta),
     Variant("float32", "its numbers are too large or too far apart for the target's dtype, or badly quantised",
             lambda _: "load it in float32, or fetch weights in the dtype in which it was published", _wide_draft),
 )  # fmt: skip
