@@ -100,7 +100,7 @@ def heldout() -> list[Prompt]:
     from truedraft.embedded import heldout_prompts_file
 
     lines = heldout_prompts_file().read_text().splitlines()[:PROMPTS]
-    texts = [json.loads(line)["text"][:300] for line in lines]
+    texts = [json.loads(line)["text"][:160] for line in lines]
     tokenizer = embedded().tokenizer
     assert tokenizer is not None
     return [Prompt(str(number), each, tuple(tokenizer.encode(each))) for number, each in enumerate(texts)]

@@ -12,7 +12,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -42,7 +41,7 @@ from truedraft.models.translated import TranslatedModel
 from truedraft.planning.traces import AnswerTrace, trace_answers
 
 _CONFIG = "config.json"
-_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)  # Llama 2, SmolLM2, Llama 3, Qwen and Gemma 3
+_USUAL_THETA = 10_000.0  # where a config.json names none
 _DRAFTED = 4  # tokens of a draft model's chain
 
 
@@ -203,40 +202,23 @@ def _theta_of(target: LanguageModel) -> float | None:
     return rope.get("rope_theta") if isinstance(rope, dict) else None
 
 
-def _thetas(change: Callable[[Case, float], Pair]) -> list[Variant]:
-    """Rotations with another theta: the target's, and usual ones.
+def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
+    """Rotations with another theta, by what makes a case with one and refuses that which it has."""
 
-    Args:
-        change: makes a case with a theta; refuses one that it has.
-    """
+    def at_usual(case: Case) -> Pair:
+        return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
 
-    def at_usual(theta: float) -> Callable[[Case], Pair]:
-        def make(case: Case) -> Pair:
-            if theta == _theta_of(case.target):
-                raise OptionError("it is the target's")
-            return change(case, theta)
-
-        return make
-
-    def at_targets(case: Case) -> Pair:
-        theta = _theta_of(case.target)
-        if theta is None:
-            raise OptionError("the target does not say its theta")
-        return change(case, theta)
-
-    told = "its rotation has another theta than in training"
-    own = Variant("rope theta of the target", told, lambda case: _set_theta(_theta_of(case.target)), at_targets)
-    fixes = {theta: partial(lambda theta, _: _set_theta(theta), theta) for theta in _THETAS}
-    return [own, *(Variant(f"rope theta {theta:g}", told, fixes[theta], at_usual(theta)) for theta in _THETAS)]
+    told, at = "its rotation has another theta than in training", f"in {_CONFIG}"
+    return [
+        Variant("rope theta of the target", told, lambda case: f"set rope_theta to {_theta_of(case.target):g} {at}",
+                lambda case: change(case, _theta_of(case.target))),
+        Variant("rope theta 10000", told, lambda _: f"set rope_theta to 10000 {at}", at_usual),
+    ]  # fmt: skip
 
 
-def _set_theta(theta: float | None) -> str:
-    return f"set rope_theta to {theta:g} in {_CONFIG}"
-
-
-def _at_theta(case: Case, theta: float) -> Pair:
+def _at_theta(case: Case, theta: float | None) -> Pair:
     rope = case.part.config.rope
-    if rope["rope_theta"] == theta:
+    if theta in (None, rope["rope_theta"]):
         raise OptionError("it has this theta")
     return _instead(case, case.of(_changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
 
@@ -523,10 +505,10 @@ def _same_ids(case: Case) -> Pair:
     return _refiled(case, r"token|vocab|merges|spiece|tekken", {})
 
 
-def _draft_theta(case: Case, theta: float) -> Pair:
+def _draft_theta(case: Case, theta: float | None) -> Pair:
     config = object_of(case.path / _CONFIG)
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _THETAS[0])}
-    if not config or rope.get("rope_theta") in (theta, None):
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _USUAL_THETA)}
+    if not config or theta is None or rope.get("rope_theta") in (theta, None):
         raise OptionError("it has this theta, or none")
     parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
     return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
