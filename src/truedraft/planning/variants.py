@@ -18,10 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from truedraft.core.proposal import Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
-from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
@@ -35,10 +33,10 @@ from truedraft.files import object_of, user_path
 from truedraft.heads import Eagle3Head, Head, MedusaHeads, RedrafterHead
 from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
 from truedraft.heads.published import load_published
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.models.translated import TranslatedModel
-from truedraft.planning.traces import AnswerTrace, trace_answers
+from truedraft.planning.traces import AnswerTrace, trace_answers, trace_behind
 
 _CONFIG = "config.json"
 _USUAL_THETA = 10_000.0  # where a config.json names none
@@ -420,28 +418,9 @@ def _written(form: Callable[[Case, int], Sequence[int]]) -> Callable[[Case], Pai
     return make
 
 
-@torch.inference_mode()
 def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
-    """An answer behind another prompt, with what the target shows a drafter there."""
-    limit, features = trace.limit - len(trace.prompt) + len(prompt), case.chain(case.part).features
-    if features is None:
-        seen = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens]
-        return replace(trace, prompt=prompt, seen=tuple(seen), limit=limit)
-    ids = (*prompt, *trace.tokens[:-1])
-    first = 0 if features.of_prompts else len(prompt) - 1
-    rows = range(first, len(ids))
-    cache = case.target.new_cache()
-    segment = Segment(cache, torch.tensor(ids), chain_shape(len(ids)), rows, prompt=len(ids))
-    run = case.target.forward_showing([segment], case.layers) if case.layers else case.target.forward([segment])
-    case.target.release_cache(cache)
-    hidden, layers = run.hidden.clone(), [each.clone() for each in run.layers]
-    counts = [len(prompt) - first, *(1 for _ in trace.tokens[1:])]  # of the prompt, and of each token behind it
-    vectors = zip(*(each.split(counts) for each in (hidden, *layers)), strict=True)
-    shown = [
-        StepOutcome(Proposal.empty(), (), (token,), own, None, tuple(each))
-        for token, (own, *each) in zip(trace.tokens, vectors, strict=True)
-    ]
-    return replace(trace, prompt=prompt, seen=tuple(shown), limit=limit, layers=case.layers)
+    """An answer behind another prompt, with what the target shows the drafter there."""
+    return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)
 
 
 def _prompted(form: Callable[[Case, str | tuple[int, ...]], Sequence[int]]) -> Callable[[Case], Pair]:
