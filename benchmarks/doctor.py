@@ -61,7 +61,8 @@ def main() -> None:
 def asked(target: LanguageModel, prompts: list[Prompt], folder: Path, tokens: int) -> dict[str, Any]:
     """What the doctor finds."""
     kind, case = case_of(str(folder), target)
-    return examine(kind, case, prompts, tokens=tokens).as_dict()
+    found = examine(kind, case, prompts, tokens=tokens).as_dict()
+    return found | {"variants": [each for each in found["variants"] if not each["reason"]]}
 
 
 def head_with(change: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]) -> Callable[[Path, Path], None]:
