@@ -14,7 +14,7 @@ from truedraft.certify import faults
 from truedraft.certify.checks import Context, Deadline, Finding, Part, Stack, Status
 from truedraft.certify.controls import SampledControls
 from truedraft.certify.draft_state import DraftState
-from truedraft.certify.e_process import TokenTests, holm
+from truedraft.certify.e_process import TokenTests
 from truedraft.certify.equality import Equality
 from truedraft.certify.invariance import Invariance
 from truedraft.certify.sampling import scored_answers
@@ -22,6 +22,7 @@ from truedraft.certify.statistics import FALSE_ALARM, Statistics, joint_result
 from truedraft.control import Goodput, InTurn
 from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import Drafter
+from truedraft.theory import holm
 from truedraft.verification import SpeculativeSampling
 
 TEXTS = [[1, 2, 3], [4], [5, 5, 0, 2, 1, 7], [3, 1]]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from support.pairwise import pairwise
-from truedraft.certify.e_process import POWER, EventTests, holm
+from truedraft.certify.e_process import POWER, EventTests
+from truedraft.theory import holm
 
 NAMES = ["a", "b", "c"]
 

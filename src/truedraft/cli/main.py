@@ -16,6 +16,7 @@ from truedraft.cli.certify import stack
 from truedraft.cli.certify_engines import compare, engine
 from truedraft.cli.certify_samplers import sampler
 from truedraft.cli.chat import chat
+from truedraft.cli.doctor import doctor
 from truedraft.cli.export import export
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, error_record, report, warnings_as_lines
 from truedraft.cli.generate import generate
@@ -39,6 +40,7 @@ def build_app() -> typer.Typer:
     app.command()(command(generate))
     app.command()(command(bench))
     app.command()(command(plan))
+    app.command()(command(doctor))
     app.command()(command(serve))
     app.command()(command(chat))
     app.command()(command(export))

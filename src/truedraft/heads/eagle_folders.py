@@ -46,8 +46,13 @@ def is_eagle_folder(path: Path) -> bool:
     return nested or any(each in _FLAT for each in architectures)
 
 
-def load_eagle_folder(path: Path, kind: type[_Eagle3]) -> _Eagle3:
+def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = False) -> _Eagle3:
     """A head of one of these projects.
+
+    Args:
+        path: the folder.
+        kind: of ours.
+        ids_in_d2t: read a table of ids in place of one of offsets, as damaged folders have it.
 
     Raises:
         ModelNotFoundError: there are no weights.
@@ -67,6 +72,8 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3]) -> _Eagle3:
         if not name.startswith("verifier_")  # copies of the target's own, to train with
     }
     config = _sizes(path / _CONFIG, weights, kind)
+    if ids_in_d2t and "d2t" in weights:
+        weights["d2t"] = weights["d2t"] - torch.arange(len(weights["d2t"]))
     ids = draft_ids_of(config, weights, file)
     if ids is not None:
         weights["draft_ids"] = ids

@@ -144,6 +144,17 @@ class Caller:
         """
         return self._called("GET", path, None, threading.Event())
 
+    def text(self, path: str) -> str:
+        """The text at a path.
+
+        Raises:
+            PeerError: there is none; says why.
+        """
+        found = self._answered("GET", path, None, threading.Event())
+        if not 200 <= found.status < 300:
+            self._json(found, path)  # raises
+        return found.body.decode(errors="replace")
+
     def post(self, path: str, body: Mapping[str, Any], over: threading.Event | None = None) -> Mapping[str, Any]:
         """The JSON that answers some.
 
@@ -210,6 +221,10 @@ class Caller:
     def _called(
         self, method: str, path: str, body: Mapping[str, Any] | None, over: threading.Event
     ) -> Mapping[str, Any]:
+        return self._json(self._answered(method, path, body, over), path)
+
+    def _answered(self, method: str, path: str, body: Mapping[str, Any] | None, over: threading.Event) -> _Answer:
+        """What the server answers once it is not busy."""
         waited, attempt, closed = 0.0, 0, 0
         while True:
             waited += self._until_free(over)
@@ -226,7 +241,7 @@ class Caller:
                 self._clock.sleep(self._patience.wait_s(closed - 1))
                 continue
             if found.status not in _BUSY:
-                return self._json(found, path)
+                return found
             asked = found.retry_after_s(self._clock.time())
             at_once = asked == 0.0 and attempt >= self._patience.retries  # which it said often enough
             wait_s = self._patience.wait_s(attempt) if asked is None or at_once else asked
@@ -345,13 +360,16 @@ class _Answer:
         body: as bytes.
 
     Attributes:
+        status: as given.
+        headers: as given.
+        body: as given.
         content: of JSON; None where it is none.
     """
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.status = status
         self.headers = headers
-        self._body = body
+        self.body = body
         try:
             self.content = json.loads(body)
         except (ValueError, RecursionError):
@@ -367,7 +385,7 @@ class _Answer:
         """The message of an error, or the beginning of what is no JSON; quoted, and cut."""
         content = self.content
         if content is None:
-            words: Any = self._body.decode(errors="replace")
+            words: Any = self.body.decode(errors="replace")
         elif self.is_error:
             words = content["error"]
             words = words.get("message", words) if isinstance(words, Mapping) else words

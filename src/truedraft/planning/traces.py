@@ -292,6 +292,42 @@ def outputs_along(
         model.release_cache(cache)
 
 
+@torch.inference_mode()
+def trace_behind(
+    target: LanguageModel,
+    prompt: tuple[int, ...],
+    trace: AnswerTrace,
+    features: Features | None,
+    layers: tuple[int, ...] = (),
+) -> AnswerTrace:
+    """An answer as if it stood behind a prompt, whoever wrote it, with what the target shows there in one forward.
+
+    Args:
+        target: of the drafter that is to live through it.
+        prompt: token ids.
+        trace: of the answer.
+        features: that the drafter declared.
+        layers: numbers of those that are kept.
+    """
+    limit = trace.limit - len(trace.prompt) + len(prompt)
+    if features is None:
+        seen = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens]
+        return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit)
+    ids = (*prompt, *trace.tokens[:-1])
+    first = 0 if features.of_prompts else len(prompt) - 1
+    cache = target.new_cache()
+    segment = Segment(cache, torch.tensor(ids), chain_shape(len(ids)), range(first, len(ids)), prompt=len(ids))
+    run = target.forward_showing([segment], layers) if layers else target.forward([segment])
+    target.release_cache(cache)
+    counts = [len(prompt) - first, *(1 for _ in trace.tokens[1:])]  # rows of the prompt, and of each token behind it
+    rows = zip(*(each.clone().split(counts) for each in (run.hidden, *run.layers)), strict=True)
+    shown = [
+        StepOutcome(Proposal.empty(), (), (token,), own, None, tuple(each))
+        for token, (own, *each) in zip(trace.tokens, rows, strict=True)
+    ]
+    return dataclasses.replace(trace, prompt=prompt, seen=tuple(shown), limit=limit, layers=layers)
+
+
 def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal: Proposal) -> StepOutcome:
     """What a drafter is told of a step of a trace in which nothing of its proposal was accepted.
 

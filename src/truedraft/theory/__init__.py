@@ -22,6 +22,7 @@ from truedraft.theory.cost_curves import (
     ForwardTable,
     TargetCost,
 )
+from truedraft.theory.significance import holm
 
 __all__ = [
     "SETTLED",
@@ -38,6 +39,7 @@ __all__ = [
     "best_option",
     "expected_tokens",
     "expected_tokens_if_independent",
+    "holm",
     "least_speedup",
     "operations_factor",
     "pays",

@@ -1,0 +1,176 @@
+"""What `truedraft doctor` says of a trained EAGLE-3 head and of a draft model, as they are and with planted faults.
+
+Each fault is planted in a copy, and the doctor is asked as the command asks it. Adds a line of JSON for each: what was
+planted, what was named, and tokens per call before and behind the fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import RESULTS, Lines
+from truedraft import load_model
+from truedraft.bench import spread
+from truedraft.cli.doctor import written_prompts
+from truedraft.cli.prompts import read_prompts
+from truedraft.heads import Eagle3Head
+from truedraft.models.base import LanguageModel
+from truedraft.planning.doctor import Prompt, examine
+from truedraft.planning.variants import case_of
+
+Planted = tuple[str, str, Callable[[Any, Path], None]]
+"""A fault, the name that the doctor has for it, and what writes a drafter with it into a folder."""
+
+
+def main() -> None:
+    """Plant, ask and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="the target")
+    parser.add_argument("--eagle", type=Path, help="a head for it, of truedraft train eagle")
+    parser.add_argument("--draft", type=Path, help="the folder of a draft model for it")
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--limit", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--only", nargs="*", help="of the faults")
+    parser.add_argument("--out", type=Path, default=RESULTS / "doctor.jsonl")
+    options = parser.parse_args()
+    target = load_model(options.model)
+    prompts = written_prompts(target, spread(read_prompts(None, options.prompts), options.limit), plain=False)
+    for what, path, faults in (("eagle", options.eagle, HEAD), ("draft", options.draft, DRAFT)):
+        for planted, name, write in faults if path is not None else ():
+            if options.only and planted not in options.only:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                place = Path(folder) / "drafter"
+                write(path, place)
+                line = asked(target, prompts, place, options.tokens)
+            about = {"model": Path(options.model).name, "drafter": what, "planted": planted, "expected": name}
+            Lines(options.out).add(about | line)
+            print(json.dumps(about | {"named": [each["name"] for each in line["faults"]]}), flush=True)
+
+
+def asked(target: LanguageModel, prompts: list[Prompt], folder: Path, tokens: int) -> dict[str, Any]:
+    """What the doctor finds."""
+    kind, case = case_of(str(folder), target)
+    found = examine(kind, case, prompts, tokens=tokens).as_dict()
+    return found | {"variants": [each for each in found["variants"] if not each["reason"]]}
+
+
+def head_with(change: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]) -> Callable[[Path, Path], None]:
+    """Writes a head with other sizes and weights, which a function gives of it."""
+
+    def write(path: Path, folder: Path) -> None:
+        head = Eagle3Head.load(path)
+        sizes, weights = change(head)
+        config = replace(head.config, **sizes)
+        other = Eagle3Head.with_weights(config, head.state_dict() | weights, folder)
+        other.save(folder, head.record, dtype=torch.float32)
+
+    return write
+
+
+def noise_like(rows: int, head: Any) -> torch.Tensor:
+    """Weights that nobody trained."""
+    made = torch.randn(rows, head.config.width, generator=torch.Generator().manual_seed(1))
+    return (0.05 * made).to(next(head.parameters()).dtype)
+
+
+def moved(by: int) -> Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]:
+    """Layers that are numbered so much off."""
+    return lambda head: ({"layers": tuple(each + by for each in head.config.layers)}, {})
+
+
+def far_apart(head: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A vector in all rows of the LM head, which moves all logits alike."""
+    weight = head.lm_head.weight.float()
+    common = 100.0 * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    state = {name: each.float() for name, each in head.state_dict().items() if each.is_floating_point()}
+    return {}, state | {"lm_head.weight": weight + common}
+
+
+def inputs_exchanged(head: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Vector and embedding in the other order."""
+    names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
+    return {}, {name: head.state_dict()[name].roll(head.config.width, 1).contiguous() for name in names}
+
+
+HEAD: tuple[Planted, ...] = (
+    ("nothing", "", head_with(lambda _: ({}, {}))),
+    ("layers numbered one too high", "layers one earlier", head_with(moved(1))),
+    ("layers numbered one too low", "layers one later", head_with(moved(-1))),
+    ("layers the wrong way round", "layers reversed",
+     head_with(lambda head: ({"layers": head.config.layers[::-1]}, {}))),
+    ("norm_output flipped", "norm_output",
+     head_with(lambda head: ({"norm_output": not head.config.norm_output}, {}))),
+    ("norm_before_residual flipped", "norm_before_residual",
+     head_with(lambda head: ({"norm_before_residual": not head.config.norm_before_residual}, {}))),
+    ("an embedding that nobody trained", "embedding of the target",
+     head_with(lambda head: ({"own_embedding": True},
+                             {"embed_tokens.weight": noise_like(head.config.vocab_size, head)}))),
+    ("rope theta of 10", "rope theta 10000",
+     head_with(lambda head: ({"rope": {"rope_type": "default", "rope_theta": 10.0}}, {}))),
+    ("inputs of the attention exchanged", "inputs exchanged", head_with(inputs_exchanged)),
+    ("offsets where ids belong", "d2t as offsets",
+     head_with(lambda head: ({}, {"draft_ids": head.draft_ids - torch.arange(len(head.draft_ids))}))),
+    ("logits that bfloat16 cannot tell apart", "float32", head_with(far_apart)),
+)  # fmt: skip
+
+
+def draft_with(change: Callable[[Path], None]) -> Callable[[Path, Path], None]:
+    """Writes a copy of a draft model that a function changes."""
+
+    def write(path: Path, folder: Path) -> None:
+        shutil.copytree(path, folder)
+        change(folder)
+
+    return write
+
+
+def theta_of(theta: float) -> Callable[[Path], None]:
+    """Another theta in config.json."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] = theta
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def ids_exchanged(folder: Path) -> None:
+    """Rows of the embedding in another order, as of another tokenizer."""
+    from safetensors.torch import load_file, save_file
+
+    file, name = folder / "model.safetensors", "model.embed_tokens.weight"
+    weights = load_file(file)
+    order = torch.randperm(len(weights[name]), generator=torch.Generator().manual_seed(1))
+    save_file(weights | {name: weights[name][order].contiguous()}, file, {"format": "pt"})
+
+
+def other_tokenizer(folder: Path) -> None:
+    """The tokenizer files of the embedded models."""
+    from truedraft.embedded import embedded_folder
+
+    for file in embedded_folder("draft").glob("token*"):
+        shutil.copy(file, folder / file.name)
+
+
+DRAFT: tuple[Planted, ...] = (
+    ("nothing", "", draft_with(lambda folder: None)),
+    ("rope theta of 100", "rope theta of the target", draft_with(theta_of(100.0))),
+    ("rows of another tokenizer", "other ids", draft_with(ids_exchanged)),
+    ("files of another tokenizer", "ids of the target", draft_with(other_tokenizer)),
+)
+
+
+if __name__ == "__main__":
+    main()

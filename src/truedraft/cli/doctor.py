@@ -1,0 +1,240 @@
+"""`truedraft doctor`: what is wrong with a drafter, and what to expect of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from truedraft.cli.failures import DONE, FAILED
+from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
+from truedraft.cli.session import ReportOptions
+from truedraft.cli.terminal import Terminal, print_table
+from truedraft.errors import ModelError, OptionError, errors_about
+from truedraft.files import user_path
+from truedraft.options import MachineOptions, ModelOptions, flag, group, option
+
+if TYPE_CHECKING:
+    from truedraft.models.base import LanguageModel
+    from truedraft.planning.doctor import Diagnosis, Prompt
+    from truedraft.planning.predictions import Interval
+
+_PROMPTS, _TOKENS = 24, 64
+_PATIENCE_S = 20.0
+_BELOW_CARD = 0.9  # of what is promised, what counts as less
+
+
+@dataclass(frozen=True)
+class WhatToExamine:
+    """What is looked at, and on what."""
+
+    drafter: str | None = option(
+        None,
+        "A folder of heads or of a draft model, or a GGUF file; a kind may stand before it, as eagle:DIR. With --url, "
+        "whose card promises what is served.",
+        "[KIND:]PATH",
+    )
+    url: str | None = option(
+        None, "A running server: its acceptance is read from its metrics, and no model is loaded.", "URL"
+    )
+    prompts: str = option(
+        HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file, best of your own.", "FILE"
+    )
+    limit: int = option(_PROMPTS, "Only so many prompts, evenly over the set.", "N", least=1)
+    tokens: int = option(_TOKENS, "Of an answer.", "N", least=2)
+    plain: bool = flag("Give prompts as they are, also where the model has a chat template.")
+    fix: Path | None = option(None, "Write heads with what is better into this new folder.", "DIR")
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `truedraft doctor`."""
+
+    model: ModelOptions = group("Model and drafter")
+    what: WhatToExamine = group("Model and drafter")
+    report: ReportOptions = group("Report")
+    machine: MachineOptions = group("Machine")
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Find out why a drafter is accepted less than it could be, and say what it will bring on your prompts.
+
+    The target answers the prompts, and the drafter is replayed on the answers, beside the variants that people get
+    wrong: layers one off, norms, LM heads, tables of ids, rotations, chat templates, tokenizers and dtypes. The exit
+    status is 1 where a fault was found.
+    """
+    what = options.what
+    if what.url is not None:
+        return _served(what.url, what.drafter, options.report)
+    if what.drafter is None:
+        raise OptionError("is needed: the folder of the drafter that is to be examined", field="drafter")
+    if what.fix is not None and what.fix.exists() and any(what.fix.iterdir() if what.fix.is_dir() else (what.fix,)):
+        raise OptionError(f"{str(what.fix)!r} holds something; name a new folder", field="fix")
+    return _examine(options, what.drafter)
+
+
+def _examine(options: DoctorOptions, drafter: str) -> int:
+    from truedraft.bench import spread
+    from truedraft.cli.session import quiet_hub, set_threads, waiting, with_model
+
+    terminal, what = Terminal(), options.what
+    with errors_about("prompts"):
+        texts = spread(read_prompts(None, what.prompts), what.limit)
+    set_threads(options.machine.threads)
+    model = with_model(options.model)
+    with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
+        from truedraft.drafters.registry import TrainedDrafter
+        from truedraft.models.loading import load_model
+        from truedraft.planning.doctor import examine, promised_by
+        from truedraft.planning.variants import case_of
+
+        target = load_model(model.model, **model.of_target, **options.machine.of_models)
+    with errors_about("drafter"), quiet_hub():
+        kind, case = case_of(drafter, target)
+    card = TrainedDrafter.read(case.path) if case.path.is_dir() else None
+    promised = {} if card is None else promised_by(card.figures, case.chain(case.part).limits.depth)
+    prompts = written_prompts(target, texts, plain=what.plain)
+    with terminal.progress("examining", 1000) as shown:
+        found = examine(
+            kind,
+            case,
+            prompts,
+            tokens=what.tokens,
+            promised=promised,
+            progress=lambda done, total, remark: shown(1000 * done // max(total, 1), remark),
+        )
+    _print(found, terminal)
+    written = None
+    if what.fix is not None:
+        written = _fix(kind.fixed, found, what.fix, terminal)
+    if options.report.json:
+        record = {"command": "doctor", "status": FAILED if found.faults else DONE, "drafter": drafter}
+        terminal.json(
+            record | {"model": target.name, "prompts_file": what.prompts, "written": written, **found.as_dict()}
+        )
+    return FAILED if found.faults else DONE
+
+
+def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
+    """What a running server's drafts bring, beside what the drafter's card promises."""
+    from truedraft.peers.acceptance import served_acceptance
+    from truedraft.peers.calling import Caller
+
+    terminal = Terminal()
+    with errors_about("url"):
+        found = served_acceptance(Caller(url, timeout_s=_PATIENCE_S))
+    value, low, high = found.tokens_per_call
+    rows = [
+        (name or "a drafter", f"{drafted:,.0f}", f"{accepted:,.0f}", f"{accepted / max(drafted, 1):.0%}")
+        for name, (drafted, accepted) in found.by_drafter.items()
+    ]
+    if not rows:
+        share = f"{found.accepted / max(found.drafted, 1):.0%}"
+        rows = [("all", f"{found.drafted:,.0f}", f"{found.accepted:,.0f}", share)]
+    print_table(("drafter", "drafted tokens", "accepted", ""), rows, terminal.out)
+    shares = [each / found.drafts for each in found.by_position] if found.drafts else []
+    if shares:
+        terminal.out.print(f"accepted by position: {_shares(shares)}", style="dim", soft_wrap=True)
+    promised = _least_promise(drafter)
+    below = promised is not None and high < _BELOW_CARD * promised
+    sentence = f"{value:.2f} [{low:.2f}, {high:.2f}] tokens per call where something was drafted"
+    if promised is not None:
+        how = "below" if below else "not below"
+        sentence += f", {how} the {promised:.2f} that the card of {drafter} promises at the least"
+    if below:
+        sentence += f": examine it by truedraft doctor --drafter {drafter} --model M --prompts FILE"
+    terminal.out.print(sentence, style="bold", soft_wrap=True)
+    status = FAILED if below else DONE
+    if report.json:
+        counted = {"drafts": found.drafts, "drafted_tokens": found.drafted, "accepted_tokens": found.accepted}
+        terminal.json(
+            {"command": "doctor", "status": status, "url": url, "tokens_per_call": [value, low, high], **counted}
+            | {"by_position": shares, "by_drafter": dict(found.by_drafter), "promised": promised, "diagnosis": sentence}
+        )
+    return status
+
+
+def _least_promise(drafter: str | None) -> float | None:
+    """The fewest tokens per call that a drafter's card has, over temperatures: a server does not say which it serves.
+
+    Raises:
+        OptionError: there is no card.
+    """
+    from truedraft.drafters.registry import TrainedDrafter
+
+    if drafter is None:
+        return None
+    card = TrainedDrafter.read(user_path(drafter.partition(":")[2] or drafter))
+    if card is None or not card.tokens_per_call:
+        raise OptionError(f"has no card that promises something: {drafter!r}; leave it out", field="drafter")
+    return min(card.tokens_per_call.values())
+
+
+def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plain: bool) -> list[Prompt]:
+    """Prompts as the target reads them: by its chat template, where it has one and nobody wants otherwise."""
+    from truedraft.engine.prompts import encode_prompt
+    from truedraft.errors import PromptError
+    from truedraft.planning.doctor import Prompt
+
+    chats = not plain and target.tokenizer is not None and bool(target.tokenizer.chat_template)
+    found = []
+    for each in texts:
+        given = each.prompt if isinstance(each.prompt, str) else tuple(each.prompt)
+        try:
+            if chats and target.tokenizer is not None and isinstance(given, str):
+                ids = target.tokenizer.chat([{"role": "user", "content": given}])
+            else:
+                ids = encode_prompt(target, each.prompt)
+        except PromptError as error:
+            raise PromptError(f"prompt {each.name}: {error}") from error
+        found.append(Prompt(each.name, given, tuple(ids)))
+    return found
+
+
+def _print(found: Diagnosis, terminal: Terminal) -> None:
+    rows = [
+        (
+            each.variant.name,
+            _interval(each.tokens_per_call),
+            "" if each.gain is None else f"{each.gain.value:+.2f} [{each.gain.low:+.2f}, {each.gain.high:+.2f}]",
+            f"{each.p_value:.2g}",
+            "better" if each.better else "",
+        )
+        for each in found.trials
+        if not each.reason
+    ]
+    given = ("as it is given", _interval(found.given[0.0]), "", "", "")
+    print_table(("variant", "tokens per call", "more than as given", "p", ""), [given, *rows], terminal.out)
+    left = ", ".join(each.variant.name for each in found.trials if each.reason)
+    if left:
+        terminal.out.print(f"not to be tried here: {left}", style="dim", soft_wrap=True)
+    told = f"accepted by position, greedy: {_shares(found.was)}"
+    if found.survival != found.was:
+        told += f"; mended: {_shares(found.survival)}"
+    terminal.out.print(told, style="dim", soft_wrap=True)
+    terminal.out.print(f"{found.noun}: {found.sentence}", style="bold", soft_wrap=True)
+
+
+def _fix(write: Any, found: Diagnosis, folder: Path, terminal: Terminal) -> str | None:
+    """Write what is better, where a variant is; the folder, where it was written.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    if write is None or not any(each.mends for each in found.faults):
+        terminal.out.print(f"nothing is written into {folder}: no other weights or sizes are better", soft_wrap=True)
+        return None
+    write(found.part, user_path(folder, ModelError))
+    terminal.out.print(
+        f"wrote {folder}: the same heads, mended; try it: truedraft doctor --drafter {folder}", soft_wrap=True
+    )
+    return str(folder)
+
+
+def _interval(found: Interval | None) -> str:
+    return "" if found is None else f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _shares(found: Sequence[float]) -> str:
+    return " / ".join(f"{each:.2f}" for each in found)

@@ -1,0 +1,609 @@
+"""What people get wrong about a drafter, as data: for each kind the variants that the doctor tries, each with its fix.
+
+A variant is made from the case as it is given: other weights, sizes or numbers of the head or draft model, other
+vectors of the target, or prompts written in another way. One that a case does not allow raises an error of this
+package, and is reported as not tried. A new kind of drafters is an entry of `KINDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from truedraft.core.rank_tree import RankTree
+from truedraft.core.top_k import TopK
+from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
+from truedraft.drafters.heads.eagle import Eagle3
+from truedraft.drafters.heads.medusa import Medusa
+from truedraft.drafters.heads.redrafter import Redrafter
+from truedraft.embedded import embedded_folder, embedded_heads, embedded_names
+from truedraft.engine.prompts import encode_prompt
+from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
+from truedraft.files import object_of, user_path
+from truedraft.heads import Eagle3Head, Head, MedusaHeads, RedrafterHead
+from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
+from truedraft.heads.published import load_published
+from truedraft.models.base import LanguageModel
+from truedraft.models.loading import load_model
+from truedraft.models.translated import TranslatedModel
+from truedraft.planning.traces import AnswerTrace, trace_answers, trace_behind
+
+_CONFIG = "config.json"
+_USUAL_THETA = 10_000.0  # where a config.json names none
+_DRAFTED = 4  # tokens of a draft model's chain
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter beside answers of its target.
+
+    Attributes:
+        path: where the drafter lies.
+        target: that it drafts for.
+        part: the head or draft model.
+        chain: makes the drafter of it that drafts one chain.
+        prompts: as they were given, text or ids, one for each trace.
+        traces: the target's answers, with what `layers` show.
+        layers: of the target, whose vectors the traces hold.
+        mended: variants without which it could not be loaded.
+    """
+
+    path: Path
+    target: LanguageModel
+    part: Any
+    chain: Callable[[Any], Drafter]
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    traces: tuple[AnswerTrace, ...] = ()
+    layers: tuple[int, ...] = ()
+    mended: tuple[Variant, ...] = ()
+
+    def of(self, part: Any) -> Case:
+        """The same with another head or draft model."""
+        return replace(self, part=part)
+
+    def showing(self, change: Callable[[StepOutcome], StepOutcome]) -> Case:
+        """The same, where the target showed something else."""
+        return replace(self, traces=tuple(replace(each, seen=tuple(map(change, each.seen))) for each in self.traces))
+
+
+class Pair(NamedTuple):
+    """What is compared, on the same tokens.
+
+    Attributes:
+        given: the case as it was.
+        changed: the variant.
+        better: what takes the place of the case where the variant is better.
+    """
+
+    given: Case
+    changed: Case
+    better: Case
+
+
+def _instead(given: Case, changed: Case) -> Pair:
+    return Pair(given, changed, changed)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way in which a drafter may have to be read.
+
+    Attributes:
+        name: of the variant.
+        meaning: what is wrong with the drafter as it is given if this is better.
+        fix: what to do then, by the case as it is better.
+        make: of the case as it is given what is to be compared.
+    """
+
+    name: str
+    meaning: str
+    fix: Callable[[Case], str]
+    make: Callable[[Case], Pair]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafters.
+
+    Attributes:
+        noun: what reports call one.
+        chain: of a head or draft model, what drafts one chain as long as it was made for, chosen by rank.
+        load: the head or draft model in a folder; None where there is none of this kind.
+        variants: that are tried.
+        rescue: where a folder cannot be loaded, what else it may be, and the variant that says so; None where it is
+            nothing else.
+        fixed: writes a better one into a folder; None where nothing is written.
+    """
+
+    noun: str
+    chain: Callable[[Any], Drafter]
+    load: Callable[[Path, LanguageModel], Any]
+    variants: Sequence[Variant]
+    rescue: Callable[[Path, LanguageModel], tuple[Any, Variant] | None] = lambda path, target: None
+    fixed: Callable[[Any, Path], None] | None = None
+
+
+# ------------------------------------------------------------------------------- heads
+
+
+def _changed(
+    head: Any, sizes: Mapping[str, Any], without: str = "$.", weights: Mapping[str, Tensor] | None = None
+) -> Any:
+    """A head with other sizes, without the weights that a pattern finds, and with others in place of its own.
+
+    Raises:
+        ModelError: these weights make no such head.
+        OptionError: these sizes make none.
+    """
+    kept = {name: each for name, each in head.state_dict().items() if not re.search(without, name)}
+    config = replace(head.config, **dict(sizes))
+    return type(head).with_weights(config, kept | dict(weights or {}), Path(_CONFIG)).with_record(head.record)
+
+
+def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
+    """Makes a variant that is another head."""
+    return lambda case: _instead(case, case.of(change(case.part)))
+
+
+def _flipped(name: str) -> Callable[[Case], Pair]:
+    return _part(lambda head: _changed(head, {name: not getattr(head.config, name)}))
+
+
+def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
+    """Other sizes, and without the weights that go with them as they are."""
+
+    def change(head: Any) -> Any:
+        if all(getattr(head.config, name) == value for name, value in sizes.items()):
+            raise OptionError("it is so as it is")
+        return _changed(head, sizes, without)
+
+    return _part(change)
+
+
+def _set(name: str) -> Callable[[Case], str]:
+    return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {_CONFIG}"
+
+
+def _layer_ids(case: Case) -> str:
+    layers = list(case.part.config.layers)
+    return (
+        f"set eagle_aux_hidden_state_layer_ids to {[number + 1 for number in layers]} (what enters a layer), in "
+        f"truedraft's own folder layers to {layers} (what leaves it)"
+    )
+
+
+def _at_layers(change: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[Case], Pair]:
+    def make(case: Case) -> Pair:
+        now, most = case.part.config.layers, case.target.shown_layers
+        layers = tuple(change(now, most))
+        if layers == now or min(layers) < 0 or max(layers) >= most:
+            raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
+        return _instead(case, case.of(_changed(case.part, {"layers": layers})))
+
+    return make
+
+
+def _theta_of(target: LanguageModel) -> float | None:
+    """Of a target's rotation; None where it does not say, or has several."""
+    config = getattr(getattr(target, "module", None), "config", None)
+    rope = getattr(config and config.get_text_config(), "rope_parameters", None)
+    return rope.get("rope_theta") if isinstance(rope, dict) else None
+
+
+def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
+    """Rotations with another theta, by what makes a case with one and refuses that which it has."""
+
+    def at_usual(case: Case) -> Pair:
+        return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
+
+    told, at = "its rotation has another theta than in training", f"in {_CONFIG}"
+    return [
+        Variant("rope theta of the target", told, lambda case: f"set rope_theta to {_theta_of(case.target):g} {at}",
+                lambda case: change(case, _theta_of(case.target))),
+        Variant("rope theta 10000", told, lambda _: f"set rope_theta to 10000 {at}", at_usual),
+    ]  # fmt: skip
+
+
+def _at_theta(case: Case, theta: float | None) -> Pair:
+    rope = case.part.config.rope
+    if theta in (None, rope["rope_theta"]):
+        raise OptionError("it has this theta")
+    return _instead(case, case.of(_changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
+
+
+def _ids_moved(sign: int) -> Callable[[Case], Pair]:
+    """Ids of the draft's vocabulary with each one's own number added or taken away."""
+
+    def change(head: Any) -> Any:
+        if head.draft_ids is None:
+            raise OptionError("it guesses among all ids")
+        ids = head.draft_ids + sign * torch.arange(len(head.draft_ids))
+        if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size or len(ids.unique()) < len(ids):
+            raise OptionError("its table does not name as many ids when it is read so")
+        return _changed(head, {}, weights={"draft_ids": ids})
+
+    return _part(change)
+
+
+def _inputs_exchanged(head: Any) -> Any:
+    names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
+    state = head.state_dict()
+    return _changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
+
+
+class _Wide:
+    """A target to a head that computes in float32 beside it; its own weights stay as they are."""
+
+    dtype = torch.float32
+
+    def __init__(self, target: LanguageModel) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        return self._target.unembed(vectors.to(self._target.dtype)).float()
+
+    def likeliest(self, vectors: Tensor, count: int) -> TopK:
+        return TopK.of(self.unembed(vectors), count)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._target.embed(tokens).float()
+
+    def shared_heads(self, blocks: Any) -> None:
+        """None: the target's own way is in its dtype."""
+
+
+def _in_float32(case: Case) -> Pair:
+    if case.target.dtype is torch.float32:
+        raise OptionError("it computes in float32")
+
+    def widened(seen: StepOutcome) -> StepOutcome:
+        hidden = None if seen.hidden is None else seen.hidden.float()
+        return replace(seen, hidden=hidden, layers=tuple(each.float() for each in seen.layers))
+
+    return _instead(case, replace(case.showing(widened), target=cast(LanguageModel, _Wide(case.target))))
+
+
+def _before_final_norm(case: Case) -> Pair:
+    """Heads read what leaves the last layer in place of what enters the LM head."""
+    last = case.target.shown_layers - 1
+    if last not in case.layers:
+        raise OptionError("the target shows no vector before its final norm")
+    place = case.layers.index(last)
+    return _instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
+
+
+_WIDE = Variant(
+    "float32",
+    "its numbers are too large or too far apart for the target's dtype",
+    lambda _: "run target and head by --dtype float32, or train the head in the dtype that serves",
+    _in_float32,
+)
+_RAW = Variant(
+    "vector before the final norm",
+    "it was trained on what leaves the last layer, and reads what enters the LM head, behind the final norm",
+    lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
+    _before_final_norm,
+)
+_IDS = Variant(
+    "d2t as ids",
+    "its table d2t holds ids, and readers take it for offsets",
+    lambda _: "store d2t[j] - j: the draft's token j is the target's token j + d2t[j]",
+    _ids_moved(-1),
+)
+_EAGLE = (
+    Variant("layers one earlier", "the layers that it reads are numbered one too high", _layer_ids,
+            _at_layers(lambda layers, _: [each - 1 for each in layers])),
+    Variant("layers one later", "the layers that it reads are numbered one too low", _layer_ids,
+            _at_layers(lambda layers, _: [each + 1 for each in layers])),
+    Variant("layers reversed", "the layers that it reads are listed the wrong way round", _layer_ids,
+            _at_layers(lambda layers, _: layers[::-1])),
+    Variant("usual layers", "it was trained on the three usual layers, and others are named", _layer_ids,
+            _at_layers(lambda _, count: (1, count // 2 - 1, count - 4))),
+    Variant("norm_before_residual", "its residual stream begins on the wrong side of hidden_norm",
+            _set("norm_before_residual"), _flipped("norm_before_residual")),
+    Variant("norm_output", "what it gives to its next step is on the wrong side of its last norm",
+            _set("norm_output"), _flipped("norm_output")),
+    Variant("without fc_norm", "it was trained without a norm for each layer", _set("fc_norm"),
+            _with(r"^fc_norm\.", fc_norm=False)),
+    Variant("without norm_before_fc", "it was trained without a norm before fc", _set("norm_before_fc"),
+            _with(r"^input_norm\.", norm_before_fc=False)),
+    Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
+            lambda _: "take embed_tokens out of the weights, or put the target's there",
+            _with(r"^embed_tokens\.", own_embedding=False)),
+    Variant("LM head of the target", "the LM head in its folder is not the one that it was trained with",
+            lambda _: "take lm_head out of the weights, or put the target's rows there",
+            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
+    Variant("inputs exchanged", "its attention reads vector and embedding in the other order",
+            lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(_inputs_exchanged)),
+    Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
+            lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
+    _IDS,
+    *_thetas(_at_theta),
+    _WIDE,
+)  # fmt: skip
+
+
+def _later_heads(head: Any) -> Any:
+    """Medusa heads without the first: those of a folder whose first guesses the next token itself."""
+    names = {name: name.split(".", 2) for name in head.state_dict() if name.startswith("heads.")}
+    moved = {
+        f"heads.{int(number) - 1}.{rest}": head.state_dict()[name]
+        for name, (_, number, rest) in names.items()
+        if int(number)
+    }
+    return _changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
+
+
+_TIED = "the LM head in its folder is not the one that it was trained with"
+_MEDUSA = (
+    Variant("heads one later", "its first head guesses the next token itself, which the target gives anyway",
+            lambda _: "leave the first head out, and number the others from 0", _part(_later_heads)),
+    Variant("without the token", "it was trained without reading the token that was drawn", _set("reads_token"),
+            _with(r"^token\.", reads_token=False)),
+    Variant("LM head of the target", _TIED, _set("tied"), _with(r"\.output\.", tied=True)),
+    _RAW,
+    _WIDE,
+)  # fmt: skip
+_REDRAFTER = (
+    Variant("embeddings scaled or not", "it reads embeddings at another scale than in training", _set("scaled"),
+            _flipped("scaled")),
+    Variant("LM head of the target", _TIED, _set("tied"), _with(r"^output\.", tied=True)),
+    _RAW,
+    _WIDE,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- prompts
+
+
+def _plain(case: Case, prompt: str | tuple[int, ...]) -> Sequence[int]:
+    return encode_prompt(case.target, prompt if isinstance(prompt, str) else list(prompt))
+
+
+def _as_chat(of: Callable[[Case], Any]) -> Callable[[Case, str | tuple[int, ...]], Sequence[int]]:
+    """Writes a prompt as the one message of a user, by a model's chat template."""
+
+    def form(case: Case, prompt: str | tuple[int, ...]) -> Sequence[int]:
+        tokenizer = of(case)
+        if tokenizer is None or not isinstance(prompt, str):
+            raise OptionError("there is no text or no tokenizer to write it by a template")
+        return list(tokenizer.chat([{"role": "user", "content": prompt}]))
+
+    return form
+
+
+def _other_bos(case: Case, ids: Sequence[int]) -> Sequence[int]:
+    """With the token that begins texts where it is missing, without it where it stands."""
+    bos = None if case.target.tokenizer is None else case.target.tokenizer.backend.bos_token_id
+    if bos is None:
+        raise OptionError("no token begins texts")
+    return ids[1:] if ids[0] == bos and len(ids) > 1 else (bos, *ids)
+
+
+def _written(form: Callable[[Case, int], Sequence[int]]) -> Callable[[Case], Pair]:
+    """Makes a variant that is another way to write prompts, by the numbers of traces.
+
+    Other prompts have other answers, which may be easier to guess. So both answers are replayed behind both: what
+    hangs on the answers, and that each is its own prompt's, is the same on both sides.
+    """
+
+    def make(case: Case) -> Pair:
+        prompts = [tuple(form(case, number)) for number in range(len(case.traces))]
+        if prompts == [each.prompt for each in case.traces]:
+            raise OptionError("prompts would be the same")
+        asked = [(each.name, list(ids), each.params) for each, ids in zip(case.traces, prompts, strict=True)]
+        others = trace_answers(case.target, asked)
+        given = [behind(case, one.prompt, each) for one, each in zip(case.traces, others, strict=True)]
+        changed = [behind(case, other.prompt, each) for other, each in zip(others, case.traces, strict=True)]
+        own = tuple(behind(case, each.prompt, each) for each in others)
+        return Pair(
+            replace(case, traces=(*case.traces, *given)),
+            replace(case, traces=(*changed, *own)),
+            replace(case, traces=own),
+        )
+
+    return make
+
+
+def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
+    """An answer behind another prompt, with what the target shows the drafter there."""
+    return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)
+
+
+def _prompted(form: Callable[[Case, str | tuple[int, ...]], Sequence[int]]) -> Callable[[Case], Pair]:
+    return _written(lambda case, number: form(case, case.prompts[number]))
+
+
+_PLAIN = Variant(
+    "prompts without chat template",
+    "it was trained on text without the chat template",
+    lambda _: "train it on prompts that the target's chat template writes, or do without the template",
+    _prompted(_plain),
+)
+_CHAT = Variant(
+    "prompts by the target's chat template",
+    "it was trained on chats, and prompts come without the chat template",
+    lambda _: "serve chats: --chat, or /v1/chat/completions",
+    _prompted(_as_chat(lambda case: case.target.tokenizer)),
+)
+_BOS = Variant(
+    "first token (BOS) there or not",
+    "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
+    lambda _: "make the tokenizer's add_bos_token what it was in training, or train again as prompts are served",
+    _written(lambda case, number: _other_bos(case, case.traces[number].prompt)),
+)
+_FORMS = (_PLAIN, _CHAT, _BOS)
+
+
+# ------------------------------------------------------------------------------- draft models
+
+
+def _loaded(path: Path, target: LanguageModel, dtype: torch.dtype | None = None) -> LanguageModel:
+    """A draft model as the target runs, or plainly in another dtype."""
+    return load_model(path, dtype=dtype or target.dtype, device=target.device, fast_paths=dtype is None)
+
+
+def _draft(path: Path, target: LanguageModel) -> LanguageModel:
+    """A draft model, in the target's ids where its tokenizer is another."""
+    model = _loaded(path, target)
+    ours, theirs = model.tokenizer, target.tokenizer
+    same = ours is None or theirs is None or ours.same_vocabulary(theirs)
+    return model if same else TranslatedModel(model, target)
+
+
+def _refiled(case: Case, without: str, files: Mapping[str, Any]) -> Pair:
+    """A draft of the same folder without the files that a pattern finds, and with other JSON objects."""
+    if not case.path.is_dir():
+        raise OptionError("it is no folder of this machine")
+    with tempfile.TemporaryDirectory() as folder:
+        for file in case.path.resolve().iterdir():
+            if not re.search(without, file.name) and file.name not in files:
+                (Path(folder) / file.name).symlink_to(file)
+        for name, content in files.items():
+            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
+        return _instead(case, case.of(_draft(Path(folder), case.target)))
+
+
+def _same_ids(case: Case) -> Pair:
+    """A draft whose tokenizer is another, as if its ids were the target's."""
+    if case.part.shared_ids is None:
+        raise OptionError("it has the target's tokenizer")
+    return _refiled(case, r"token|vocab|merges|spiece|tekken", {})
+
+
+def _draft_theta(case: Case, theta: float | None) -> Pair:
+    config = object_of(case.path / _CONFIG)
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _USUAL_THETA)}
+    if not config or theta is None or rope.get("rope_theta") in (theta, None):
+        raise OptionError("it has this theta, or none")
+    parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
+    return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
+
+
+def _wide_draft(case: Case) -> Pair:
+    if case.target.dtype is torch.float32:
+        raise OptionError("it computes in float32")
+    return _instead(case, case.of(_loaded(case.path, case.target, torch.float32)))
+
+
+_DRAFT = (
+    Variant("ids of the target", "the tokenizer in its folder is not the one that it was trained with",
+            lambda _: "copy the target's tokenizer files into its folder", _same_ids),
+    Variant("prompts by its own chat template", "it was trained on chats by another template than the target's",
+            lambda _: "train it on the target's template, or serve the target with the draft's",
+            _prompted(_as_chat(lambda case: case.part.tokenizer))),
+    *_thetas(_draft_theta),
+    Variant("float32", "its numbers are too large or too far apart for the target's dtype, or badly quantised",
+            lambda _: "load it in float32, or fetch weights in the dtype in which it was published", _wide_draft),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- kinds
+
+
+def _of_head(kind: type[Head]) -> Callable[[Path, LanguageModel], Any]:
+    """Loads heads of a kind, ours or published ones."""
+
+    def load(path: Path, target: LanguageModel) -> Any:
+        if object_of(path / _CONFIG).get("kind") == kind.kind:
+            return kind.load(path)
+        return load_published(path, kind)
+
+    return load
+
+
+def _eagle_in(path: Path, target: LanguageModel) -> Any:
+    head = _of_head(Eagle3Head)(path, target)
+    if head is not None:
+        head.config = head.config.at_usual_layers(target.shown_layers)
+    return head
+
+
+def _eagle_with_ids(path: Path, target: LanguageModel) -> tuple[Any, Variant] | None:
+    """A published folder whose table cannot be of offsets."""
+    if not is_eagle_folder(path):
+        return None
+    head = load_eagle_folder(path, Eagle3Head, ids_in_d2t=True)
+    head.config = head.config.at_usual_layers(target.shown_layers)
+    return head, _IDS
+
+
+def _medusa_chain(heads: Any) -> Drafter:
+    chain = RankTree.cartesian((1,) * heads.reach)
+    return Medusa(heads, {GREEDY: chain, SAMPLED: chain}, nodes=heads.reach)
+
+
+def _redrafter_chain(head: Any) -> Drafter:
+    return Redrafter(head, beams=1, length=head.reach, nodes=head.reach, sampled=False)
+
+
+def _save_head(head: Any, folder: Path) -> None:
+    head.save(folder, head.record)
+
+
+KINDS: dict[str, Kind] = {
+    "eagle": Kind("an EAGLE-3 head", Eagle3, _eagle_in, (*_EAGLE, *_FORMS), _eagle_with_ids, _save_head),
+    "medusa": Kind("Medusa heads", _medusa_chain, _of_head(MedusaHeads), (*_MEDUSA, *_FORMS), fixed=_save_head),
+    "redrafter": Kind(
+        "a recurrent head", _redrafter_chain, _of_head(RedrafterHead), (*_REDRAFTER, *_FORMS), fixed=_save_head
+    ),
+    "draft": Kind("a draft model", lambda m: DraftModel(m, _DRAFTED), _draft, (*_DRAFT, *_FORMS)),
+}
+"""By the word that `--drafter` has for each; a draft model is what nothing else is."""
+
+
+def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
+    """The drafter in a folder or file, with or without the word of its kind before it.
+
+    Raises:
+        ModelNotFoundError: there is nothing there.
+        ModelError: it cannot be loaded.
+    """
+    word, _, rest = typed.partition(":")
+    named = word if word in KINDS and rest else None
+    path = _place(rest if named else typed)
+    for word in [named] if named else KINDS:
+        kind, mended = KINDS[word], tuple[Variant, ...]()
+        try:
+            part = kind.load(path, target)
+        except ModelError:
+            found = kind.rescue(path, target)
+            if found is None:
+                raise
+            part, mended = found[0], (found[1],)
+        if part is not None:
+            return kind, _with_layers(Case(path, target, part, kind.chain, mended=mended))
+    raise CompositionError(f"{str(path)!r} does not hold {KINDS[word].noun}; name its kind, one of {', '.join(KINDS)}")
+
+
+def _place(typed: str) -> Path:
+    """Where something lies; what ships is `embedded:NAME`."""
+    prefix, _, name = typed.partition(":")
+    if prefix != "embedded":
+        path = user_path(typed, ModelNotFoundError)
+        return path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
+    return embedded_folder(name) if name in embedded_names() else embedded_heads(name)
+
+
+def _with_layers(case: Case) -> Case:
+    """The layers that a drafter reads, those beside them, and the last, as far as the target shows any."""
+    features, most = case.chain(case.part).features, case.target.shown_layers
+    if features is None or not most:
+        return case
+    wanted = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
+    if features.layers:
+        wanted |= {1, most // 2 - 1, most - 4}
+    return replace(case, layers=tuple(sorted(each for each in wanted if 0 <= each < most)))
