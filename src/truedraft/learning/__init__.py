@@ -1,0 +1,10 @@
+"""Drafters that learn while they serve: heads train in the background on what was answered, into a copy.
+
+A copy takes the place of the heads that are served where replay of answers that nobody trained on shows, with a stated
+probability of error, that it brings more; and gives it back where later answers show the opposite. What is answered
+never depends on it, only how fast.
+"""
+
+from truedraft.learning.learner import Learner, LearnerStatus
+
+__all__ = ["Learner", "LearnerStatus"]
