@@ -18,6 +18,7 @@ from truedraft.learning.traffic import Answered
 _BETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 _UNIT = 0.5
 """Tokens per call that a difference counts as 1; a larger one counts as no more, so that no single answer decides."""
+ENOUGH, _MOST = 12, 48  # answers that say a little, and all
 _numbers = itertools.count()
 
 
@@ -61,6 +62,11 @@ class GainTest:
         for bet in _BETS:
             self._logs[str(bet)] += math.log1p(bet * cut)
         self._evidence.see(self._logs, self.count)
+
+    @property
+    def now(self) -> float:
+        """The logarithm of the evidence as it is now."""
+        return self._evidence.mean(self._logs)
 
     def sure(self, level: float) -> bool:
         """Whether it ever was enough for an error of probability `level`."""
@@ -113,6 +119,12 @@ class Comparison:
     def gains(self) -> bool:
         """Whether the new one surely brings more."""
         return self._gain.sure(self._level)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the evidence is not on its way to be enough by answer number `_MOST`: a later head is tried then."""
+        needed = -math.log(self._level) * min(self.count / _MOST, 1.0)
+        return self.count >= ENOUGH and not self.gains and self._gain.now < needed
 
     @property
     def loses(self) -> bool:

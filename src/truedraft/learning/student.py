@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from truedraft.heads import VectorHead
-from truedraft.learning.promotion import Candidate, Comparison, tokens_per_call, trial_level
+from truedraft.learning.promotion import ENOUGH, Candidate, Comparison, tokens_per_call, trial_level
 from truedraft.learning.replay import Narrowed, replayed
 from truedraft.learning.traffic import Answered, Traffic
 from truedraft.learning.versions import Versions
@@ -28,10 +28,10 @@ _log = logging.getLogger("truedraft.learning")
 
 _WINDOWS, _WINDOW = 16, 8  # of a step: stretches of answers, and positions of each
 _RATE = 0.2  # of the rate that heads are trained with from the start
-_PASSES = 4  # over what came
-_LEAST_ANSWERS = 4  # on each side, before anything is done
+_PASSES = 8  # over what came
+_LEAST_ANSWERS = 4  # before anything is learned
 _STEPS = 24  # between two candidates
-_TRIAL, _WATCH = 48, 96  # answers after which nothing more is expected of a trial, or of a watch
+_WATCH = 96  # answers after which a promotion is not doubted any more
 _OLD = 24  # older answers that a candidate must not be worse on
 _ALLOWED = 0.01  # by more than this share
 _IDS, _OTHERS = 8192, 2048  # a larger vocabulary is narrowed, to the traffic's ids and so many others
@@ -151,7 +151,7 @@ class Student:
     def _try_shadow(self) -> None:
         """Let the shadow as it is now be a candidate, if there is none and it is due."""
         fresh, _ = self.traffic.answers(self.traffic.held)
-        if self._trial is not None or self._steps < _STEPS or len(fresh) < _LEAST_ANSWERS:
+        if self._trial is not None or self._steps < _STEPS or len(fresh) < ENOUGH:
             return
         self._steps = 0
         head = copy.deepcopy(self._shadow).to(self._dtype).eval().requires_grad_(False)
@@ -181,7 +181,7 @@ class Student:
             for each in (comparison.new, comparison.old)
         ]
         if self._trial is not None and self._trial.gains:
-            wanted = [(answer, each) for answer in old[-_OLD:] for each in (self._trial.new, self.served, self.origin)]
+            wanted += [(answer, each) for answer in old[-_OLD:] for each in (self._trial.new, self.served, self.origin)]
         return ((answer, each) for answer, each in wanted if each.number not in answer.scores)
 
     def _judge(self) -> None:
@@ -206,7 +206,7 @@ class Student:
         elif trial.loses:
             self._trial = None
             self._start_over()
-        elif trial.count >= _TRIAL:
+        elif trial.hopeless:
             self._trial = None
 
     def _keeps(self, candidate: Candidate, older: Sequence[Answered]) -> bool:
@@ -217,7 +217,7 @@ class Student:
 
     def _promote(self, candidate: Candidate) -> None:
         fresh, _ = self.traffic.answers(self.traffic.held)
-        before, self.served = self.served, candidate
+        before, self.served, self._trial = self.served, candidate, None
         candidate.version = (
             self.promotions + 1 if self._versions is None else self._versions.write(candidate.head, self._dtype)
         )

@@ -18,6 +18,7 @@ from truedraft.drafters.held import Held
 MOST_TOKENS = 512
 """Of an answer that are kept, its first ones."""
 _HELD_OUT = 4  # one answer of so many is not trained on
+_FRESH = 96  # answers that are new
 _HELD_SHARE = 0.25  # of the memory, for these
 _ID_BYTES = 8
 
@@ -51,7 +52,7 @@ class Answered:
 
 
 class Pool:
-    """The newest answers, and a sample of those before them, each in half of the room.
+    """The newest answers, and a sample of those before them, each in half of the room at most.
 
     An older answer is kept with the same probability whenever it came (reservoir sampling), so a change of traffic does
     not drive out what was asked before it.
@@ -59,6 +60,7 @@ class Pool:
     Args:
         most_bytes: of all.
         most_tokens: likewise.
+        most_fresh: how many are the newest.
         chance: of the sample.
 
     Attributes:
@@ -66,8 +68,8 @@ class Pool:
         old: the sample.
     """
 
-    def __init__(self, most_bytes: int, most_tokens: int, chance: random.Random) -> None:
-        self._most_bytes, self._most_tokens = most_bytes, most_tokens
+    def __init__(self, most_bytes: int, most_tokens: int, most_fresh: int, chance: random.Random) -> None:
+        self._most_bytes, self._most_tokens, self._most_fresh = most_bytes, most_tokens, most_fresh
         self._chance = chance
         self._passed = 0  # that left the newest
         self.fresh: deque[Answered] = deque()
@@ -76,7 +78,7 @@ class Pool:
     def add(self, answer: Answered) -> None:
         """Take one, and let go of what there is no room for."""
         self.fresh.append(answer)
-        while self.fresh and self._too_many(self.fresh):
+        while len(self.fresh) > self._most_fresh or (self.fresh and self._too_many(self.fresh)):
             self._sample(self.fresh.popleft())
 
     def _sample(self, answer: Answered) -> None:
@@ -123,7 +125,8 @@ class Traffic:
     def __init__(self, most_bytes: int, most_tokens: int, keep_s: float, seed: int = 0) -> None:
         shares = 1.0 - _HELD_SHARE, _HELD_SHARE
         self.trained, self.held = (
-            Pool(int(share * most_bytes), int(share * most_tokens), random.Random(seed)) for share in shares
+            Pool(int(share * most_bytes), int(share * most_tokens), int(share * _FRESH), random.Random(seed))
+            for share in shares
         )
         self._keep_s = keep_s
         self.count = self.positions = 0
