@@ -32,7 +32,6 @@ BELOW["planning"] = BELOW["engine"] | {"engine"}
 for _name in ("training", "certify", "bench", "server"):
     BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
 BELOW["learning"] = BELOW["training"] | {"training", "certify"}
-BELOW["server"] = BELOW["server"] | {"learning"}
 BELOW["cli"] = set(BELOW) | {"__init__"}
 BELOW["__main__"] = {"cli"}
 TORCH_FREE = ("core/params.py", "core/budget.py", "core/stats.py", "errors.py", "training/options.py")

@@ -24,7 +24,7 @@ from support.two_domains import (
     untrained,
 )
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters import DraftRequest, Portfolio, PromptLookup
+from truedraft.drafters import Portfolio, PromptLookup
 from truedraft.drafters.base import StepOutcome
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, OptionError

@@ -5,6 +5,15 @@ probability of error, that it brings more; and gives it back where later answers
 never depends on it, only how fast.
 """
 
-from truedraft.learning.learner import Learner, LearnerStatus
+from __future__ import annotations
 
-__all__ = ["Learner", "LearnerStatus"]
+from typing import TYPE_CHECKING
+
+from truedraft.lazy import loads
+
+if TYPE_CHECKING:
+    from truedraft.learning.learner import Learner as Learner
+
+_HOMES = {"Learner": "truedraft.learning.learner"}
+__all__ = list(_HOMES)
+__getattr__ = loads(__name__, _HOMES)

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -24,6 +23,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
+from truedraft.engine.learner import LearnerStatus
 from truedraft.errors import CompositionError, OptionError
 from truedraft.files import user_path
 from truedraft.heads import VectorHead
@@ -46,33 +46,6 @@ _CONFIGS: dict[str, Callable[[], HeadTrainingConfig]] = {
 }
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class LearnerStatus:
-    """What a learner did, over all heads and tenants.
-
-    Attributes:
-        promotions: how often a head took the place of the one that was served.
-        rollbacks: how often it gave it back.
-        trials: heads that were held to the one that was served.
-        version: of the head that is served, the highest of all.
-        time_share: processor time that was spent on it, of the time that passed.
-        answers_bytes: of memory that answers take.
-        tokens_per_call_before: by replay, of the head that the last promotion replaced; None where there was none.
-        tokens_per_call_after: of the one that replaced it, on the same answers.
-        failures: heads that learn no more, for something failed; the log says what.
-    """
-
-    promotions: int
-    rollbacks: int
-    trials: int
-    version: int
-    time_share: float
-    answers_bytes: int
-    tokens_per_call_before: float | None
-    tokens_per_call_after: float | None
-    failures: int
 
 
 class Learner:

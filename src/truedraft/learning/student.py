@@ -79,6 +79,7 @@ class Student:
         self._lm_head, self._config, self._level = lm_head, config, level
         self._serve, self._versions = serve, versions
         self._dtype = next(head.parameters()).dtype
+        self._written = self._dtype if self._dtype in (torch.bfloat16, torch.float16) else torch.float32
         self._chance = random.Random(0)
         self._trial: Comparison | None = None
         self._watch: Comparison | None = None
@@ -219,7 +220,7 @@ class Student:
         fresh, _ = self.traffic.answers(self.traffic.held)
         before, self.served, self._trial = self.served, candidate, None
         candidate.version = (
-            self.promotions + 1 if self._versions is None else self._versions.write(candidate.head, self._dtype)
+            self.promotions + 1 if self._versions is None else self._versions.write(candidate.head, self._written)
         )
         self._put(candidate)
         self._watch = Comparison(before, candidate, self._level)

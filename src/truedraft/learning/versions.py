@@ -46,8 +46,8 @@ class Versions:
         kept = object_of(folder / _POINTER)
         if kept and (differ := [name for name, each in self._about.items() if kept.get(name) != each]):
             raise OptionError(
-                f"{str(folder)!r} holds versions of another {differ[-1]} ({kept.get(differ[-1])!r}, here it is "
-                f"{self._about[differ[-1]]!r}); name another folder",
+                f"{str(folder)!r} holds versions of another {differ[0]} ({kept.get(differ[0])!r}, here it is "
+                f"{self._about[differ[0]]!r}); name another folder",
                 field="learn_folder",
             )
 
