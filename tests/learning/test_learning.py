@@ -231,17 +231,19 @@ def test_what_is_worse_on_older_answers_is_not_promoted(worse: str) -> None:
 
 
 def test_replay_is_what_an_engine_with_chains_does() -> None:
-    """Tokens and calls of greedy answers, against the engine's own counts."""
-    target, head = two_domains(), trained()
+    """Tokens and calls of greedy answers, against the engine's own counts; two heads together as each alone."""
+    target, head, kind_of = two_domains(), trained(), RedrafterHead
     lm_head = target.lm_head()
     engine = learning(head, None)
     for kind in (0, 1):
         for prompt in prompts(kind, 6):
-            answer = engine.generate(prompt, SamplingParams(max_tokens=60))
+            answer = engine.generate(prompt, SamplingParams(max_tokens=50))
             texts = [[*prompt, *answer.token_ids[:place]] for place in range(len(answer.token_ids))]
             vectors = torch.stack([target.vector_after(text) for text in texts])
-            tokens, calls = replayed(head, lm_head, Answered(torch.tensor(answer.token_ids), vectors, 0.0))
-            assert tokens == answer.stats.emitted_tokens and calls == answer.stats.target_calls
+            answered_ = Answered(torch.tensor(answer.token_ids), vectors, 0.0)
+            own, other = replayed([head, untrained(kind_of)], lm_head, answered_)
+            assert own == (answer.stats.emitted_tokens, answer.stats.target_calls)
+            assert other == replayed([untrained(kind_of)], lm_head, answered_)[0]
 
 
 def test_a_narrowed_step_learns_what_the_whole_vocabulary_says_of_its_ids() -> None:

@@ -67,7 +67,10 @@ def drafter_of(head: VectorHead) -> HeadDrafter:
 
 
 class Unthreaded(Learner):
-    """Works when it is told to."""
+    """Works when it is told to, and learns in larger steps, for its heads are tiny."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **{"rate": 0.01, **options})
 
     def _run(self) -> None:
         pass

@@ -66,6 +66,7 @@ class Learner:
         most_bytes: of memory for answers.
         most_tokens: likewise.
         level: probability of a promotion that brings nothing, and of a rollback without cause.
+        rate: that heads are trained with, by AdamW.
         clock: seconds that pass.
         processor: seconds that the calling thread computed.
 
@@ -83,6 +84,7 @@ class Learner:
         most_bytes: int = 256 << 20,
         most_tokens: int = 1_000_000,
         level: float = 0.01,
+        rate: float = 1e-3,
         clock: Callable[[], float] = time.monotonic,
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
@@ -90,8 +92,9 @@ class Learner:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
                 raise OptionError(f"must lie in (0, 1], got {value!r}", field=name)
         check_positive("learn_keep_s", keep_s)
+        check_positive("rate", rate)
         self._folder = None if folder is None else user_path(folder, OptionError)
-        self._share, self._keep_s, self._level = share, keep_s, level
+        self._share, self._keep_s, self._level, self._rate = share, keep_s, level, rate
         self._per_tenant = per_tenant
         parts = _MOST_TENANTS if per_tenant else 1
         self._most_bytes = check_whole("most_bytes", most_bytes, 1) // parts
@@ -134,12 +137,13 @@ class Learner:
             for name in able:
                 self._students[_ALL, name] = self._new_student(_ALL, name)
         drafter = with_members(engine.drafter, {**engine.drafter.members, **self._drafters})
-        self._thread = threading.Thread(target=self._run, name="truedraft-learner", daemon=True)
-        self._thread.start()
         return drafter if self._per_tenant else engine.drafter, Recorder(self._take, engine.target.head_width)
 
     def changes(self) -> Sequence[tuple[str, Callable[[], None]]]:
-        """See `EngineLearner`."""
+        """See `EngineLearner`; the first step of the engine starts the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="truedraft-learner", daemon=True)
+            self._thread.start()
         if not self._changes:
             return ()
         with self._guard:
@@ -188,7 +192,7 @@ class Learner:
             serve(head)
         config = _CONFIGS[origin.kind]()
         traffic = self._traffic[scope]
-        return Student(head, origin, self._lm_head, config, traffic, self._level, serve, versions, number)
+        return Student(head, origin, self._lm_head, config, traffic, self._level, self._rate, serve, versions, number)
 
     def _serve(self, scope: Hashable, name: str, head: VectorHead) -> None:
         """Let a head be drafted with from the next step on."""

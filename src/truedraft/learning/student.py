@@ -17,8 +17,8 @@ from truedraft.learning.replay import Narrowed, replayed
 from truedraft.learning.traffic import Answered, Traffic
 from truedraft.learning.versions import Versions
 from truedraft.models.lm_head import LmHead
-from truedraft.training.head_objective import HeadLoss, HeadsObjective, heads_optimizer
-from truedraft.training.optimizer import OptimizerConfig
+from truedraft.training.head_objective import HeadLoss, HeadsObjective
+from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
 from truedraft.training.texts.self_distillation import CollatedBatch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("truedraft.learning")
 
 _WINDOWS, _WINDOW = 16, 8  # of a step: stretches of answers, and positions of each
-_RATE = 0.2  # of the rate that heads are trained with from the start
+_NEWEST = 0.05  # that a step has in the mean of the weights, which is steadier than they are
 _PASSES = 8  # over what came
 _LEAST_ANSWERS = 4  # before anything is learned
 _STEPS = 24  # between two candidates
@@ -47,6 +47,7 @@ class Student:
         config: how such heads are trained.
         traffic: what it learns from.
         level: probability of a promotion that brings nothing, and of a rollback without cause.
+        rate: of AdamW.
         versions: where promoted heads are written; None writes nothing.
         version: of the head that is served; 0 is the origin.
         serve: is given each head that is to be served from now on.
@@ -67,6 +68,7 @@ class Student:
         config: HeadTrainingConfig,
         traffic: Traffic,
         level: float,
+        rate: float,
         serve: Callable[[VectorHead], None],
         versions: Versions | None = None,
         version: int = 0,
@@ -76,7 +78,7 @@ class Student:
         self.served = Candidate(head, version) if version else self.origin
         self.promotions = self.rollbacks = self.trials = 0
         self.gain: tuple[float | None, float | None] | None = None
-        self._lm_head, self._config, self._level = lm_head, config, level
+        self._lm_head, self._config, self._level, self._rate = lm_head, config, level, rate
         self._serve, self._versions = serve, versions
         self._dtype = next(head.parameters()).dtype
         self._written = self._dtype if self._dtype in (torch.bfloat16, torch.float16) else torch.float32
@@ -90,9 +92,11 @@ class Student:
 
     def _start_over(self) -> None:
         """Let the shadow be what is served."""
-        self._shadow = copy.deepcopy(self.served.head).float().requires_grad_(True).train()
-        rate = _RATE * self._config.learning_rate
-        self._optimizer = heads_optimizer(self._shadow, OptimizerConfig(rate, rate, matrix_weight_decay=0.0))
+        self._average = copy.deepcopy(self.served.head).float()
+        self._shadow = copy.deepcopy(self._average).requires_grad_(True).train()
+        rates = OptimizerConfig(self._rate, self._rate, matrix_weight_decay=0.0)
+        # Muon's own products would take twice the time of such a small step.
+        self._optimizer = MixedOptimizer(self._shadow, rates, self._shadow.parameters())
         self._steps = 0
 
     def work(self) -> bool:
@@ -123,6 +127,9 @@ class Student:
         objective = HeadsObjective(self._shadow, self._lm_head, lambda _: batch, feed, narrowed, loss)
         objective.accumulate(batch.places, 1.0)
         self._optimizer.step(1.0)
+        with torch.no_grad():
+            for mean, weight in zip(self._average.parameters(), self._shadow.parameters(), strict=True):
+                mean.lerp_(weight, _NEWEST)
         self._steps += 1
         self._learned += len(batch.places)
         self._try_shadow()
@@ -155,7 +162,7 @@ class Student:
         if self._trial is not None or self._steps < _STEPS or len(fresh) < ENOUGH:
             return
         self._steps = 0
-        head = copy.deepcopy(self._shadow).to(self._dtype).eval().requires_grad_(False)
+        head = copy.deepcopy(self._average).to(self._dtype).eval().requires_grad_(False)
         self._since += 1
         self.trials += 1
         self._trial = Comparison(Candidate(head), self.served, trial_level(self._level, self._since))
@@ -167,23 +174,27 @@ class Student:
         missing = next(self._missing(), None)
         if missing is None:
             return False
-        answer, candidate = missing
-        answer.scores[candidate.number] = replayed(candidate.head, self._lm_head, answer)
+        answer, candidates = missing
+        found = replayed([each.head for each in candidates], self._lm_head, answer)
+        answer.scores |= dict(zip((each.number for each in candidates), found, strict=True))
         self._judge()
         return True
 
-    def _missing(self) -> Iterator[tuple[Answered, Candidate]]:
+    def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
+        """Answers, and the heads that are still to be replayed on each."""
         fresh, old = self.traffic.answers(self.traffic.held)
         wanted = [
-            (answer, each)
+            (answer, [comparison.new, comparison.old])
             for comparison in (self._watch, self._trial)
             if comparison is not None
             for answer in comparison.waiting(fresh)
-            for each in (comparison.new, comparison.old)
         ]
         if self._trial is not None and self._trial.gains:
-            wanted += [(answer, each) for answer in old[-_OLD:] for each in (self._trial.new, self.served, self.origin)]
-        return ((answer, each) for answer, each in wanted if each.number not in answer.scores)
+            wanted += [(answer, [self._trial.new, self.served, self.origin]) for answer in old[-_OLD:]]
+        for answer, candidates in wanted:
+            left = {each.number: each for each in candidates if each.number not in answer.scores}
+            if left:
+                yield answer, list(left.values())
 
     def _judge(self) -> None:
         fresh, old = self.traffic.answers(self.traffic.held)
