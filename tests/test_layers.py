@@ -31,6 +31,7 @@ BELOW["testing"] = BELOW["costs"] | {"costs", "engine"}
 BELOW["planning"] = BELOW["engine"] | {"engine"}
 for _name in ("training", "certify", "bench", "server"):
     BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
+BELOW["learning"] = BELOW["training"] | {"training", "certify"}
 BELOW["cli"] = set(BELOW) | {"__init__"}
 BELOW["__main__"] = {"cli"}
 TORCH_FREE = ("core/params.py", "core/budget.py", "core/stats.py", "errors.py", "training/options.py")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions, StackOptions
-from truedraft.errors import MissingExtraError
+from truedraft.errors import MissingExtraError, OptionError
 from truedraft.options import NEEDED, MachineOptions, group, read_bytes
-from truedraft.server.options import ServerOptions
+from truedraft.server.options import LearningOptions, ServerOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from truedraft.engine import Engine
+    from truedraft.learning import Learner
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ServeOptions:
 
     stack: StackOptions = group("Model and drafter", model=NEEDED)
     server: ServerOptions = group("Server")
+    learning: LearningOptions = group("Learning")
     report: ReportOptions = group("Report")
     machine: MachineOptions = group("Machine")
 
@@ -57,7 +59,11 @@ def serve(options: ServeOptions) -> int:
         if options.report.json:
             terminal.json({"command": "serve", "status": DONE, "address": address, "model": options.stack.model})
 
-    listen(app, service, options.server, ready)
+    try:
+        listen(app, service, options.server, ready)
+    finally:
+        if engine.learner is not None:
+            engine.learner.close()
     return DONE
 
 
@@ -76,6 +82,31 @@ def _engine(options: ServeOptions, console: Console) -> Engine:
         max_batch=options.server.max_batch,
         prefix_cache_bytes=read_bytes("prefix_cache_bytes", options.server.prefix_cache_bytes),
         own_drafts=True,
+        learner=_learner(options),
+    )
+
+
+def _learner(options: ServeOptions) -> Learner | None:
+    """What learns beside the engine, if anything is to.
+
+    Raises:
+        OptionError: learning is not asked for, and how it is to be done is; or tenants are not told apart.
+    """
+    learning = options.learning
+    if not learning.learn:
+        given = next((each.name for each in fields(learning) if getattr(learning, each.name) != each.default), None)
+        if given is not None:
+            raise OptionError("has no effect without --learn; give that, too", field=given)
+        return None
+    if learning.learn_per_tenant and options.server.share_prefixes:
+        raise OptionError("needs clients that are told apart; leave --share-prefixes out", field="learn_per_tenant")
+    from truedraft.learning import Learner
+
+    return Learner(
+        learning.learn_folder,
+        share=learning.learn_share,
+        keep_s=learning.learn_keep_s,
+        per_tenant=learning.learn_per_tenant,
     )
 
 
@@ -83,7 +114,8 @@ def _log_to_standard_error() -> None:
     """One line a request, and what the engine has to say, with tracebacks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, level in (("truedraft.server", logging.INFO), ("truedraft.engine", logging.WARNING)):
+    levels = {"truedraft.server": logging.INFO, "truedraft.learning": logging.INFO, "truedraft.engine": logging.WARNING}
+    for name, level in levels.items():
         log = logging.getLogger(name)
         log.addHandler(handler)
         log.setLevel(level)

@@ -60,14 +60,15 @@ class Features:
 
     Attributes:
         rows: "last" is the row where the next token was drawn, and at a part of a prompt its last; "tree" are all rows
-            of a tree, and at a part of a prompt its last; "kept" are those of tokens that stay: of a tree the last
-            token's and the accepted ones', whoever drafted them, or all of a part of a prompt; "all" are all rows that
-            were fed: those of a tree, or of the part of the prompt.
+            of a tree, and at a part of a prompt its last; "accepted" are those of tokens that stay: of a tree the last
+            token's and the accepted ones', whoever drafted them, and at a part of a prompt its last; "kept" are the
+            same and all of a part of a prompt; "all" are all rows that were fed: those of a tree, or of the part of the
+            prompt.
         logits: whether the logits of these rows are wanted, too.
         layers: numbers of layers, 0 the first, whose output at these rows is wanted, too.
     """
 
-    rows: Literal["last", "tree", "kept", "all"] = "last"
+    rows: Literal["last", "tree", "accepted", "kept", "all"] = "last"
     logits: bool = False
     layers: tuple[int, ...] = ()
 

@@ -89,13 +89,14 @@ def with_members(drafter: Drafter, members: Mapping[str, Drafter]) -> Drafter:
     return members[drafter.name] if drafter.members == {drafter.name: drafter} else Portfolio(members)
 
 
-def joint_features(drafter: Drafter) -> Features | None:
-    """All that the members of a drafter want to see of the target's forward."""
-    wanted = [member.features for member in drafter.members.values() if member.features is not None]
+def joint_features(drafter: Drafter, watcher: Drafter | None = None) -> Features | None:
+    """All that the members of a drafter, and who watches beside them, want to see of the target's forward."""
+    members = [*drafter.members.values(), *([] if watcher is None else [watcher])]
+    wanted = [member.features for member in members if member.features is not None]
     if not wanted:
         return None
     layers = sorted({layer for each in wanted for layer in each.layers})
-    rows = max((each.rows for each in wanted), key=("last", "tree", "kept", "all").index)
+    rows = max((each.rows for each in wanted), key=("last", "tree", "accepted", "kept", "all").index)
     return Features(rows, any(each.logits for each in wanted), tuple(layers))
 
 

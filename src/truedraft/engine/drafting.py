@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,21 +29,30 @@ class Drafting:
         controller: decides which of them drafts how much.
         target: what is drafted for.
         failures: is told what failed.
+        watcher: never drafts, and is told of every step as drafters are; None where nobody watches.
     """
 
-    def __init__(self, drafter: Drafter, controller: Controller, target: LanguageModel, failures: Failures) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        controller: Controller,
+        target: LanguageModel,
+        failures: Failures,
+        watcher: Drafter | None = None,
+    ) -> None:
+        watched = {**drafter.members, **({} if watcher is None else {watcher.name: watcher})}
         self._members = {
             name: GuardedDrafter(name, number, member, target, failures)
-            for number, (name, member) in enumerate(drafter.members.items())
+            for number, (name, member) in enumerate(watched.items())
         }
         self._limits = {name: member.limits for name, member in drafter.members.items()}
         has_others = list(drafter.members.values()) != [drafter]
         self._whole = drafter if has_others and not drafter.observes_lazily else None  # is told of merged proposals
-        shown = joint_features(drafter)
+        self.features = shown = joint_features(drafter, watcher)
         self._shows = shown is not None
         self._layers = () if shown is None else shown.layers  # that the target shows
         self._on_device = transfers.waits(target.device)
-        self._kept = [each.features for each in drafter.members.values() if each.observes_lazily and each.features]
+        self._kept = [each.features for each in watched.values() if each.observes_lazily and each.features]
         self._drafts = any(not limits.is_zero for limits in self._limits.values())
         self._told_at_once = [member for member in self._members.values() if not member.drafter.observes_lazily]
         self._asked: dict[str, list[StepItem]] = {}  # in the running step, by drafter
@@ -73,10 +82,10 @@ class Drafting:
         )
         if speculation is not None:
             for name in speculation.drafters or ():
-                if name not in self._members:
-                    raise UnknownOptionError.nearest("drafter", name, self._members)
+                if name not in self._limits:
+                    raise UnknownOptionError.nearest("drafter", name, self._limits)
             if speculation.drafters is not None:
-                request.excluded.update(name for name in self._members if name not in speculation.drafters)
+                request.excluded.update(name for name in self._limits if name not in speculation.drafters)
             if speculation.num_speculative_tokens is not None:
                 request.most_depth = speculation.num_speculative_tokens
         request.no_room |= request.excluded
@@ -95,6 +104,27 @@ class Drafting:
     def take_room(self, request: Request, name: str) -> None:
         """There is memory again: it drafts for the request as if it had come new, answer so far included."""
         request.no_room.discard(name)
+        self._begin_anew(request, name)
+
+    def renew(self, name: str, change: Callable[[], None], requests: Sequence[Request]) -> None:
+        """Change what a drafter drafts with, between two steps: all that it holds is dropped, and begun anew behind.
+
+        Args:
+            name: of the drafter.
+            change: makes it draft with something else.
+            requests: those that run.
+        """
+        own = [each for each in requests if each.cache is not None and name not in each.undrafted_by]
+        for request in own:
+            self._members[name].end(request)
+        try:
+            change()
+        except Exception as error:  # it drafts as before
+            self._failures.log(f"the change of drafter {name!r}", error)
+        for request in own:
+            self._begin_anew(request, name)
+
+    def _begin_anew(self, request: Request, name: str) -> None:
         self._members[name].begin(request)
         request.told.pop(name, None)
         if request.last_step is not None:
@@ -321,7 +351,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
             return outcome
         return StepOutcome(proposal, path, outcome.tokens, partial=outcome.partial)
     rows: slice | list[int] = item.rows
-    if features.rows == "last" or (features.rows == "tree" and not len(item.proposal.tree)):
+    if features.rows == "last" or (features.rows in ("tree", "accepted") and not len(item.proposal.tree)):
         # Of a tree where the next token was drawn, else the last of what was fed.
         end = (
             item.judged_rows.start + (outcome.path[-1] + 1 if outcome.path else 0)
@@ -329,7 +359,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
             else item.rows.stop - 1
         )
         rows = slice(end, end + 1)
-    elif features.rows == "kept" and item.judged:
+    elif features.rows in ("accepted", "kept") and item.judged:
         first = item.judged_rows.start
         rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in outcome.path)]
     elif nodes is not None:

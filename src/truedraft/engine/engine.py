@@ -21,12 +21,12 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
 from truedraft.costs import RunningTimes, StepCosts
 from truedraft.drafters.base import Drafter, NoDrafter
-from truedraft.drafters.portfolio import joint_features
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.answer import Answer, Piece, Timing
 from truedraft.engine.batch import Batch
 from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
+from truedraft.engine.learner import EngineLearner
 from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import CacheMemory
 from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
@@ -66,6 +66,8 @@ class Engine:
         entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
             which they are submitted or prepared; None draws it from the operating system. Engines that share a drafter
             which learns from answers need different ones, or it has seen what their noise draws.
+        learner: trains in the background what drafts, and gives it better weights between steps, such as
+            `truedraft.learning.Learner`; None never does.
 
     One thread at a time steps it; `generate`, `stream`, `submit` and `cancel` may be called from any number of threads.
 
@@ -75,6 +77,7 @@ class Engine:
         rule: as given, or made.
         controller: as given, or made.
         entropy: as given.
+        learner: as given.
         costs: what the target's steps cost on this machine, for controllers that weigh costs.
         forms: makes the forms of structured answers; None where the target has no tokenizer.
         preemptions: how often a running request gave its room back, because memory was short.
@@ -99,6 +102,7 @@ class Engine:
         prefix_cache_bytes: int | None = None,
         coupled_rule: Rule | None = None,
         entropy: int | None = None,
+        learner: EngineLearner | None = None,
     ) -> None:
         target = load_model(target) if isinstance(target, str | Path) else target
         _check_kind("target", target, LanguageModel, ", or a name or folder")
@@ -119,6 +123,9 @@ class Engine:
         for member in self.drafter.members.values():
             _check_layers(member, self.target)
         self.rule.check(self.drafter.kinds_for(self.rule.judges), self.drafter.name)
+        self.learner, watcher = learner, None
+        if learner is not None:
+            self.drafter, watcher = learner.begin(self)
         self._sharing = PrefixSharing(self.target, self.drafter.members, prefix_cache_bytes)
         self._memory = CacheMemory(self.target, self.drafter.members, max_cache_bytes, self._sharing.stores)
         self.listeners: list[Callable[[StepRecord], None]] = []
@@ -128,9 +135,9 @@ class Engine:
         self.costs = StepCosts(self.target)
         self._times = RunningTimes(self.costs, self.drafter.members)
         controller.begin(self._times)
-        self._drafting = Drafting(self.drafter, controller, self.target, self._failures)
+        self._drafting = Drafting(self.drafter, controller, self.target, self._failures, watcher)
         self._verifier = Verifier(self.rule, coupled, self._drafting)
-        self._step = Step(self.target, self._drafting, self._verifier, joint_features(self.drafter))
+        self._step = Step(self.target, self._drafting, self._verifier, self._drafting.features)
         self._scheduler = Scheduler(max_batch)
         tokenizer = target.tokenizer
         self.forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
@@ -145,6 +152,11 @@ class Engine:
     def max_batch(self) -> int:
         """Most requests in one step."""
         return self._scheduler.max_batch
+
+    @property
+    def is_full(self) -> bool:
+        """Whether requests wait, or no more could run beside those that do."""
+        return bool(self._scheduler.waiting) or len(self._scheduler.running) >= self._scheduler.max_batch
 
     @property
     def max_cache_bytes(self) -> int | None:
@@ -467,6 +479,8 @@ class Engine:
         return not self._scheduler.idle
 
     def _step_all(self) -> None:
+        for name, change in () if self.learner is None else self.learner.changes():
+            self._drafting.renew(name, change, self._scheduler.running)
         self._admit()
         batch = self._scheduler.next()
         try:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from truedraft.errors import ModelError, PromptError, UnsupportedModelError
 from truedraft.models.processor import Processor
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from truedraft.models.lm_head import LmHead
 
 HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
 """For vectors `[rows, head_width]`, so many heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
@@ -252,6 +255,14 @@ class LanguageModel(Reader, ABC):
             UnsupportedModelError: the model has no LM head that could be used alone.
         """
         raise UnsupportedModelError(f"{self.name} has no LM head that heads could share")
+
+    def lm_head(self) -> LmHead:
+        """A copy of the LM head on the CPU, with gradients through the vectors, also of packed and quantised weights.
+
+        Raises:
+            UnsupportedModelError: as `unembed`.
+        """
+        raise UnsupportedModelError(f"{self.name} has no LM head that heads could learn with")
 
     def likeliest(self, vectors: Tensor, count: int) -> TopK:
         """The `count` likeliest ids by the logits of `unembed`, `[rows, count]`; a row does not depend on the others.

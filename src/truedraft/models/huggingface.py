@@ -23,7 +23,7 @@ from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
-from truedraft.models.lm_head import LogitFinish, lm_head_width, refuse_other_logits
+from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.multimodal import placeholders_of, senses_of
 from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
@@ -39,6 +39,7 @@ _ENDLESS = 2**20
 _CHANGING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 _CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _CHECKED_TOKENS = 4
+_UNIT_ROWS = 64  # of an LM head that are read at once
 _CANONICAL = (torch.float32, torch.bfloat16)
 _MOST_OF_FREE = 0.75  # of the memory that is free, for weights that are made beside the model's own
 UP_TO_NEAR_TIES = "up to near ties"
@@ -274,6 +275,21 @@ class HuggingFaceModel(LanguageModel):
     def unembed(self, vectors: Tensor) -> Tensor:
         self._check_finish()
         return self._unembed(vectors)
+
+    def lm_head(self) -> LmHead:
+        self._check_finish()
+        with torch.inference_mode(), self._lock:  # of unit vectors, whose products are the weights whatever holds these
+            unit = torch.eye(self.head_width, dtype=self.dtype, device=self.device)
+            bias = self._backend.unembed(torch.zeros_like(unit[:4]))[0, : self.vocab_size].clone()
+            rows = [self._backend.unembed(some)[:, : self.vocab_size] - bias for some in unit.split(_UNIT_ROWS)]
+        own_bias = bias.cpu().clone() if bool(bias.any()) else None
+        weight = torch.cat(rows).T.contiguous().cpu()
+        try:
+            table = self.embed(torch.arange(self.vocab_size, device=self.device)).cpu()
+        except UnsupportedModelError:  # then no head reads it
+            table = weight
+        table = weight if torch.equal(table, weight) else table
+        return LmHead(weight, own_bias, self._finish, None if table is weight else table.clone())
 
     @torch.inference_mode()
     def likeliest(self, vectors: Tensor, count: int) -> TopK:

@@ -121,6 +121,7 @@ class Metrics(Collector):
         yield self._labelled("step_seconds", "Seconds of steps, by what they were spent on.", "part", self._seconds)
         budgets = {str(nodes): count for nodes, count in sorted(self._budgets.copy().items())}
         yield self._labelled("budget_tokens", "Steps of a request by the tokens drafted.", "tokens", budgets)
+        yield from self._learned()
         yield from self._now()
 
     def _by_drafter(self) -> Iterator[Metric]:
@@ -153,6 +154,24 @@ class Metrics(Collector):
             if self._price is not None and rate > 0.0:
                 cost = self._price / 3600.0 / rate * 1e6
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
+
+    def _learned(self) -> Iterator[Metric]:
+        """What a learner did, where there is one."""
+        learner = self._service.engine.learner
+        if learner is None:
+            return
+        status = learner.status
+        yield self._counter("learner_promotions", "Learned heads that were put in service.", status.promotions)
+        yield self._counter("learner_rollbacks", "Of them, taken out again.", status.rollbacks)
+        yield self._counter("learner_trials", "Learned heads that were held to those in service.", status.trials)
+        yield self._gauge("learner_version", "Version of the heads in service, the highest.", status.version)
+        yield self._gauge("learner_time_share", "Processor time for learning, of all time.", status.time_share)
+        yield self._gauge("learner_answers_bytes", "Of answers that are learned from.", status.answers_bytes)
+        yield self._gauge("learner_failures", "Heads that learn no more; the log says why.", status.failures)
+        for when, tokens in (("before", status.tokens_per_call_before), ("after", status.tokens_per_call_after)):
+            if tokens is not None:
+                meaning = f"By replay of the same answers, {when} the last promotion."
+                yield self._gauge(f"learner_tokens_per_call_{when}", meaning, tokens)
 
     def _speedup_now(self) -> Speedup | None:
         """Of the last steps; worked out now and then, for anyone may ask, as often as they like."""

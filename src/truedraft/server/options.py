@@ -54,3 +54,19 @@ class ServerOptions:
         None, "Send a trace of every answer to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces.", "URL"
     )
     no_playground: bool = flag("No page at /.")
+
+
+@dataclass(frozen=True)
+class LearningOptions:
+    """Whether what drafts learns from what is answered."""
+
+    learn: bool = flag(
+        "Train medusa and redrafter heads on what is answered, in the background, and take what is shown to be better."
+    )
+    learn_folder: Path | None = option(
+        None, "Write the heads that were learned here, and go on with the last of them; no text is written.", "DIR",
+        shown_default="nothing is written",
+    )  # fmt: skip
+    learn_share: float = option(0.05, "Learn for this share of the time at most, and never at capacity.", "X")
+    learn_keep_s: float = option(86400.0, "Forget an answer after so many seconds; it is in memory alone.", "S")
+    learn_per_tenant: bool = flag("Learn for each API key from its own answers alone.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -132,6 +133,35 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         self._runner = self._runner_for(target)
         self._runs_with = target
         self.held.request_bytes = self.head.config.width * target.dtype.itemsize
+
+    def take(self, head: HeadT) -> None:
+        """Draft with other weights of the same sizes from now on; who holds something of the old ones begins anew.
+
+        Raises:
+            CompositionError: it has other sizes.
+        """
+        if type(head) is not type(self.head) or head.config != self.head.config:
+            raise CompositionError(
+                f"{head.config} is no head of the sizes {self.head.config}, which this one drafts with"
+            )
+        before, self.head = self.head, head
+        try:
+            self._runner = None if self._runs_with is None else self._runner_for(self._runs_with)
+        except BaseException:
+            self.head = before
+            raise
+
+    def with_head(self, head: HeadT) -> Self:
+        """The same drafter with other weights of the same sizes, and no requests yet.
+
+        Raises:
+            CompositionError: it has other sizes.
+        """
+        other = copy.copy(self)
+        other._vectors = {}
+        other.held = Held(noted=[other._vectors], request_bytes=self.held.request_bytes)
+        other.take(head)
+        return other
 
     @property
     def _running(self) -> tuple[RunnerT, LanguageModel]:

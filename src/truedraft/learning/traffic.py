@@ -1,0 +1,209 @@
+"""What was answered lately, in memory alone: tokens, and the target's vectors that they were drawn from."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutcome
+from truedraft.drafters.held import Held
+
+MOST_TOKENS = 512
+"""Of an answer that are kept, its first ones."""
+_HELD_OUT = 4  # one answer of so many is not trained on
+_FRESH = 96  # answers that are new
+_HELD_SHARE = 0.25  # of the memory, for these
+_ID_BYTES = 8
+
+
+@dataclass(eq=False, slots=True)
+class Answered:
+    """An answer, or the first part of one.
+
+    Attributes:
+        tokens: `[tokens]`, int64.
+        vectors: `[tokens, width]`: what entered the target's LM head where each was drawn; its distribution is what the
+            LM head makes of it.
+        since_s: when it was over.
+        number: counted up; no other one of its traffic has it.
+        scores: what replay by heads came to, by their numbers: tokens, and the target calls that these would take.
+    """
+
+    tokens: Tensor
+    vectors: Tensor
+    since_s: float
+    number: int = 0
+    scores: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_bytes(self) -> int:
+        """That it takes."""
+        return self.vectors.nbytes + _ID_BYTES * len(self.tokens)
+
+
+class Pool:
+    """The newest answers, and a sample of those before them, each in half of the room at most.
+
+    An older answer is kept with the same probability whenever it came (reservoir sampling), so a change of traffic does
+    not drive out what was asked before it.
+
+    Args:
+        most_bytes: of all.
+        most_tokens: likewise.
+        most_fresh: how many are the newest.
+        chance: of the sample.
+
+    Attributes:
+        fresh: the newest, the oldest of them first.
+        old: the sample.
+    """
+
+    def __init__(self, most_bytes: int, most_tokens: int, most_fresh: int, chance: random.Random) -> None:
+        self._most_bytes, self._most_tokens, self._most_fresh = most_bytes, most_tokens, most_fresh
+        self._chance = chance
+        self._passed = 0  # that left the newest
+        self.fresh: deque[Answered] = deque()
+        self.old: list[Answered] = []
+
+    def add(self, answer: Answered) -> None:
+        """Take one, and let go of what there is no room for."""
+        self.fresh.append(answer)
+        while len(self.fresh) > self._most_fresh or (self.fresh and self._too_many(self.fresh)):
+            self._sample(self.fresh.popleft())
+
+    def _sample(self, answer: Answered) -> None:
+        self._passed += 1
+        self.old.append(answer)
+        if not self._too_many(self.old):
+            return
+        if self._chance.random() * self._passed >= len(self.old):
+            self.old.pop()
+        while self._too_many(self.old):
+            self.old.pop(self._chance.randrange(len(self.old)))
+
+    def _too_many(self, answers: Sequence[Answered] | deque[Answered]) -> bool:
+        n_bytes, tokens = sum(each.n_bytes for each in answers), sum(map(len, answers))
+        return 2 * n_bytes > self._most_bytes or 2 * tokens > self._most_tokens
+
+    def forget(self, before_s: float) -> None:
+        """Let go of what was over before a moment."""
+        while self.fresh and self.fresh[0].since_s < before_s:
+            self.fresh.popleft()
+        self.old = [each for each in self.old if each.since_s >= before_s]
+
+    def __iter__(self) -> Iterator[Answered]:
+        yield from self.fresh
+        yield from self.old
+
+
+class Traffic:
+    """Answers to train on, and answers to replay, of one tenant or of all; one answer is never both.
+
+    Args:
+        most_bytes: of all.
+        most_tokens: likewise.
+        keep_s: seconds after which an answer is forgotten.
+        seed: of the sample of older answers.
+
+    Attributes:
+        trained: those to train on.
+        held: those to replay.
+        count: answers that ever came.
+        positions: tokens to train on that ever came.
+    """
+
+    def __init__(self, most_bytes: int, most_tokens: int, keep_s: float, seed: int = 0) -> None:
+        shares = 1.0 - _HELD_SHARE, _HELD_SHARE
+        self.trained, self.held = (
+            Pool(int(share * most_bytes), int(share * most_tokens), int(share * _FRESH), random.Random(seed))
+            for share in shares
+        )
+        self._keep_s = keep_s
+        self.count = self.positions = 0
+        self._guard = threading.Lock()  # the thread that steps adds, another one reads
+
+    def add(self, answer: Answered) -> None:
+        """Take an answer."""
+        with self._guard:
+            self.count += 1
+            answer.number = self.count
+            if self.count % _HELD_OUT == 0:
+                self.held.add(answer)
+            else:
+                self.trained.add(answer)
+                self.positions += len(answer)
+
+    def forget(self, now_s: float) -> None:
+        """Let go of what is too old."""
+        with self._guard:
+            for pool in (self.trained, self.held):
+                pool.forget(now_s - self._keep_s)
+
+    def answers(self, pool: Pool) -> tuple[list[Answered], list[Answered]]:
+        """The newest answers of one of the two, and the sample of older ones, as they are now."""
+        with self._guard:
+            return list(pool.fresh), list(pool.old)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all that came was let go of."""
+        with self._guard:
+            return self.count > 0 and not any(True for pool in (self.trained, self.held) for _ in pool)
+
+    @property
+    def n_bytes(self) -> int:
+        """That all of it takes."""
+        with self._guard:
+            return sum(each.n_bytes for pool in (self.trained, self.held) for each in pool)
+
+
+Take: TypeAlias = Callable[[Hashable, Tensor, Tensor], None]
+"""Takes an answer: the scope of its request, its tokens `[tokens]`, and their vectors `[tokens, width]`."""
+
+
+class Recorder(NoDrafter):
+    """Never drafts; notes tokens and vectors of each answer, and hands them over when it is over.
+
+    Answers to prompts that have something beside their tokens, such as pictures, are left out, and so are rehearsals.
+
+    Args:
+        take: is called for each answer, by the thread that steps.
+        width: entries of a vector that heads read.
+    """
+
+    name: ClassVar[str] = "learner"
+    observes_lazily = False
+    features: Features | None = Features("accepted")
+
+    def __init__(self, take: Take, width: int) -> None:
+        self._take, self._width = take, width
+        self._open: dict[int, tuple[list[int], list[Tensor]]] = {}
+        self.held = Held(noted=[self._open])
+
+    def begin(self, request: DraftRequest) -> None:
+        if request.kept and request.inputs is None:
+            self._open[request.id] = [], []
+
+    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+        for request, outcome in zip(batch, outcomes, strict=True):
+            tokens, vectors = self._open.get(request.id, ([], []))
+            count = min(len(outcome.tokens), MOST_TOKENS - len(tokens))
+            if outcome.hidden is not None and count > 0 and request.id in self._open:
+                # Row i is where the step's token i was drawn. A copy: the next forward may write over it.
+                tokens.extend(outcome.tokens[:count])
+                vectors.append(outcome.hidden[:count, : self._width].clone())
+
+    def end(self, request: DraftRequest) -> None:
+        tokens, vectors = self._open.pop(request.id, ([], []))
+        if tokens:
+            self._take(request.scope, torch.tensor(tokens), torch.cat(vectors))

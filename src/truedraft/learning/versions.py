@@ -1,0 +1,110 @@
+"""Heads that were learned, on disk: whole versions, and a file that names the one that is served.
+
+`FOLDER/versions/N` is a folder as `truedraft train` writes it, and `FOLDER/current.json` names N. A version is written
+beside and renamed when it is whole, and only then named, so whatever ends the process leaves a version that loads. No
+text is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from truedraft.drafters.heads.base import refuse_other_target
+from truedraft.errors import CompositionError, ModelError, OptionError, errors_about
+from truedraft.files import object_of, take_place, written_whole
+from truedraft.heads import VectorHead
+from truedraft.models.base import LanguageModel
+from truedraft.models.huggingface import weights_hash
+
+_POINTER, _VERSIONS = "current.json", "versions"
+_KEPT = 4  # versions beside the one that is served
+
+
+class Versions:
+    """The versions of one head.
+
+    Args:
+        folder: of them; it is made when the first is written.
+        origin: the head that all of them come from, which is version 0 and is not written.
+        target: that they are for.
+
+    Raises:
+        OptionError: the folder holds versions of another head, or for another target.
+        ModelError: the target's weights cannot be read again.
+    """
+
+    def __init__(self, folder: Path, origin: VectorHead, target: LanguageModel) -> None:
+        self._folder = folder
+        self._origin, self._target = origin, target
+        self._record = replace(origin.record, target_name=target.name, fingerprint=target.fingerprint)
+        self._about = {"kind": origin.kind, "origin": weights_hash(origin), "target": target.fingerprint}
+        kept = object_of(folder / _POINTER)
+        if kept and (differ := [name for name, each in self._about.items() if kept.get(name) != each]):
+            raise OptionError(
+                f"{str(folder)!r} holds versions of another {differ[0]} ({kept.get(differ[0])!r}, here it is "
+                f"{self._about[differ[0]]!r}); name another folder",
+                field="learn_folder",
+            )
+
+    def load(self) -> tuple[int, VectorHead] | None:
+        """The version that was served last; None where that is the head itself.
+
+        Raises:
+            OptionError: it is missing or damaged, or does not fit the target.
+        """
+        number = object_of(self._folder / _POINTER).get("version", 0)
+        if not number:
+            return None
+        path = self._folder / _VERSIONS / str(number)
+        try:
+            with errors_about("learn_folder"):
+                head = type(self._origin).load(path)
+                refuse_other_target(head, self._target)
+        except (ModelError, CompositionError) as error:
+            raise OptionError(
+                f"{str(path)!r} cannot be served ({error}); remove the folder", field="learn_folder"
+            ) from error
+        return int(number), head.with_record(self._origin.record)
+
+    def write(self, head: VectorHead, dtype: torch.dtype) -> int:
+        """Write a version, which nothing names yet; returns its number.
+
+        Raises:
+            ModelError: it cannot be written.
+        """
+        versions = self._folder / _VERSIONS
+        try:
+            versions.mkdir(parents=True, exist_ok=True)
+            there = sorted(int(each.name) for each in versions.iterdir() if each.name.isdecimal())
+            number = max(there, default=0) + 1
+            partial = versions / f"{number}.tmp"
+            shutil.rmtree(partial, ignore_errors=True)
+            head.save(partial, self._record, dtype=dtype)
+            for file in partial.iterdir():
+                take_place(file, file)  # onto the disk
+            take_place(partial, versions / str(number))
+            served = object_of(self._folder / _POINTER).get("version", 0)
+            for each in there[:-_KEPT]:
+                if each != served:
+                    shutil.rmtree(versions / str(each), ignore_errors=True)
+        except OSError as error:
+            raise ModelError(f"cannot write a version into {str(versions)!r} ({error}); make room there") from error
+        return number
+
+    def name(self, number: int) -> None:
+        """Let a version be the one that is served, 0 the head itself.
+
+        Raises:
+            ModelError: that cannot be written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with written_whole(self._folder / _POINTER) as file:
+                file.write(json.dumps({"version": number, **self._about}).encode() + b"\n")
+        except OSError as error:
+            raise ModelError(f"cannot write {str(self._folder / _POINTER)!r} ({error}); make room there") from error

@@ -1,0 +1,132 @@
+"""A bounded share of the time, by processor time; nothing where the engine is full; bets that hold their level."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from support.two_domains import Unthreaded, ask, learning, prompts, trained
+from truedraft import SamplingParams
+from truedraft.learning import Learner
+from truedraft.learning.promotion import GainTest, trial_level
+from truedraft.learning.student import Student
+
+
+class Time:
+    """Two clocks that go on when they are told to."""
+
+    def __init__(self) -> None:
+        self.passed = self.computed = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.computed += seconds
+        self.passed += 1.5 * seconds  # others computed, too
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+def test_the_share_of_the_time_is_bounded_at_every_moment(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, chance = Time(), random.Random(0)
+    learner = Unthreaded(share=share, clock=lambda: clocks.passed, processor=lambda: clocks.computed)
+    learning(trained(), learner)
+    longest = 0.0
+
+    def work(_: Student) -> bool:
+        nonlocal longest
+        seconds = chance.choice([0.001, 0.1, 2.0])
+        longest = max(longest, seconds)
+        clocks.compute(seconds)
+        return True
+
+    monkeypatch.setattr(Student, "work", work)
+    for _ in range(300):
+        rest_s = learner.turn()
+        assert clocks.computed <= share * clocks.passed + longest
+        clocks.passed += rest_s
+        assert clocks.computed <= share * clocks.passed + 1e-9
+    assert clocks.computed > 0.6 * min(share, 1 / 1.5) * clocks.passed, "and what may be used is used"
+    assert learner.status.time_share == pytest.approx(clocks.computed / clocks.passed)
+
+
+def test_nothing_is_done_while_the_engine_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked = []
+    monkeypatch.setattr(Student, "work", lambda self: bool(worked.append(1)) or True)
+    learner = Unthreaded(share=1.0)
+    engine = learning(trained(), learner, max_batch=2)
+    requests = [engine.submit(each, SamplingParams(max_tokens=8)) for each in prompts(0, 3)]
+    learner.turn()
+    engine.step()
+    assert engine.is_full
+    learner.turn()
+    assert not worked
+    engine.cancel(requests[2])
+    engine.cancel(requests[1])
+    assert not engine.is_full and learner.turn() == 0.0
+    assert worked
+
+
+def test_a_thread_of_the_lowest_priority_learns_beside_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("truedraft.learning.learner.os.setpriority", lambda *given: seen.append(given[1:]))
+    learner = Learner(share=1.0)
+    engine = learning(trained(), learner)
+    until = time.monotonic() + 60.0
+    while not learner.status.trials and time.monotonic() < until:
+        ask(engine, prompts(0, 8))
+    assert learner.status.trials and not learner.status.failures
+    (thread,) = [each for each in threading.enumerate() if each.name == "truedraft-learner"]
+    assert seen == [(thread.native_id, 19)] and thread.daemon
+    learner.close()
+    assert not thread.is_alive() and learner.status.answers_bytes == 0
+    ask(engine, prompts(0, 2))  # and the engine goes on without it
+    assert learner.status.answers_bytes == 0 and torch.get_num_threads() == threads
+
+
+def test_a_thread_ends_with_its_engine() -> None:
+    learner = Learner(share=1.0)
+    engine = learning(trained(), learner)
+    ask(engine, prompts(0, 2))
+    thread = learner._thread
+    assert thread is not None
+    del engine
+    import gc
+
+    gc.collect()
+    thread.join(30.0)
+    assert not thread.is_alive()
+
+
+NULLS: dict[str, Callable[[random.Random], float]] = {
+    "even": lambda chance: chance.choice([-1.0, 1.0]),
+    "small": lambda chance: chance.gauss(0.0, 0.1),
+    "mostly none": lambda chance: chance.choice([0.0] * 8 + [-0.5, 0.5]),
+    "rare losses": lambda chance: -0.95 if chance.random() < 0.05 else 0.05,
+    "rare gains": lambda chance: 0.95 if chance.random() < 0.05 else -0.05,
+}
+
+
+@pytest.mark.parametrize("name", NULLS)
+def test_bets_on_nothing_are_won_no_more_often_than_their_level(name: str) -> None:
+    """Looked at behind every answer; a level of 0.05 leaves less than 0.05 and four standard deviations."""
+    chance, runs, level, won = random.Random(name), 600, 0.05, 0
+    for _ in range(runs):
+        test = GainTest()
+        for _ in range(60):
+            test.see(NULLS[name](chance))
+            if test.sure(level):
+                won += 1
+                break
+    assert won <= level * runs + 4 * (level * (1 - level) * runs) ** 0.5
+
+
+def test_a_gain_is_seen_and_many_trials_share_a_level() -> None:
+    chance, test = random.Random(0), GainTest()
+    for _ in range(30):
+        test.see(chance.gauss(0.4, 0.3))
+    assert test.sure(0.01) and not test.sure(1e-12)
+    assert sum(trial_level(0.01, number) for number in range(1, 10_000)) < 0.01
