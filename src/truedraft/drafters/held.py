@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from truedraft.cache import PrefixCache, RequestCache
@@ -44,6 +44,8 @@ class Held:
         models: caches of its models.
         noted: what else it notes, by id of request.
         request_bytes: that this takes for each request.
+        token_bytes: that it takes at the most for each token of a request, beside.
+        tokens: how many tokens there are such bytes of now, of all requests.
         beside: bytes that it holds in another process.
         in_target: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
     """
@@ -51,6 +53,8 @@ class Held:
     models: Sequence[ModelCaches] = ()
     noted: Sequence[Mapping[int, object]] = ()
     request_bytes: int = 0
+    token_bytes: int = 0
+    tokens: Callable[[], int] = lambda: 0
     beside: int = 0
     in_target: bool = False
 
@@ -66,4 +70,5 @@ class Held:
     def n_bytes(self) -> int:
         """Bytes that are held now."""
         caches = [cache for each in self.models for cache in list(each.caches.values())]  # a step may run
-        return self.beside + self.request_bytes * len(self.requests) + sum(cache.n_bytes for cache in caches)
+        noted = self.request_bytes * len(self.requests) + self.token_bytes * self.tokens()
+        return self.beside + noted + sum(cache.n_bytes for cache in caches)

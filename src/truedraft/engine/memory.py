@@ -189,7 +189,7 @@ class CacheMemory:
         beside = 0
         for each in held:
             drafter = self._members[each.drafter]
-            beside += drafter.held.request_bytes
+            beside += drafter.held.request_bytes + drafter.held.token_bytes * each.request.granted
             for own in drafter.held.models:
                 tokens[id(self._pools[id(own.model)])].append(own.most(each.request.granted))
         return beside + sum(pool.bytes_for(tokens[id(pool)]) for pool in self._distinct_pools)

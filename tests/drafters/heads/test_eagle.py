@@ -184,3 +184,18 @@ def test_a_folder_holds_what_was_saved(tmp_path: Any) -> None:
 
 def plain_answers(params: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Any]:
     return [each.token_ids for each in Engine(target()).generate([list(each) for each in prompts], params)]
+
+
+def test_what_it_holds_of_a_request_is_counted_by_its_tokens() -> None:
+    """Keys and values of two heads of 16 entries, and vectors of two layers that were not read yet, in float32."""
+    engine = Engine(target(), drafter := Eagle3(head()), controller="fixed")
+    assert (drafter.held.request_bytes, drafter.held.token_bytes) == (0, 4 * (2 * 2 * 16 + 2 * 48))
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    for _ in range(4):
+        engine.step()
+    tokens = sum(len(each.tokens) - 1 for each in requests)  # the last of each has no vector yet
+    assert drafter.held.n_bytes == drafter.held.token_bytes * tokens > 0
+    for each in requests:
+        engine.cancel(each)
+    engine.step()
+    assert drafter.held.n_bytes == 0

@@ -33,6 +33,7 @@ class BlockRunner:
         head: the copy.
         device: where it computes.
         pool: where caches of requests come from.
+        token_bytes: of a token's keys and values.
     """
 
     def __init__(self, head: BlockHead, target: LanguageModel) -> None:
@@ -42,6 +43,7 @@ class BlockRunner:
         self._table = self.head.rotary(self.head.fc.weight)
         self.device = target.device
         self.pool = CachePool(head.config.most_positions)
+        self.token_bytes = 2 * head.config.kv_heads * head.config.head * head.config.depth * target.dtype.itemsize
 
     @torch.inference_mode()
     def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:

@@ -29,10 +29,12 @@ class PairRunner(Protocol):
     Attributes:
         device: where it computes.
         pool: where caches of requests come from.
+        token_bytes: of a token's keys and values.
     """
 
     device: torch.device
     pool: CachePool
+    token_bytes: int
 
     def fuse(self, vectors: Tensor) -> Tensor:
         """Vectors of the target as they were observed, `[rows, layers * width]`, as `forward` reads them."""
@@ -55,6 +57,7 @@ class Eagle3Runner:
     Attributes:
         device: where it computes.
         pool: where caches of requests come from.
+        token_bytes: of a token's keys and values.
     """
 
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
@@ -64,6 +67,8 @@ class Eagle3Runner:
         self._table = self._head.rotary(self._head.fc.weight)
         self.device = target.device
         self.pool = CachePool(head.config.most_positions)
+        entries = 2 * head.config.kv_heads * head.config.head * (1 + head.config.more_layers)
+        self.token_bytes = entries * target.dtype.itemsize
 
     @torch.inference_mode()
     def fuse(self, vectors: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class LevelRunner(Protocol):
     """Where it computes."""
     pool: CachePool
     """Where caches of requests come from."""
+    token_bytes: int
+    """Of a token's keys and values."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -260,7 +262,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self._chooses = nodes is not None
         self.limits = Budget(len(self.branching), widest, most, min_probability)
         self._texts: dict[int, LayerText] = {}
-        self.held = Held(noted=[self._texts])
+        self.held = Held(noted=[self._texts], tokens=self._held_tokens)
 
     def _features(self) -> Features:
         """What the head reads of the target, as far as is known without it: by default vectors of layers."""
@@ -297,6 +299,16 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 "a head that was trained for it"
             )
         return self._new_runner(target)
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        read = len(self.features.layers) if self.features is not None else 0
+        unread = max(read, 1) * target.head_width * target.dtype.itemsize
+        self.held.request_bytes, self.held.token_bytes = 0, self._running[0].token_bytes + unread
+
+    def _held_tokens(self) -> int:
+        """Tokens that keys or vectors are held of."""
+        return sum(text.cache.length + text.behind for text in list(self._texts.values()))
 
     @abstractmethod
     def _new_runner(self, target: LanguageModel) -> LevelRunnerT:

@@ -71,6 +71,7 @@ class MtpRunner:
     Attributes:
         device: where it computes.
         pool: where caches of requests come from.
+        token_bytes: of a token's keys and values.
         reads: "behind" or "before": which vectors of the target it reads, by the final norm; and likewise
         returns: which of its own go round, by the norm behind it.
         scores: mean log-probability of the target's own tokens for each choice, of those that it reads and then of
@@ -86,6 +87,7 @@ class MtpRunner:
         self.reads = max(reads, key=lambda place: reads[place])
         returns = self._second_steps(own, self.reads, first[self.reads][1])
         self.returns = max(returns, key=lambda place: returns[place])
+        self.token_bytes = self.pool.position_bytes
         self.scores = {"reads": reads, "returns": returns}
 
     def fuse(self, vectors: Tensor) -> Tensor:
@@ -110,6 +112,8 @@ class MtpRunner:
         try:
             segment = Segment(cache, tokens, chain_shape(len(tokens)), range(len(tokens)))
             given, logits = self._run([segment], vectors[:-1])
+            cache.commit(range(len(tokens)))
+            self.pool.measure(cache)
         finally:
             self.pool.release(cache)
         return _mean(logits, own.tokens[2:], own.first - 2), given
