@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from support.two_domains import Unthreaded, learning, teach, trained, untrained
-from truedraft.cli.serve import ServeOptions, _learner
-from truedraft.cli.session import StackOptions
+from truedraft.cli.serve import _learner
 from truedraft.learning import Learner
 from truedraft.server.metrics import Metrics
-from truedraft.server.options import LearningOptions
+from truedraft.server.options import LearningOptions, ServerOptions
 from truedraft.server.service import Service
 
 online = pytest.importorskip("online", reason="benchmarks are not there")
@@ -37,10 +36,10 @@ def test_metrics_tell_what_was_learned() -> None:
 
 def test_the_options_are_the_learners(tmp_path: Path) -> None:
     given = LearningOptions(True, tmp_path, 0.25, 60.0, True)
-    made = _learner(ServeOptions(stack=StackOptions(model="embedded:target"), learning=given))
+    made = _learner(given, ServerOptions())
     assert isinstance(made, Learner)
     assert (made._folder, made._share, made._keep_s, made._per_tenant) == (tmp_path, 0.25, 60.0, True)
-    assert _learner(ServeOptions(stack=StackOptions(model="embedded:target"))) is None
+    assert _learner(LearningOptions(), ServerOptions()) is None
 
 
 def test_the_script_measures_every_version_and_goes_on(
