@@ -82,23 +82,22 @@ def _engine(options: ServeOptions, console: Console) -> Engine:
         max_batch=options.server.max_batch,
         prefix_cache_bytes=read_bytes("prefix_cache_bytes", options.server.prefix_cache_bytes),
         own_drafts=True,
-        learner=_learner(options),
+        learner=_learner(options.learning, options.server),
     )
 
 
-def _learner(options: ServeOptions) -> Learner | None:
+def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None:
     """What learns beside the engine, if anything is to.
 
     Raises:
         OptionError: learning is not asked for, and how it is to be done is; or tenants are not told apart.
     """
-    learning = options.learning
     if not learning.learn:
         given = next((each.name for each in fields(learning) if getattr(learning, each.name) != each.default), None)
         if given is not None:
             raise OptionError("has no effect without --learn; give that, too", field=given)
         return None
-    if learning.learn_per_tenant and options.server.share_prefixes:
+    if learning.learn_per_tenant and server.share_prefixes:
         raise OptionError("needs clients that are told apart; leave --share-prefixes out", field="learn_per_tenant")
     from truedraft.learning import Learner
 
