@@ -8,11 +8,21 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
+from support.tiny_models import CONTEXT, VOCAB, build
 from truedraft.heads import BlockConfig, BlockHead
 
 Head = TypeVar("Head", bound=BlockHead)
+
+
+def as_transformers_runs_it() -> PreTrainedModel:
+    """A target of three layers."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return build(config, seed=3, spread=0.15)
 
 
 def random_block(kind: type[Head], config: BlockConfig) -> Head:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
 
-from support.block_reference import BlockReference, random_block
-from support.tiny_models import CONTEXT, VOCAB, build
+from support.block_reference import BlockReference, as_transformers_runs_it, random_block
+from support.eagle_reference import EagleReference, random_eagle
+from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters import DFlash, DSpark
+from truedraft.drafters import DFlash, DSpark, Eagle3
 from truedraft.errors import OptionError
-from truedraft.heads import BlockConfig, DFlashHead, DSparkHead
+from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
@@ -43,14 +43,6 @@ ANSWERS = [
     WrittenAnswer(prompt, answer, 0.0, False)
     for prompt, answer in ((PROMPT, ANSWER), ([7], [3, 9, 2, 8, 5, 1, 6]), (PROMPT, [5, 7]))
 ]
-
-
-def as_transformers_runs_it() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return build(config, seed=3, spread=0.15)
 
 
 def blocks(name: str, anchors: int = 100) -> Blocks:
@@ -110,7 +102,7 @@ def test_loss_and_gradient_are_those_of_the_page(name: str) -> None:
             log_p = log_p if made.head.draft_ids is None else log_p[made.head.draft_ids]
             p = log_p.exp()
             own = 0.1 * (p * (log_p - q)).sum() + 0.9 * (p - q.exp()).abs().sum()
-            divergence += 0.7**step * float(own) / len(anchors)
+            divergence += 0.7**step * float(own.detach()) / len(anchors)
             if made.head.confidence_head is not None:
                 accepted = torch.minimum(p, q.exp()).sum().detach()
                 chance = torch.sigmoid(said)
@@ -217,12 +209,17 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: d
 
 
 @pytest.mark.parametrize("shape", [{}, {"branching": (3, 1)}], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["DFlash", "recurrent"])
-def test_what_is_foretold_of_draws_follows_each_block_along_the_answer(name: str, shape: dict[str, Any]) -> None:
-    """By the page: what the block behind a place gives to each token, given those before it, against the target's."""
-    target, head = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend), random_block(*SHAPES[name])
-    reference = BlockReference(as_transformers_runs_it(), head)
-    made: Any = (DFlash if isinstance(head, DFlashHead) else DSpark)(head, **shape)
+@pytest.mark.parametrize("name", ["DFlash", "recurrent", "EAGLE-3"])
+def test_what_is_foretold_of_draws_follows_each_draft_along_the_answer(name: str, shape: dict[str, Any]) -> None:
+    """By the page: what the draft behind a place gives to each token, given those before it, against the target's."""
+    target = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
+    if name == "EAGLE-3":
+        sizes = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
+        reference: Any = EagleReference(as_transformers_runs_it(), random_eagle(sizes))
+        made: Any = Eagle3(reference.made, **shape)
+    else:
+        reference = BlockReference(as_transformers_runs_it(), random_block(*SHAPES[name]))
+        made = (DFlash if name == "DFlash" else DSpark)(reference.made, **shape)
     prompts = [PROMPT, [7]]
     answers = Engine(target, entropy=4).generate(prompts, SamplingParams(max_tokens=10, temperature=1.0))
     records = [

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
 
 from support.backends import native_backend
-from support.block_reference import BlockReference, random_block
-from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
+from support.block_reference import BlockReference, as_transformers_runs_it, random_block
+from support.tiny_models import CONTEXT, PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import DFlash, DraftRequest, DSpark, Portfolio, PromptLookup
@@ -38,14 +37,6 @@ VARIANTS: dict[str, tuple[type[BlockHead], dict[str, Any]]] = {
 }
 GREEDY = SamplingParams(max_tokens=24)
 needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
-
-
-def as_transformers_runs_it() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return build(config, seed=3, spread=0.15)
 
 
 def target(backend: str = "stock") -> HuggingFaceModel:
@@ -161,7 +152,7 @@ def test_the_confidence_head_ends_drafts_by_what_was_known_before_each_draw(opti
     params = SamplingParams(max_tokens=16, temperature=temperature)
     Engine(target(), drafts, controller="fixed", entropy=1).generate([list(each) for each in PROMPTS], params)
     found = set()
-    for text, proposal in [each for each, depth in zip(drafts.seen, drafts.depths, strict=True) if depth == 3][::4]:
+    for text, proposal in [each for each, depth in zip(drafts.seen, drafts.depths, strict=True) if depth == 3][::7]:
         tree = proposal.tree
         found.add(tree.shape.depth)
         for node in range(-1, len(tree)):
