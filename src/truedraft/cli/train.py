@@ -86,7 +86,8 @@ class JobOptions:
     data: tuple[Path, ...] = option(
         (),
         "Text, or .json or .jsonl of texts or chats, that prompts are cut from, or of prompts; self lets an instruct "
-        "model ask itself. May be repeated. Without it, for embedded:target, the standard library of this Python.",
+        "model ask itself; a folder of the datasets library, or hf:NAME#SPLIT on the hub. May be repeated. Without it, "
+        "for embedded:target, the standard library of this Python.",
         "FILE|self",
     )
     held_out: tuple[Path, ...] = option(

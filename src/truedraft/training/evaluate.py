@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from truedraft.training.texts.self_distillation import SelfDistillationData
 
 _AT_ONCE = 4  # prompts that are answered together where there is little time
+_LEAST = 0.05  # of a promise, which it may be off by
 _CHANCE = 0.01  # that a sound training is said to depart from its promise
 _LEAST_CALLS = 16  # of the target, however little time there is
 _WALKED = 16  # answers whose vectors are kept at once
@@ -166,7 +167,8 @@ class EngineEvaluation:
         return {"temperature": self.temperature, **self.about, **length, **counted}
 
     def departs(self, prompts: int, rounds: int) -> bool:
-        """Whether what was promised and what was served differ by more than chance among prompts explains.
+        """Whether what was promised and what was served differ by more than chance among prompts explains, and by more
+        than a twentieth.
 
         Of one in a hundred sound trainings some round does. The promise is taken to spread as what was served does,
         by its own number of prompts.
@@ -180,7 +182,7 @@ class EngineEvaluation:
             return False
         deviation = (served.high - served.low) / (2 * norm.isf((1 - CONFIDENCE) / 2))
         spread = deviation * math.sqrt(1.0 + len(self.answers) / max(1, prompts))
-        return bool(abs(promised - served.value) > spread * norm.isf(_CHANCE / 2 / rounds))
+        return bool(abs(promised - served.value) > max(spread * norm.isf(_CHANCE / 2 / rounds), _LEAST * promised))
 
 
 def measure_in_engine(

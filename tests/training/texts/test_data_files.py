@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import datasets
 import pytest
 
-from truedraft.errors import DataError
+from truedraft.errors import DataError, MissingExtraError
 from truedraft.training.texts.data import read_texts
 
 
@@ -37,5 +41,30 @@ def test_bad_data(tmp_path, name, content, message):
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(DataError, match=r"there is no data file .*nothing\.txt"):
         read_texts([tmp_path / "nothing.txt"])
-    with pytest.raises(DataError, match="cannot read the data file"):
+    with pytest.raises(DataError, match="cannot read the dataset"):
+        read_texts([tmp_path])
+
+
+def test_rows_of_datasets(tmp_path):
+    """Saved with splits and without, and a folder of files that the library reads."""
+    rows = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+    whole = datasets.Dataset.from_list(rows)
+    whole.save_to_disk(tmp_path / "whole")
+    datasets.DatasetDict({"train": whole, "test": datasets.Dataset.from_list(rows[:1])}).save_to_disk(
+        tmp_path / "split"
+    )
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text('{"text": "four"}\n')
+    assert read_texts([tmp_path / "whole"]) == read_texts([tmp_path / "split"]) == ["one", "two", "three"]
+    assert read_texts([Path(f"{tmp_path}/split#test"), tmp_path / "files"]) == ["one", "four"]
+    with pytest.raises(DataError, match="has no split 'dev'; name one behind #: train, test"):
+        read_texts([Path(f"{tmp_path}/split#dev")])
+    datasets.Dataset.from_list([{"content": "a"}]).save_to_disk(tmp_path / "other")
+    with pytest.raises(DataError, match='row 1: the object has no "text" field'):
+        read_texts([tmp_path / "other"])
+
+
+def test_datasets_without_their_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"needs the library datasets: pip install 'truedraft\[train\]'"):
         read_texts([tmp_path])

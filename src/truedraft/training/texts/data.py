@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from truedraft.errors import DataError, TrainingError
+from truedraft.errors import DataError, MissingExtraError, TrainingError, first_line
 from truedraft.files import json_in, text_of, written_whole
 from truedraft.models.loading import quiet_transformers
 from truedraft.training.loop import Phase
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.chats import FIELDS, ChatTexts
 
+_HUB = "hf:"
+_SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders that `datasets` saved
 _AS_TEXT = "rename it to .txt to train on it as it stands"
 
 
@@ -30,7 +32,8 @@ def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]
     Args:
         paths: a `.jsonl` file has one on each line, a `.json` file is an array of them, any other file is one. They are
             objects with "text", or chats: objects with "messages" (OpenAI's) or "conversations" (ShareGPT's), or lists
-            of messages.
+            of messages. Rows of a dataset of the `datasets` library are such objects: a folder that it saved or can
+            read, or `hf:NAME` on the hub; behind `#` its split, else "train".
         tokenizer: from transformers; its chat template writes chats. None refuses them.
 
     Raises:
@@ -70,6 +73,11 @@ def _some(texts: list[str]) -> list[str]:
 
 def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
     """Each document or prompt of a file, a string where it is a text as it stands, with its place for errors."""
+    name, _, split = str(path).partition("#")
+    if name.startswith(_HUB) or Path(name).is_dir():
+        for number, row in enumerate(_rows(name.removeprefix(_HUB), split or "train"), start=1):
+            yield dict(row), f"{path}, row {number}"
+        return
     content = _content(path)
     if path.suffix == ".jsonl":
         for number, line in enumerate(content.split("\n"), start=1):
@@ -81,6 +89,33 @@ def _entries_of(path: Path) -> Iterator[tuple[object, str]]:
             yield entry, f"{path}, entry {number}"
     else:
         yield content, str(path)
+
+
+def _rows(name: str, split: str) -> Iterable[Any]:
+    """The rows of a dataset.
+
+    Raises:
+        MissingExtraError: the library is not installed.
+        DataError: there is no such dataset, or no such split of it.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the dataset {name!r} needs the library datasets: pip install 'truedraft[train]'; or give .jsonl files"
+        ) from error
+    try:
+        saved = any((Path(name) / mark).is_file() for mark in _SAVED)
+        if not saved:
+            return datasets.load_dataset(name, split=split)
+        found = datasets.load_from_disk(name)
+        return found[split] if isinstance(found, datasets.DatasetDict) else found
+    except KeyError as error:
+        raise DataError(
+            f"the dataset {name!r} has no split {split!r}; name one behind #: {', '.join(found)}"
+        ) from error
+    except Exception as error:  # whatever a reader of its files raises
+        raise DataError(f"cannot read the dataset {name!r} ({first_line(error)}); check name and split") from error
 
 
 def _content(path: Path) -> str:
