@@ -30,7 +30,9 @@ from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads import MedusaHeads, RedrafterHead, VectorHead
 from truedraft.learning import Learner
+from truedraft.learning.promotion import Candidate
 from truedraft.learning.replay import Narrowed, replayed
+from truedraft.learning.tenants import Tenants
 from truedraft.learning.traffic import Answered, Traffic
 from truedraft.training.losses import ForwardKL
 
@@ -305,6 +307,24 @@ def test_a_tenants_strings_reach_no_other_tenants_drafts() -> None:
                 list(each.last_step.proposal.tree.host_ids) for each in requests if each.last_step is not None
             )
     assert seen["other"] == seen["plain"] and seen["planter"] != seen["plain"]
+
+
+def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:
+    now = [0.0]
+    learner = Unthreaded(per_tenant=True, keep_s=60.0, clock=lambda: now[0])
+    engine = learning(trained(), learner)
+    for _ in range(8):
+        learner._take("a", torch.zeros(9, dtype=torch.int64), torch.zeros(9, VOCAB**2))
+    learner._meet()
+    learner._students["a", "redrafter"]._promote(Candidate(untrained()))  # type: ignore[union-attr]
+    ask(engine, prompts(0, 1))
+    (drafter,) = learner._drafters.values()
+    assert isinstance(drafter, Tenants) and set(drafter._own) == {"a"}
+    now[0] = 100.0
+    learner.turn()
+    assert learner.status.answers_bytes == 0 and not learner._students
+    engine.step()
+    assert not drafter._own
 
 
 def test_both_tenants_are_drafted_for_in_one_batch() -> None:

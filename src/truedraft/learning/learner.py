@@ -194,14 +194,14 @@ class Learner:
         traffic = self._traffic[scope]
         return Student(head, origin, self._lm_head, config, traffic, self._level, self._rate, serve, versions, number)
 
-    def _serve(self, scope: Hashable, name: str, head: VectorHead) -> None:
-        """Let a head be drafted with from the next step on."""
+    def _serve(self, scope: Hashable, name: str, head: VectorHead | None) -> None:
+        """Let a head be drafted with from the next step on; None, of a tenant: the one that all began with."""
         drafter = self._drafters[name]
-        take = (
-            functools.partial(drafter.take, scope, head)
-            if isinstance(drafter, Tenants)
-            else functools.partial(drafter.take, head)
-        )
+        if isinstance(drafter, Tenants):
+            take = functools.partial(drafter.take, scope, head)
+        else:
+            assert head is not None
+            take = functools.partial(drafter.take, head)
         with self._guard:
             self._changes.append((name, take))
 
@@ -217,7 +217,8 @@ class Learner:
                 with self._guard:
                     self._traffic.pop(scope)
                 for name in self._drafters:
-                    self._students.pop((scope, name), None)
+                    if self._students.pop((scope, name), None) is not None:
+                        self._serve(scope, name, None)
 
     # --------------------------------------------------------------------------------------- the thread
 
