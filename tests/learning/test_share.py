@@ -32,7 +32,7 @@ class Time:
 def test_the_share_of_the_time_is_bounded_at_every_moment(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks, chance = Time(), random.Random(0)
     learner = Unthreaded(share=share, clock=lambda: clocks.passed, processor=lambda: clocks.computed)
-    learning(trained(), learner)
+    engine = learning(trained(), learner)
     longest = 0.0
 
     def work(_: Student) -> bool:
@@ -50,6 +50,7 @@ def test_the_share_of_the_time_is_bounded_at_every_moment(share: float, monkeypa
         assert clocks.computed <= share * clocks.passed + 1e-9
     assert clocks.computed > 0.6 * min(share, 1 / 1.5) * clocks.passed, "and what may be used is used"
     assert learner.status.time_share == pytest.approx(clocks.computed / clocks.passed)
+    assert engine.learner is learner  # it works as long as there is one
 
 
 def test_nothing_is_done_while_the_engine_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
