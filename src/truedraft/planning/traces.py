@@ -183,7 +183,8 @@ def traces_of_answers(
     room = max((len(answer) for _, answer, _ in answers), default=0)
     for number, (prompt, answer, _) in enumerate(answers):
         request = DraftRequest(number, params)
-        for outcome in _plain_steps(target, watcher.layers, prompt, answer):
+        whole = watcher.features is not None and watcher.features.of_prompts
+        for outcome in _plain_steps(target, watcher.layers, prompt, answer, whole=whole):
             watcher.observe([request], [outcome])
     return [
         AnswerTrace(
@@ -196,9 +197,9 @@ def traces_of_answers(
 
 
 def _plain_steps(
-    target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int]
+    target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int], *, whole: bool
 ) -> Iterator[StepOutcome]:
-    """What plain decoding of an answer shows: parts of the prompt, then a token each."""
+    """What plain decoding of an answer shows: parts of the prompt, of `whole` ones all rows, then a token each."""
     ids, end = [*prompt, *answer[:-1]], len(prompt)
     cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
     try:
@@ -208,7 +209,8 @@ def _plain_steps(
             segments = [Segment(cache, tokens, chain_shape(count), rows, prompt=count if last <= end else 0)]
             output = target.forward_showing(segments, layers) if layers else target.forward(segments)
             cache.commit(rows)
-            parts = [slice(0, count)] if last <= end else [slice(row, row + 1) for row in rows]
+            first_row = count - 1 if last <= end and not whole else 0
+            parts = [slice(first_row, count)] if last <= end else [slice(row, row + 1) for row in rows]
             for part in parts:
                 behind = first + part.stop - end  # tokens of the answer that came before
                 yield StepOutcome(
@@ -260,14 +262,17 @@ class StepWatcher(NoDrafter):
                 self.probs.setdefault(request.id, []).append(float(dist[0, outcome.tokens[0]]))
                 if self._keeps_dists:
                     self.dists.setdefault(request.id, []).append(dist[0].cpu())
-            # Copies: the next forward may write over the rows.
-            kept = dataclasses.replace(
-                outcome,
-                hidden=None if outcome.hidden is None else outcome.hidden.clone(),
-                logits=outcome.logits.clone() if self._keeps_logits and outcome.logits is not None else None,
-                layers=tuple(layer.clone() for layer in outcome.layers),
-            )
-            self.seen.setdefault(request.id, []).append(kept)
+            self.seen.setdefault(request.id, []).append(_copied(outcome, self._keeps_logits))
+
+
+def _copied(outcome: StepOutcome, logits: bool = False) -> StepOutcome:
+    """A copy, for the next forward may write over the rows; with or without their logits."""
+    return dataclasses.replace(
+        outcome,
+        hidden=None if outcome.hidden is None else outcome.hidden.clone(),
+        logits=outcome.logits.clone() if logits and outcome.logits is not None else None,
+        layers=tuple(layer.clone() for layer in outcome.layers),
+    )
 
 
 def outputs_along(
@@ -300,7 +305,7 @@ def trace_behind(
     features: Features | None,
     layers: tuple[int, ...] = (),
 ) -> AnswerTrace:
-    """An answer as if it stood behind a prompt, whoever wrote it, with what the target shows there in one forward.
+    """An answer as if it stood behind a prompt, whoever wrote it, with what the target shows there.
 
     Args:
         target: of the drafter that is to live through it.
@@ -313,19 +318,8 @@ def trace_behind(
     if features is None:
         seen = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens]
         return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit)
-    ids = (*prompt, *trace.tokens[:-1])
-    first = 0 if features.of_prompts else len(prompt) - 1
-    cache = target.new_cache()
-    segment = Segment(cache, torch.tensor(ids), chain_shape(len(ids)), range(first, len(ids)), prompt=len(ids))
-    run = target.forward_showing([segment], layers) if layers else target.forward([segment])
-    target.release_cache(cache)
-    counts = [len(prompt) - first, *(1 for _ in trace.tokens[1:])]  # rows of the prompt, and of each token behind it
-    rows = zip(*(each.clone().split(counts) for each in (run.hidden, *run.layers)), strict=True)
-    shown = [
-        StepOutcome(Proposal.empty(), (), (token,), own, None, tuple(each))
-        for token, (own, *each) in zip(trace.tokens, rows, strict=True)
-    ]
-    return dataclasses.replace(trace, prompt=prompt, seen=tuple(shown), limit=limit, layers=layers)
+    seen = [_copied(each) for each in _plain_steps(target, layers, prompt, trace.tokens, whole=features.of_prompts)]
+    return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit, layers=layers)
 
 
 def shown_to(features: Features | None, trace: AnswerTrace, step: int, proposal: Proposal) -> StepOutcome:
