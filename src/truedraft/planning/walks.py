@@ -350,8 +350,8 @@ class _Life:
 
     def _of_draws(self, drafter: Drafter) -> Walk:
         """Tokens that are drawn: what as many levels as a step may draft bring, each of which a budget has or not."""
-        length, places = drafter.limits.depth, len(self._held)
-        branching = drafter.branching or (1,) * length
+        branching, places = drafter.branching or (1,) * drafter.limits.depth, len(self._held)
+        length = len(branching)
         levels = np.array([nodes_of(branching[:depth]) for depth in range(1, length + 1)])
         allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=length)
         survival = np.zeros((places, length))

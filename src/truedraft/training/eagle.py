@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from truedraft.core.budget import nodes_of
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.levels import LevelDrafter
@@ -45,9 +44,8 @@ if TYPE_CHECKING:
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query
-_TOGETHER = 16  # texts that are read side by side on a GPU
+_TOGETHER = 16_384  # tokens of texts that are read side by side on a GPU, padding included
 _NODES = 16  # of trees that are measured
-_TREES: Mapping[str, dict[str, Any]] = {"greedy": {"nodes": _NODES}, "sampled": {"branching": (4, 1, 1, 1)}}
 _LENGTHS = (2, 4)  # of chains that are measured, beside the one that was trained for
 
 
@@ -151,20 +149,13 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         served = head.to(torch.bfloat16)
         lengths = sorted({*(each for each in _LENGTHS if each < self.length), self.length})
         rounds = []
-        for kind, temperature in TREE_TEMPERATURES.items():
+        for temperature in TREE_TEMPERATURES.values():
             for length in lengths:
                 chain = functools.partial(self.drafter, served, num_speculative_tokens=length)
                 rounds.append(EngineRound(temperature, chain, {"num_speculative_tokens": length}))
-            shape = _tree_within(kind, self.length)
-            nodes = nodes_of(shape["branching"]) if "branching" in shape else _NODES
-            tree = functools.partial(self.drafter, served, **shape)
-            rounds.append(EngineRound(temperature, tree, {"nodes": nodes, **shape}))
+            tree = functools.partial(self.drafter, served, num_speculative_tokens=self.length, nodes=_NODES)
+            rounds.append(EngineRound(temperature, tree, {"nodes": _NODES}))
         return Calibrated(facts, rounds)
-
-
-def _tree_within(kind: str, length: int) -> dict[str, Any]:
-    """The tree of a kind of requests, no deeper than a draft."""
-    return {name: each[:length] if name == "branching" else each for name, each in _TREES[kind].items()}
 
 
 @dataclass(frozen=True)
@@ -397,9 +388,8 @@ class ChainObjective:
         for first, _, number in batch.tolist():
             answer = records[bisect.bisect_right(starts, first) - 1]
             texts.append((answer, self._unrolled.pairs(answer, number)))
-        counts = [
-            sum(pair in chains_of(each, step) for each, own in texts for pair in own) for step in range(head.reach)
-        ]
+        ends = [(np.array(own), chains_of(each, 0).stop) for each, own in texts]
+        counts = [int(sum((own < end - step).sum() for own, end in ends)) for step in range(head.reach)]
         sums = torch.zeros(head.reach, device=next(head.parameters()).device)
         for group in read_together(texts, sums.device):
             together, pairs = [each for each, _ in group], [own for _, own in group]
@@ -448,9 +438,15 @@ Chosen: TypeAlias = tuple[WrittenAnswer, Sequence[int]]
 def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[list[Chosen]]:
     """Answers in groups of about equally long texts: one by one on a CPU, which gains nothing by more."""
     ordered = sorted(texts, key=lambda each: len(each[0].prompt) + len(each[0].answer))
-    many = 1 if device.type == "cpu" else _TOGETHER
-    for first in range(0, len(ordered), many):
-        yield ordered[first : first + many]
+    together: list[Chosen] = []
+    for each in ordered:
+        width = len(each[0].prompt) + len(each[0].answer)
+        if together and (device.type == "cpu" or width * (len(together) + 1) > _TOGETHER):
+            yield together
+            together = []
+        together.append(each)
+    if together:
+        yield together
 
 
 @torch.no_grad()

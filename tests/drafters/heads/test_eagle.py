@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftRequest, Eagle3, Portfolio, PromptLookup
-from truedraft.drafters.heads.levels import LikeliestTree
+from truedraft.drafters.heads.levels import LikeliestTree, drawn_shape
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head, HeadRecord
 from truedraft.models.backends.native.build import built
@@ -199,3 +200,25 @@ def test_what_it_holds_of_a_request_is_counted_by_its_tokens() -> None:
         engine.cancel(each)
     engine.step()
     assert drafter.held.n_bytes == 0
+
+
+def test_the_shape_of_drawn_trees_is_the_best_of_all() -> None:
+    """By hand, all shapes of at most 16 nodes and a depth of 3."""
+
+    def brings(shape: tuple[int, ...]) -> float:
+        return (1 - 0.5 ** shape[0]) * (1 + brings(shape[1:])) if shape else 0.0
+
+    shapes = [shape for depth in (1, 2, 3) for shape in itertools.product(range(1, 17), repeat=depth)]
+    fitting = [shape for shape in shapes if sum(math.prod(shape[: d + 1]) for d in range(len(shape))) <= 16]
+    assert drawn_shape(16, 3) == drawn_shape(16, 5) == (3, 2, 1)
+    assert brings((3, 2, 1)) == max(map(brings, fitting))
+    assert drawn_shape(1, 5) == (1,) and len(drawn_shape(64, 2)) == 2
+
+
+def test_with_nodes_sampled_requests_get_a_tree_of_draws() -> None:
+    engine = Engine(target(), drafter := Recorded(head(), nodes=16), controller="fixed")
+    engine.generate(PROMPTS[0], SamplingParams(max_tokens=24, temperature=1.0))
+    assert drafter.limits.depth == 3 and drafter.branching == (3, 2, 1)
+    proposals = [each for _, each in drafter.seen if len(each.tree)]
+    assert max(len(each.tree) for each in proposals) == 15
+    assert all(each.probs is not None for each in proposals)

@@ -154,9 +154,6 @@ def grow_likeliest(trees: Sequence[LikeliestTree], logits: Tensor) -> list[Likel
             [own if tree.request.shaping is None else tree.request.shaping.of_paths(own, tree.open_paths())
              for tree, own in parts]
         )  # fmt: skip
-    heats = [tree.request.params.temperature or 1.0 for tree in trees for _ in tree.open]
-    if set(heats) != {1.0}:  # products are of what the target would draw from
-        logits = logits.float() / logits.new_tensor(heats, dtype=torch.float32)[:, None]
     top = TopK.of(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
     start = 0
     for tree, count in zip(trees, counts, strict=True):
@@ -210,13 +207,31 @@ def running(head: HeadT, target: LanguageModel) -> HeadT:
     return own.eval().requires_grad_(False)
 
 
+def drawn_shape(nodes: int, depth: int) -> tuple[int, ...]:
+    """How many draws at each depth bring most, of trees of so many nodes and so deep at most.
+
+    As if every draw were accepted with a probability of a half: of b draws one is with 1 - 2^-b, and then those below
+    it are looked at. Worked example: 16 nodes and a depth of 5 are (3, 2, 1), of 3 + 6 + 6 nodes.
+    """
+
+    def brings(left: int, siblings: int, deeper: int) -> tuple[float, tuple[int, ...]]:
+        best: tuple[float, tuple[int, ...]] = (0.0, ())
+        for width in range(1, left // siblings + 1 if deeper else 1):
+            below, shape = brings(left - siblings * width, siblings * width, deeper - 1)
+            best = max(best, ((1.0 - 0.5**width) * (1.0 + below), (width, *shape)))
+        return best
+
+    return brings(nodes, 1, depth)[1]
+
+
 class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     """Drafts with a head that has a cache of its own, on vectors of several layers of the target.
 
     What it drafted is dropped after each verdict, and committed tokens are read with the target's own vectors. Requests
-    get a chain, a tree of so many draws at each node, or with `nodes` the likeliest tree (`LikeliestTree`). Draws for
-    sampled requests are from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it
-    never guesses have no probability there.
+    get a chain, or a tree of so many draws at each node; with `nodes` greedy ones get the likeliest tree
+    (`LikeliestTree`), and sampled ones a tree of draws of that size (`drawn_shape`). What sampled requests get is drawn
+    from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it never guesses have
+    no probability there.
 
     It sees the rows of all tokens of a prompt, so the target computes them: no prefix of another request is copied.
 
@@ -225,7 +240,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         num_speculative_tokens: length of a chain; ignored when `branching` is given; None is what it was trained for.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token that the head gave less than this; the token stays.
-        nodes: of the likeliest tree, which requests then get.
+        nodes: of the likeliest tree, and at most of a tree of draws.
         beams: nodes of it that are open at each level, and tokens that each brings.
 
     Raises:
@@ -256,11 +271,13 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 raise OptionError(f"drafter {self.name!r} takes branching or nodes, not both")
             check_nodes("nodes", nodes)
             check_nodes("beams", beams)
-            widest, most = beams, nodes
-        if self.levels is not None and len(self.branching) > head.reach:
-            raise OptionError(f"this head guesses {head.reach} tokens at once, and {len(self.branching)} are asked for")
-        self._chooses = nodes is not None
-        self.limits = Budget(len(self.branching), widest, most, min_probability)
+            self.branching = drawn_shape(nodes, length)
+            widest, most = max(beams, *self.branching), nodes
+        depth = length if nodes is not None else len(self.branching)
+        if self.levels is not None and depth > head.reach:
+            raise OptionError(f"this head guesses {head.reach} tokens at once, and {depth} are asked for")
+        self._chooses, self._beams = nodes is not None, beams
+        self.limits = Budget(depth, widest, most, min_probability)
         self._texts: dict[int, LayerText] = {}
         self.held = Held(noted=[self._texts], tokens=self._held_tokens)
 
@@ -280,8 +297,6 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
-        if self._chooses:
-            return frozenset({DrawKind.DETERMINISTIC})
         single = max(self.branching, default=1) == 1
         return frozenset({DrawKind.INDEPENDENT if single else DrawKind.WITHOUT_REPLACEMENT})
 
@@ -348,10 +363,12 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             text = self._texts[request.id]
             text.cache.rollback(text.cache.length)
             within = budget.within(self.limits) if text.unread else NO_DRAFT
-            if self._chooses:
-                chosen.append(LikeliestTree(text.cache, request, within))
+            if self._chooses and request.params.greedy:
+                searched = within if within.is_zero else replace(within, width=min(within.width, self._beams))
+                chosen.append(LikeliestTree(text.cache, request, searched))
                 trees.append(chosen[-1])
             else:
+                within = within.cut(len(self.branching))
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
                 trees.append(drawn[-1])
         if level := [each for each in chosen if not each.budget.is_zero]:
