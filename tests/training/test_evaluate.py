@@ -109,9 +109,9 @@ def test_a_promise_departs_only_beyond_chance() -> None:
     """Ten answers of about 2 tokens a call each: 2.0 may be promised, and 3.0 may not."""
     answers = [Counters(target_calls=20, emitted_tokens=38 + 2 * (number % 3)) for number in range(10)]
     found = [EngineEvaluation(0.0, {"promised": promised}, answers) for promised in (2.0, 3.0, None)]
-    assert [each.departs(10, 6) for each in found] == [False, True, False]
-    assert not EngineEvaluation(0.0, {"promised": 2.0}, []).departs(10, 6)
-    report = HeadReport({}, [EngineEvaluation(0.0, {"promised": 3.0, "nodes": 8}, answers)], "held-out text", 10)
+    assert [each.departs(400, 6) for each in found] == [False, True, False]
+    assert not EngineEvaluation(0.0, {"promised": 2.0}, []).departs(400, 6)
+    report = HeadReport({}, [EngineEvaluation(0.0, {"promised": 3.0, "nodes": 8}, answers)], "held-out text", 400)
     assert report.departures == [
         "at temperature 0 with 8 nodes 3.00 tokens per target call were promised and 1.99 served"
     ]

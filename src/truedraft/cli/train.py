@@ -505,9 +505,10 @@ def _run(
         return INTERRUPTED
     train_report.PRINT[kind](terminal, model, result)
     registered = _register(terminal, result.folder)
+    status = train_report.kept_promise(terminal, kind, model, result)
     if options.report.json:
         terminal.json(train_report.record_of(kind, model, result) | {"registered": registered})
-    return train_report.kept_promise(terminal, kind, model, result)
+    return status
 
 
 def _register(terminal: Terminal, folder: Path) -> bool:

@@ -300,7 +300,10 @@ class _Life:
         """Note what the drafter drew from, `[depth, vocab]`, where its draft is what the trace goes on with."""
         draws, first = draws_of(drafter, self.trace.seed), self._place + 1
         for place, (q, token) in enumerate(zip(dists, self.rest(), strict=False), first):
-            draws.note(self.trace.probs[place], self.trace.dists[place] if self.trace.dists else None, q, token)
+            drawn_from = q if bool(q[token].isfinite()) else None  # of broken logits nothing is drawn
+            draws.note(
+                self.trace.probs[place], self.trace.dists[place] if self.trace.dists else None, drawn_from, token
+            )
         self._survival.append(draws.survival(0, len(dists)))
         self._held.append([])
         branching = drafter.branching or (1,) * len(dists)

@@ -166,22 +166,24 @@ class EngineEvaluation:
             length["interval"] = [found.low, found.high]
         return {"temperature": self.temperature, **self.about, **length, **counted}
 
-    def departs(self, prompts: int, rounds: int) -> bool:
+    def departs(self, tokens: int, rounds: int) -> bool:
         """Whether what was promised and what was served differ by more than chance among prompts explains, and by more
         than a twentieth.
 
         Of one in a hundred sound trainings some round does. The promise is taken to spread as what was served does,
-        by its own number of prompts.
+        by its own number of tokens, and no less than a count of so many accepted tokens.
 
         Args:
-            prompts: that the promise was found on.
+            tokens: that the promise was found on.
             rounds: that are looked at, this among them.
         """
         promised, served = self.about.get("promised"), self.tokens_per_call
         if promised is None or served is None:
             return False
         deviation = (served.high - served.low) / (2 * norm.isf((1 - CONFIDENCE) / 2))
-        spread = deviation * math.sqrt(1.0 + len(self.answers) / max(1, prompts))
+        clustered = deviation * math.sqrt(self.stats.emitted_tokens / max(1, tokens))
+        counted = math.sqrt(max(promised - 1.0, 0.0) * promised / max(1, tokens))  # accepted tokens a call, by calls
+        spread = math.hypot(deviation, max(clustered, counted))
         return bool(abs(promised - served.value) > max(spread * norm.isf(_CHANCE / 2 / rounds), _LEAST * promised))
 
 

@@ -438,7 +438,7 @@ def judge(
         on_progress=lambda done, total: job.follow("measuring", done, total),
         budget=job.budget,
     )
-    promised_by = len(held_out.records) // len(TREE_TEMPERATURES)  # of each prompt one answer at each temperature
+    promised_by = len(held_out.tokens) // len(TREE_TEMPERATURES)  # of each prompt one answer at each temperature
     report = HeadReport(found.facts, measured, job.prompts.promised_on, promised_by)
     head.save(out, replace(record, trees=found.trees, facts={**record.facts, **report.as_dict()}))
     return report

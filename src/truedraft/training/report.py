@@ -56,7 +56,7 @@ class HeadReport:
         facts: found on held-out text, which differs from kind to kind; kept with the heads.
         evaluations: acceptance, measured in the engine on prompts that nothing was trained or fitted on.
         promised_on: the held-out text, in words; what drafters expect of their sizes was found on it.
-        promised_by: prompts of it.
+        promised_by: tokens of it at one temperature.
     """
 
     facts: Mapping[str, Any]
