@@ -34,7 +34,7 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
     plan, saved = (line for line in result.err.splitlines() if "steps of training" in line or ": step " in line)
     assert "204 tokens to train on" in plan and "then come 3 steps of training" in plan
     assert re.fullmatch(
-        rf"truedraft: step 3 of 3, loss [0-9.]+, 6,144 tokens; saved in {out}/work/checkpoint.pt", saved
+        rf"truedraft: step 3 of 3, loss [0-9.]+, 3,840 tokens; saved in {out}/work/checkpoint.pt", saved
     )
     answer = run("generate", "hello", "--model", target, "--drafter", f"medusa:{out},nodes=4", "--max-tokens", "8")
     assert answer.status == 0
