@@ -23,7 +23,8 @@ def _as_users_meet_it(monkeypatch: pytest.MonkeyPatch, every_model_is_named: Non
 def test_smollm2_is_taken_where_it_is_installed(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "missing", lambda: None)
     monkeypatch.setattr(loading, "resolve_source", {smollm2.WORD: target}.__getitem__)
-    monkeypatch.setattr(embedded_models, "_once", embedded_models._once.__wrapped__)  # else other tests would share this one
+    # Else other tests would share this one.
+    monkeypatch.setattr(embedded_models, "_once", embedded_models._once.__wrapped__)
     result = run(*WORDS)
     assert result.status == 0, result.err
     assert "no --model is named: smollm2, which is installed, is taken" in result.err
