@@ -345,7 +345,7 @@ class BlockHead(Head):
         ids = anchors[:, None].repeat(1, self.config.block)
         ids[:, 1:] = self.config.mask_id
         embedded: Tensor = (self.embed_tokens or embed)(ids.flatten())
-        return embedded.to(self.fc.weight.dtype).view(*ids.shape, -1)
+        return embedded.to(self.norm.weight.dtype).view(*ids.shape, -1)
 
     def vectors(self, embedded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """What enters the LM head at each token that blocks guess: `[blocks, reach, width]`.

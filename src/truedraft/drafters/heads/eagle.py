@@ -64,7 +64,7 @@ class Eagle3Runner:
         self._head = running(head, target)
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
-        self._table = self._head.rotary(self._head.fc.weight)
+        self._table = self._head.rotary(self._head.norm.weight)
         self.device = target.device
         self.pool = CachePool(head.config.most_positions)
         entries = 2 * head.config.kv_heads * head.config.head * (1 + head.config.more_layers)

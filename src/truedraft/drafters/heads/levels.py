@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
@@ -28,8 +28,10 @@ from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads.base import Head
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.packed_linear import PackedLinear, can_pack
 
 BEAMS = 8
+_LEAST_PACKED = 16  # outputs of a layer whose weights are laid out for its kernels
 
 
 class LevelRunner(Protocol):
@@ -196,7 +198,7 @@ Tree = TypeVar("Tree", TreeBuilder, LikeliestTree, TextPath)
 
 
 def running(head: HeadT, target: LanguageModel) -> HeadT:
-    """A copy of a head in the dtype and on the device of a target; ids stay what they are."""
+    """A copy of a head in the dtype and on the device of a target, packed where it can be; ids stay what they are."""
     weights = {
         name: each.to(target.device, target.dtype if each.is_floating_point() else each.dtype, copy=True)
         for name, each in head.state_dict().items()
@@ -204,6 +206,10 @@ def running(head: HeadT, target: LanguageModel) -> HeadT:
     with torch.device("meta"):
         own = type(head)(head.config)
     own.load_state_dict(weights, assign=True)
+    if can_pack(target.device, target.dtype):
+        for name, layer in list(own.named_modules()):
+            if isinstance(layer, nn.Linear) and layer.out_features >= _LEAST_PACKED:
+                own.set_submodule(name, PackedLinear(layer.weight, layer.bias))
     return own.eval().requires_grad_(False)
 
 
@@ -271,7 +277,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 raise OptionError(f"drafter {self.name!r} takes branching or nodes, not both")
             check_nodes("nodes", nodes)
             check_nodes("beams", beams)
-            self.branching = drawn_shape(nodes, length)
+            self.branching, beams = drawn_shape(nodes, length), min(beams, nodes)
             widest, most = max(beams, *self.branching), nodes
         depth = length if nodes is not None else len(self.branching)
         if self.levels is not None and depth > head.reach:
