@@ -53,7 +53,7 @@ _FLOOR = 0.1  # of the tokens that are asked for: with less, next to nothing of 
 _ENOUGH = 0.95  # of them is as good as all
 _REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
 _REPLAY_COST = 20.0  # replaying a position is taken to last as long as training on so many
-_LEAST_REPLAYED = 1024  # positions, however little time there is
+_LEAST_REPLAYED = 3072  # positions, however little time there is
 _LEAST_POSITIONS = 256  # of a step, where little time is better spent on more of them
 _MANY_STEPS = 200  # from where on steps need not be smaller
 _POSITIONS = "positions_per_step"
@@ -367,7 +367,7 @@ def _measured_on(job: HeadJob, text: SelfDistillationData, effort: Effort) -> Se
     left_s = _REPLAYED * job.budget.left_s()
     if not job.budget.limited or not effort.elapsed_s:
         return text
-    return text.first(max(_LEAST_REPLAYED, int(left_s * effort.positions / effort.elapsed_s / _REPLAY_COST)))
+    return text.beginnings(max(_LEAST_REPLAYED, int(left_s * effort.positions / effort.elapsed_s / _REPLAY_COST)))
 
 
 def lm_head_of(target: str, device: str) -> LmHead:

@@ -52,3 +52,16 @@ def test_a_pack_has_the_tokens_and_vectors_that_heads_reach(text):
 def test_answers_shorter_than_the_reach_are_refused(text):
     with pytest.raises(DataError, match=r"longest answer .* has 12 tokens, and heads that reach 12 .* 13: let"):
         WindowSampler(text, 12, 4, seed=0)
+
+
+def test_beginnings_are_of_as_many_answers_as_fit() -> None:
+    """Four pairs of 100 tokens, one of which is short and was ended."""
+    records = [WrittenAnswer([1], list(range(100)), float(n % 2), True) for n in range(8)]
+    records[2] = WrittenAnswer([1], [7, 8, 9], 0.0, True)
+    text = SelfDistillationData(records, np.arange(703 * 2, dtype=np.uint16).reshape(703, 2))
+    found = text.beginnings(300)
+    assert [len(each.answer) for each in found.records] == [50, 50, 3, 50, 50, 50]
+    assert [each.stopped for each in found.records] == [False, False, True, False, False, False]
+    kept = [text.starts[n] + place for n, each in enumerate(found.records) for place in range(len(each.answer))]
+    assert found.bits[:, 0].tolist() == [2 * row for row in kept]
+    assert text.beginnings(10**6) is text and len(text.beginnings(1).records) == 2

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from truedraft.heads import RedrafterHead
     from truedraft.models.lm_head import LmHead
 
+_BEGINNING = 48  # tokens
 _BYTES = 2  # of a bfloat16
 _CHUNK = 256  # positions whose logits are held at once
 
@@ -84,11 +85,21 @@ class SelfDistillationData:
         """Some of the vectors: bfloat16 `[rows, width]`, on the CPU."""
         return torch.from_numpy(np.array(self.bits[rows]).view(np.int16)).view(torch.bfloat16)
 
-    def first(self, tokens: int) -> SelfDistillationData:
-        """The first answers, of so many tokens where there are as many; in pairs, one for each kind of trees."""
-        count = sum(start < tokens for start in self.starts[:-1])
-        count = min(len(self.records), max(2, count + count % 2))
-        return SelfDistillationData(self.records[:count], self.bits[: self.starts[count]])
+    def beginnings(self, tokens: int) -> SelfDistillationData:
+        """How answers begin, about so many tokens in all: few of many answers say more than all of a few.
+
+        They are taken in pairs, one for each kind of trees, and each has its first `_BEGINNING` tokens at least.
+        """
+        if tokens >= len(self.tokens):
+            return self
+        count = min(len(self.records), max(2, tokens // _BEGINNING // 2 * 2))
+        length = max(tokens // max(count, 1), _BEGINNING)
+        records = [
+            replace(each, answer=each.answer[:length], stopped=each.stopped and len(each.answer) <= length)
+            for each in self.records[:count]
+        ]
+        rows = [np.arange(start, start + len(each.answer)) for start, each in zip(self.starts, records, strict=False)]
+        return SelfDistillationData(records, self.bits[np.concatenate([np.zeros(0, np.int64), *rows])])
 
     def traces(self, temperature: float) -> list[Trace]:
         """The answers drawn at one temperature, as traces."""
