@@ -111,6 +111,7 @@ def test_a_promise_departs_only_beyond_chance() -> None:
     found = [EngineEvaluation(0.0, {"promised": promised}, answers) for promised in (2.0, 3.0, None)]
     assert [each.departs(400, 6) for each in found] == [False, True, False]
     assert not EngineEvaluation(0.0, {"promised": 2.0}, []).departs(400, 6)
+    assert not EngineEvaluation(0.0, {"promised": 3.0}, answers[:7]).departs(400, 6), "too few to say"
     report = HeadReport({}, [EngineEvaluation(0.0, {"promised": 3.0, "nodes": 8}, answers)], "held-out text", 400)
     assert report.departures == [
         "at temperature 0 with 8 nodes 3.00 tokens per target call were promised and 1.99 served"

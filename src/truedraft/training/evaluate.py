@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from truedraft.training.texts.self_distillation import SelfDistillationData
 
 _AT_ONCE = 4  # prompts that are answered together where there is little time
+_FEWEST = 8  # answers that say how much prompts differ
 _LEAST = 0.05  # of a promise, which it may be off by
 _CHANCE = 0.01  # that a sound training is said to depart from its promise
 _LEAST_CALLS = 16  # of the target, however little time there is
@@ -178,7 +179,7 @@ class EngineEvaluation:
             rounds: that are looked at, this among them.
         """
         promised, served = self.about.get("promised"), self.tokens_per_call
-        if promised is None or served is None:
+        if promised is None or served is None or len(self.answers) < _FEWEST:
             return False
         deviation = (served.high - served.low) / (2 * norm.isf((1 - CONFIDENCE) / 2))
         clustered = deviation * math.sqrt(self.stats.emitted_tokens / max(1, tokens))
