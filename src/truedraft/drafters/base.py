@@ -16,6 +16,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.drafters.held import Held
+from truedraft.errors import DrafterError
 from truedraft.models.base import LanguageModel
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Drafter(ABC):
 
         In place of `propose`, where a known answer is replayed.
         """
-        raise NotImplementedError(f"drafter {self.name!r} does not say what it draws from along a text")
+        raise DrafterError(f"drafter {self.name!r} does not say what it draws from along a text")
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional
         """The step is over; `request.tokens` already holds what it emitted.

@@ -12,11 +12,10 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from truedraft.errors import OptionError
-from truedraft.heads.base import Head, Unembed
-from truedraft.models.llama import RotaryTable, Rotation
+from truedraft.heads.base import GatedMlp, LayerHead, Unembed
+from truedraft.models.llama import Rotation
 
 _SIZES = ("width", "vocab_size", "block", "depth", "heads", "kv_heads", "head", "inner")
 _FLAGS = ("from_anchor", "confidence", "confidence_reads_token", "own_output", "own_embedding")
@@ -163,18 +162,6 @@ class _Attention(nn.Module):
         return rotation(self.k_norm(key)), value
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.inner, bias=False)
-        self.up_proj = nn.Linear(config.width, config.inner, bias=False)
-        self.down_proj = nn.Linear(config.inner, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-        return made
-
-
 class _Layer(nn.Module):
     """As in Qwen 3, but that keys and values of the context come from the target's vectors."""
 
@@ -183,7 +170,7 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.width, config.eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.mlp = _Mlp(config)
+        self.mlp = GatedMlp(config.width, config.inner)
 
 
 class MarkovHead(nn.Module):
@@ -264,14 +251,12 @@ class Leaving:
         return Leaving(self.x[rows], self.before[rows], self.added[rows], self.state[rows])
 
 
-class BlockHead(Head):
+class BlockHead(LayerHead):
     """An anchor and the target's vectors at all positions before it give distributions of the next tokens.
 
     The vectors of the layers go side by side through `fc` and a norm: the *context*, of which every layer makes keys
     and values. The embeddings of the anchor and of masks are the rows of a block, which see the context and each other,
     in both directions; what leaves the last layer is normed and goes through the LM head (2602.06036, section 4).
-
-    Names of weights are those of published heads, so that a folder says what it holds.
 
     Args:
         config: sizes.
@@ -280,7 +265,6 @@ class BlockHead(Head):
     place_word: ClassVar[str] = "slot"
     sizes: ClassVar[type[Any]] = BlockConfig
     config: BlockConfig
-    draft_ids: Tensor | None
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -297,33 +281,11 @@ class BlockHead(Head):
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     @property
-    def reach(self) -> int:
-        return self.config.reach
-
-    @property
-    def reads_tokens(self) -> bool:
-        return not self.config.own_embedding
-
-    @property
-    def outputs(self) -> Sequence[nn.Linear | None]:
-        return [self.lm_head] * self.config.reach
-
-    @property
     def tables(self) -> list[Tensor]:
         """Weights with a row for each id, which are no matrices to an optimizer."""
         own = [] if self.lm_head is None else [self.lm_head.weight]
         markov = self.markov_head
         return own if markov is None else [*own, markov.markov_w1.weight, markov.markov_w2.weight]
-
-    @torch.no_grad()
-    def start_from(self, weight: Tensor) -> None:
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
-
-    def rotary(self, like: Tensor) -> RotaryTable:
-        """What turns heads, by positions, in the dtype and on the device of a tensor."""
-        config = self.config
-        return RotaryTable.made(config.rope, config.head, config.most_positions, like)
 
     def context(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of each layer that is read, `[rows, width]`, merged into one."""

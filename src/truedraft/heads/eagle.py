@@ -11,11 +11,10 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from truedraft.errors import OptionError
-from truedraft.heads.base import Head
-from truedraft.models.llama import RotaryTable, Rotation
+from truedraft.heads.base import GatedMlp, LayerHead
+from truedraft.models.llama import Rotation
 
 _SIZES = ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "reach")
 _FLAGS = (
@@ -140,14 +139,6 @@ class _Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.inner, bias=False)
-        self.up_proj = nn.Linear(config.width, config.inner, bias=False)
-        self.down_proj = nn.Linear(config.inner, config.width, bias=False)
-
-
 class _Layer(nn.Module):
     """An ordinary decoder layer, but for what its attention reads."""
 
@@ -157,7 +148,7 @@ class _Layer(nn.Module):
         self.self_attn = _Attention(config, entries)
         self.head = config.head
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.mlp = _Mlp(config)
+        self.mlp = GatedMlp(config.width, config.inner)
 
     def run(self, x: Tensor, entering: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """The residual stream `[rows, width]` behind the layer, of that before it and what its attention reads."""
@@ -169,8 +160,7 @@ class _Layer(nn.Module):
         if attention.q_norm is not None and attention.k_norm is not None:
             query, key = attention.q_norm(query), attention.k_norm(key)
         x = x + attention.o_proj(attend(rotation(query), rotation(key), value))
-        inner = self.post_attention_layernorm(x)
-        added: Tensor = self.mlp.down_proj(silu(self.mlp.gate_proj(inner)) * self.mlp.up_proj(inner))
+        added: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + added
 
 
@@ -182,14 +172,12 @@ class _First(_Layer):
         self.hidden_norm = nn.RMSNorm(config.width, config.eps)
 
 
-class Eagle3Head(Head):
+class Eagle3Head(LayerHead):
     """A pair of a vector at position i and the token at i + 1 gives the distribution of the token at i + 2.
 
     The vectors of the layers go side by side through `fc` (`fuse`). The one layer reads the normed embedding of the
     token beside the normed vector, and adds to the vector; what it gives is normed and goes through the LM head. For a
     drafted token, it stands in for the target's vector, which nobody knows yet (2503.01840, section 3.1).
-
-    Names of weights are those of published heads, so that a folder says what it holds.
 
     Args:
         config: sizes.
@@ -201,7 +189,6 @@ class Eagle3Head(Head):
     place_word: ClassVar[str] = "step"
     sizes: ClassVar[type[Any]] = Eagle3Config
     config: Eagle3Config
-    draft_ids: Tensor | None
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -217,28 +204,6 @@ class Eagle3Head(Head):
         ids = config.draft_vocab or config.vocab_size
         self.lm_head = nn.Linear(width, ids, bias=False) if config.own_output else None
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
-
-    @property
-    def reach(self) -> int:
-        return self.config.reach
-
-    @property
-    def reads_tokens(self) -> bool:
-        return not self.config.own_embedding
-
-    @property
-    def outputs(self) -> Sequence[nn.Linear | None]:
-        return [self.lm_head] * self.config.reach
-
-    @torch.no_grad()
-    def start_from(self, weight: Tensor) -> None:
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
-
-    def rotary(self, like: Tensor) -> RotaryTable:
-        """What turns heads, by positions from `rope_start` on, in the dtype and on the device of a tensor."""
-        config = self.config
-        return RotaryTable.made(config.rope, config.head, config.most_positions, like)
 
     def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of each layer that is read, `[rows, width]`, merged into one."""
