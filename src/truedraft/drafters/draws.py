@@ -3,6 +3,7 @@ noise."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -37,14 +38,36 @@ class OpenNode(NamedTuple):
     width: int
 
 
+class DraftIds:
+    """The ids that a draft guesses among, where they are fewer than the target's.
+
+    Args:
+        ids: `[guessed]`, int64, different ones, on the device of the draft.
+        vocab: ids of the target.
+
+    Attributes:
+        ids: as given.
+        on_host: the same.
+    """
+
+    def __init__(self, ids: Tensor, vocab: int) -> None:
+        self.ids, self.on_host, self._vocab = ids, ids.tolist(), vocab
+
+    def whole(self, values: Tensor, others: float = -math.inf) -> Tensor:
+        """Values `[rows, guessed]` with those of all other ids: `[rows, vocab]`."""
+        return values.new_full((len(values), self._vocab), others).index_copy_(1, self.ids, values)
+
+
 class Drawing(ABC):
     """A way to draw children from logits; a pure function of logits and noise, which waits for no device.
 
     Attributes:
         kind: of its draws.
+        by_ids: whether what is drawn hangs on which ids the logits are about, not on the logits alone.
     """
 
     kind: DrawKind
+    by_ids = False
 
     @abstractmethod
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
@@ -106,6 +129,7 @@ class CoupledTokens(Drawing):
     """The tokens that the target's own noise makes likeliest under the draft's distribution (arXiv 2408.07978)."""
 
     kind = DrawKind.COUPLED
+    by_ids = True
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         probs = probs_from_logits(logits, params)  # [nodes, vocab]

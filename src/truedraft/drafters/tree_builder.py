@@ -16,7 +16,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import Draw, Proposal
 from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.draws import OpenNode, drawing_for, fetch_children
+from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, fetch_children
 from truedraft.models.base import Segment
 
 
@@ -188,29 +188,35 @@ def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
     return not budget.looks and all(min(width, budget.width) == 1 for width in widths)
 
 
-def draw_level(builders: Sequence[TreeBuilder], logits: Tensor) -> list[TreeBuilder]:
+def draw_level(builders: Sequence[TreeBuilder], logits: Tensor, ids: DraftIds | None = None) -> list[TreeBuilder]:
     """Draw the children of all open nodes; returns the builders of trees that grow on.
 
     Neighbours that draw alike share one computation.
 
     Args:
         builders: of some trees.
-        logits: `[nodes, vocab]`, the trees' open nodes one behind another.
+        logits: `[nodes, guessed]`, the trees' open nodes one behind another.
+        ids: that they are about; None for all of the vocabulary.
     """
     start = 0
     for _, group in itertools.groupby(builders, key=lambda builder: builder.draws_alike):
         alike = list(group)
         nodes = [builder.open_nodes() for builder in alike]
         rows = slice(start, start + sum(map(len, nodes)))
-        _draw_alike(alike, nodes, logits[rows])
+        _draw_alike(alike, nodes, logits[rows], ids)
         start = rows.stop
     return [builder for builder in builders if builder.grows]
 
 
-def _draw_alike(builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNode]], logits: Tensor) -> None:
-    """Draw the open nodes of each builder, from logits `[nodes, vocab]`, in one computation."""
+def _draw_alike(
+    builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNode]], logits: Tensor, ids: DraftIds | None
+) -> None:
+    """Draw the open nodes of each builder, from logits `[nodes, guessed]` about some ids or all, in one computation."""
     first, together = builders[0], list(itertools.chain.from_iterable(nodes))
-    if any(builder.request.shaping is not None for builder in builders):
+    shaped = any(builder.request.shaping is not None for builder in builders)
+    if ids is not None and (shaped or first.drawing.by_ids):
+        logits, ids = ids.whole(logits), None
+    if shaped:
         parts = logits.split(list(map(len, nodes)))
         logits = torch.cat([builder.shaped(own) for builder, own in zip(builders, parts, strict=True)])
     tokens, probs = first.drawing.draw(logits, first.request.params, together)  # [nodes, draws], [nodes, vocab]
@@ -222,6 +228,10 @@ def _draw_alike(builders: Sequence[TreeBuilder], nodes: Sequence[Sequence[OpenNo
         if any(builder.budget.looks for builder in builders):
             looked_at = torch.softmax(logits.float(), dim=-1) if probs is None else probs  # [nodes, vocab]
         children = fetch_children(tokens, looked_at, together, logits.shape[-1])
+    if ids is not None:
+        names: Any = ids.ids if first.on_device else ids.on_host
+        children = [[(names[place], chance) for place, chance in own] for own in children]
+        probs = None if probs is None else ids.whole(probs, 0.0)
     start = 0
     for builder, own in zip(builders, nodes, strict=True):
         rows = slice(start, start + len(own))

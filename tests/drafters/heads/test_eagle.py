@@ -27,11 +27,12 @@ from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 
-SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
+SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=32, inner=64, reach=3, most_positions=CONTEXT)
 BACKENDS = {"stock": StockBackend, "native": native_backend}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as published": {},
     "the target's LM head": {"own_output": False},
+    "heads that no native forward has": {"head": 16},
     "fewer ids": {"draft_vocab": 40},
     "an embedding of its own": {"own_embedding": True},
     "normed residual, positions from 1": {"norm_before_residual": True, "rope_start": 1},
@@ -188,9 +189,9 @@ def plain_answers(params: SamplingParams, prompts: Sequence[Sequence[int]] = PRO
 
 
 def test_what_it_holds_of_a_request_is_counted_by_its_tokens() -> None:
-    """Keys and values of two heads of 16 entries, and vectors of two layers that were not read yet, in float32."""
+    """Keys and values of two heads of 32 entries, and vectors of two layers that were not read yet, in float32."""
     engine = Engine(target(), drafter := Eagle3(head()), controller="fixed")
-    assert (drafter.held.request_bytes, drafter.held.token_bytes) == (0, 4 * (2 * 2 * 16 + 2 * 48))
+    assert (drafter.held.request_bytes, drafter.held.token_bytes) == (0, 4 * (2 * 2 * 32 + 2 * 48))
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
     for _ in range(4):
         engine.step()

@@ -13,7 +13,6 @@ from truedraft.cache.buffers import key_span
 from truedraft.core import transfers
 from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
 from truedraft.errors import OptionError
-from truedraft.heads.base import over_whole_vocabulary
 from truedraft.heads.block import BlockHead, DFlashHead, DSparkHead, Leaving
 from truedraft.models.attention import Blocked, ChainLayout, Scoring
 from truedraft.models.base import LanguageModel
@@ -97,9 +96,8 @@ class BlockRunner:
 
     @torch.inference_mode()
     def logits(self, leaving: Leaving) -> Tensor:
-        """`[rows, vocab]`; ids that the head does not guess among have no mass."""
-        target = self._target
-        return over_whole_vocabulary(self.head.logits(leaving, target.unembed), self.head.draft_ids, target.vocab_size)
+        """`[rows, guessed]`, of no more ids than the target has."""
+        return self.head.logits(leaving, self._target.unembed)[:, : self._target.vocab_size]
 
     @torch.inference_mode()
     def chances(self, leaving: Leaving) -> list[float]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from truedraft.cache import CachePool, RequestCache
 from truedraft.core.tree import chain_shape
-from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, running
+from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, bits_for, copied, packed
 from truedraft.drafters.tree_builder import TreeBuilder
-from truedraft.heads.base import Head, over_whole_vocabulary
+from truedraft.heads.base import Head
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.models.attention import Full, Scoring
+from truedraft.models.backends.native.pairs import NativePairs
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
 from truedraft.models.packing import ForwardPlan
 
 _READ_TOKENS = 512
@@ -61,10 +65,14 @@ class Eagle3Runner:
     """
 
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
-        self._head = running(head, target)
+        own = copied(head, target)
+        bits = bits_for(own)
+        self._table = own.rotary(own.norm.weight)
+        native = _native(own, self._table, bits)
+        self._run = self._by_modules if native is None else native.run_pairs
+        self._head = packed(own, bits)
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
-        self._table = self._head.rotary(self._head.norm.weight)
         self.device = target.device
         self.pool = CachePool(head.config.most_positions)
         entries = 2 * head.config.kv_heads * head.config.head * (1 + head.config.more_layers)
@@ -85,16 +93,21 @@ class Eagle3Runner:
             vectors: `[total, width]`: that which stands before each token.
 
         Returns:
-            What stands in for the target's vectors at the wanted rows, `[rows, width]`, and logits `[rows, vocab]`.
+            What stands in for the target's vectors at the wanted rows, `[rows, width]`, and logits `[rows, guessed]`,
+            of no more ids than the target has.
         """
-        head, start = self._head, self._head.config.rope_start
-        plan = ForwardPlan.of(segments, self.device, 1)
-        self._table.reach(plan.furthest + start)
-        embedded = self._embed(plan.tokens[0])
+        plan, start = ForwardPlan.of(segments, self.device, 1), self._head.config.rope_start
+        plan = replace(plan, positions=plan.positions + start, furthest=plan.furthest + start)
+        x, logits = self._run(plan, self._embed(plan.tokens[0]), vectors)
+        return x, logits[:, : self._target.vocab_size]
+
+    def _by_modules(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        head = self._head
+        self._table.reach(plan.furthest)
         attend = partial(self._attend, plan, itertools.count())
-        x = head.step(vectors, embedded, self._table.at(plan.positions[0] + start), attend)
-        wanted = x.index_select(0, plan.rows)
-        return wanted, self._logits(wanted)
+        x = head.step(vectors, embedded, self._table.at(plan.positions[0]), attend).index_select(0, plan.rows)
+        leaving = head.leaving(x)
+        return x, self._target.unembed(leaving) if head.lm_head is None else head.lm_head(leaving)
 
     def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
@@ -105,13 +118,62 @@ class Eagle3Runner:
         found: Tensor = self._target.embed(tokens) if own is None else own(tokens)
         return found.to(self._target.dtype)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """`[rows, vocab]`; ids that the head does not guess among have no mass."""
-        head, target = self._head, self._target
-        leaving = head.leaving(x)
-        if head.lm_head is None:
-            return target.unembed(leaving)
-        return over_whole_vocabulary(head.lm_head(leaving), head.draft_ids, target.vocab_size)
+
+def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
+    """The layers of a head as one native forward, whose weights it takes over; None where decoder.c has no such.
+
+    Args:
+        head: on the target's device.
+        table: that turns its heads.
+        bits: of its weights, or 0.
+    """
+    config = head.config
+    if head.lm_head is None:
+        return None
+
+    def norm(module: nn.RMSNorm) -> RootMeanSquareNorm:
+        return RootMeanSquareNorm(module.weight.detach(), config.eps)
+
+    layers = []
+    for layer in (head.midlayer, *head.layers.values()):
+        attention, mlp = layer.self_attn, layer.mlp
+        layers.append(
+            LlamaLayer(
+                before_attention=norm(layer.input_layernorm),
+                qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+                query_norm=norm(attention.q_norm) if config.query_norms else None,
+                key_norm=norm(attention.k_norm) if config.query_norms else None,
+                out=(attention.o_proj,),
+                before_mlp=norm(layer.post_attention_layernorm),
+                gate_up=(mlp.gate_proj, mlp.up_proj),
+                down=(mlp.down_proj,),
+                activation=functional.silu,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head=config.head,
+                scaling=config.head**-0.5,
+                pattern=Full(),
+            )
+        )
+    llama = Llama(
+        embedding=head.norm.weight.detach()[None],  # of no id that would be looked up
+        scale=1.0,
+        rotaries=(table,),
+        layers=tuple(layers),
+        norm=norm(head.norm),
+        lm_head=head.lm_head,
+        tied=False,
+        uniform=True,
+    )
+    if not NativePairs.fits(llama):
+        return None
+    vector_norm = norm(head.midlayer.hidden_norm)
+    made = NativePairs(
+        llama, vector_norm, normed_stream=config.norm_before_residual, normed_end=config.norm_output
+    )
+    if bits:
+        made.quantize(bits)
+    return made
 
 
 class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):

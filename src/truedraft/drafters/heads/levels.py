@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,16 +23,21 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
+from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.held import Held
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads.base import Head
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.linear import with_fewer_bits
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 BEAMS = 8
 _LEAST_PACKED = 16  # outputs of a layer whose weights are laid out for its kernels
+_FEW_BITS = 4
+_LEAST_QUANTIZED = 4 << 20  # bytes of a head's weights, of which few bits pay
 
 
 class LevelRunner(Protocol):
@@ -142,25 +148,30 @@ class LikeliestTree:
         return Proposal.deterministic(TokenTree.of_ids([self._tokens[node] for node in kept], shape))
 
 
-def grow_likeliest(trees: Sequence[LikeliestTree], logits: Tensor) -> list[LikeliestTree]:
+def grow_likeliest(
+    trees: Sequence[LikeliestTree], logits: Tensor, ids: DraftIds | None = None
+) -> list[LikeliestTree]:
     """Grow trees by a level; returns those that grow on.
 
     Args:
         trees: some.
-        logits: `[nodes, vocab]`, the trees' open nodes one behind another.
+        logits: `[nodes, guessed]`, the trees' open nodes one behind another.
+        ids: that they are about; None for all of the vocabulary.
     """
     counts = [len(tree.open) for tree in trees]
     if any(tree.request.shaping is not None for tree in trees):
+        logits, ids = _whole(logits, ids), None
         parts = zip(trees, logits.split(counts), strict=True)
         logits = torch.cat(
             [own if tree.request.shaping is None else tree.request.shaping.of_paths(own, tree.open_paths())
              for tree, own in parts]
         )  # fmt: skip
     top = TopK.of(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
+    tokens = top.ids if ids is None else ids.ids[top.ids]
     start = 0
     for tree, count in zip(trees, counts, strict=True):
         here = slice(start, start + count), slice(tree.budget.width)
-        tree.grow(top.ids[here].tolist(), top.log_probs[here].tolist())
+        tree.grow(tokens[here].tolist(), top.log_probs[here].tolist())
         start += count
     return [tree for tree in trees if tree.open]
 
@@ -184,9 +195,9 @@ class TextPath(LikeliestTree):
         self.probs: list[Tensor] = []
 
 
-def follow_texts(paths: Sequence[TextPath], logits: Tensor) -> list[TextPath]:
-    """Let paths go on by a token, whose distributions come from logits `[paths, vocab]`; those that go on further."""
-    for path, own in zip(paths, logits.split(1), strict=True):
+def follow_texts(paths: Sequence[TextPath], logits: Tensor, ids: DraftIds | None = None) -> list[TextPath]:
+    """Let paths go on by a token, whose distributions come from logits `[paths, guessed]`; those that go on further."""
+    for path, own in zip(paths, _whole(logits, ids).split(1), strict=True):
         shaping = path.request.shaping
         shaped = own if shaping is None else shaping.of_paths(own, path.open_paths())
         path.probs.append(probs_from_logits(shaped, path.request.params)[0])
@@ -194,11 +205,16 @@ def follow_texts(paths: Sequence[TextPath], logits: Tensor) -> list[TextPath]:
     return [path for path in paths if path.open]
 
 
+def _whole(logits: Tensor, ids: DraftIds | None) -> Tensor:
+    """Logits `[rows, vocab]` of those about some ids or all."""
+    return logits if ids is None else ids.whole(logits)
+
+
 Tree = TypeVar("Tree", TreeBuilder, LikeliestTree, TextPath)
 
 
-def running(head: HeadT, target: LanguageModel) -> HeadT:
-    """A copy of a head in the dtype and on the device of a target, packed where it can be; ids stay what they are."""
+def copied(head: HeadT, target: LanguageModel) -> HeadT:
+    """A copy of a head in the dtype and on the device of a target; ids stay what they are."""
     weights = {
         name: each.to(target.device, target.dtype if each.is_floating_point() else each.dtype, copy=True)
         for name, each in head.state_dict().items()
@@ -206,11 +222,41 @@ def running(head: HeadT, target: LanguageModel) -> HeadT:
     with torch.device("meta"):
         own = type(head)(head.config)
     own.load_state_dict(weights, assign=True)
-    if can_pack(target.device, target.dtype):
-        for name, layer in list(own.named_modules()):
-            if isinstance(layer, nn.Linear) and layer.out_features >= _LEAST_PACKED:
-                own.set_submodule(name, PackedLinear(layer.weight, layer.bias))
     return own.eval().requires_grad_(False)
+
+
+def bits_for(head: Head) -> int:
+    """Bits of a weight while a head drafts; 0 where they are what they were.
+
+    Few bits change what is drafted and no answer: draws are judged by the distribution that they come from, which is
+    that of the head with few bits.
+    """
+    weights = [each for each in head.parameters() if each.dim() > 1]
+    like, size = weights[0], sum(each.nbytes for each in weights)
+    native = like.device.type == "cpu" and built(like.dtype).library is not None
+    return _FEW_BITS if native and size >= _LEAST_QUANTIZED else 0
+
+
+def packed(head: HeadT, bits: int) -> HeadT:
+    """A head whose linear layers are laid out for their kernels, with so many bits; those without weights stay."""
+    layers = {
+        name: layer
+        for name, layer in head.named_modules()
+        if isinstance(layer, nn.Linear) and layer.weight.dim() > 1 and layer.out_features >= _LEAST_PACKED
+    }
+    fewer = with_fewer_bits(layers.values(), bits, next(head.parameters()).dtype) if bits else {}
+    for name, layer in layers.items():
+        if layer in fewer:
+            head.set_submodule(name, fewer[layer])
+        elif can_pack(layer.weight.device, layer.weight.dtype):
+            head.set_submodule(name, PackedLinear(layer.weight, layer.bias))
+    return head
+
+
+def running(head: HeadT, target: LanguageModel) -> HeadT:
+    """A copy of a head as it drafts beside a target."""
+    own = copied(head, target)
+    return packed(own, bits_for(own))
 
 
 def drawn_shape(nodes: int, depth: int) -> tuple[int, ...]:
@@ -285,6 +331,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self._chooses, self._beams = nodes is not None, beams
         self.limits = Budget(depth, widest, most, min_probability)
         self._texts: dict[int, LayerText] = {}
+        self._ids: DraftIds | None = None
         self.held = Held(noted=[self._texts], tokens=self._held_tokens)
 
     def _features(self) -> Features:
@@ -319,6 +366,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take "
                 "a head that was trained for it"
             )
+        self._ids = None if ids is None else DraftIds(ids.to(target.device), target.vocab_size)
         return self._new_runner(target)
 
     def check(self, target: LanguageModel) -> None:
@@ -378,9 +426,9 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
                 trees.append(drawn[-1])
         if level := [each for each in chosen if not each.budget.is_zero]:
-            self._grow(level, grow_likeliest)
+            self._grow(level, partial(grow_likeliest, ids=self._ids))
         if drawing := [each for each in drawn if not each.budget.is_zero]:
-            self._grow(drawing, draw_level)
+            self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]
 
     def along(
@@ -393,7 +441,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             within = budget.within(self.limits) if own.unread else NO_DRAFT
             paths.append(TextPath(own.cache, request, within, text))
         if level := [each for each in paths if not each.budget.is_zero]:
-            self._grow(level, follow_texts)
+            self._grow(level, partial(follow_texts, ids=self._ids))
         return [torch.stack(each.probs) if each.probs else torch.empty(0, 0) for each in paths]
 
     @abstractmethod
@@ -402,5 +450,5 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
         Args:
             level: trees that have something to draw.
-            grow: from logits `[nodes, vocab]` of their open nodes, one behind another, to those that grow on.
+            grow: from logits `[nodes, guessed]` of their open nodes, one behind another, to those that grow on.
         """

@@ -169,6 +169,12 @@ class NativeBackend(Backend):
         return self.run_watched(plan, (), {})
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._run(plan, layers, seen, ())
+
+    def _run(
+        self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor], pairs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """As `run_watched`; a model of pairs reads embeddings and vectors `[total, width]` in place of tokens."""
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens
             tokens = tokens.to(torch.int64).contiguous()
@@ -188,7 +194,7 @@ class NativeBackend(Backend):
         batch = CBatch(
             total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
             ctypes.addressof(tables), first.data_ptr(), segments,
-            len(shown), ctypes.addressof(numbers), vectors.data_ptr(),
+            len(shown), ctypes.addressof(numbers), vectors.data_ptr(), *(each.data_ptr() for each in pairs),
         )  # fmt: skip
         logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(wanted, self._width, dtype=self._dtype, device=_CPU)
@@ -298,7 +304,7 @@ def _model(llama: Llama, weights: Weights) -> CModel:
     first, width = llama.layers[0], llama.embedding.shape[1]
     inner, (table, *_), experts = llama.inner, llama.rotaries, first.experts
     several = 0 if experts is None else len(experts.router)
-    widest = max(width, (first.heads + 2 * first.kv_heads) * first.head, inner, several)
+    widest = max(width, first.qkv[0].in_features, (first.heads + 2 * first.kv_heads) * first.head, inner, several)
     patterns = llama.patterns
     layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
     lm_head = weights.linear([llama.lm_head.weight], _bias([llama.lm_head]))

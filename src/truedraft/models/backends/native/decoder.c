@@ -199,6 +199,8 @@ typedef struct {
     Norms norms;
     Linear lm_head, coded; /* coded: the embedding where it is quantised, which `embedding` then is not */
     const Layer *layer;
+    const element *vector_norm; /* of a model of pairs: the norm of their vectors; the first layer's is that of their embeddings */
+    int64_t normed_stream;      /* whether its residual stream begins with the normed vectors */
 } Model;
 
 /* One request's share: rows start .. start + count - 1 behind `length` cached tokens and `written` uncommitted ones. */
@@ -218,6 +220,7 @@ typedef struct {
     int64_t shown;         /* layers whose output is shown */
     const int64_t *layers; /* their numbers, rising */
     element *vectors;      /* [shown][wanted][width]: what they give */
+    const element *embedded, *before; /* [total][width]: of a model of pairs: embeddings of tokens, and the vectors beside them; or NULL */
 } Batch;
 
 /* Numbers on the way: rows that all threads share, then what each thread has for itself. */
@@ -957,6 +960,10 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
     }
     switch (of_a_layer[which]) {
         case QKV:
+            if (job->batch.before && number == 0) { /* both norms are done */
+                products(r, &l->qkv, STORE, s->mixed, stride, s->projected, stride, rows);
+                break;
+            }
             products(r, &l->qkv, STORE, s->stream, stride, s->projected, stride, rows);
             r->norm = l->before_attention, r->eps = l->attention_eps;
             break;
@@ -1006,14 +1013,24 @@ static void describe_shared(const Job *job, int64_t step, Region *r) {
     else r->kind = READY, r->each = r->size, r->units = (r->rows + r->size - 1) / r->size;
 }
 
+/* A row's pair, normed and side by side, which the first layer's attention reads, and its residual stream. */
+static void begin_pair(const Model *m, const Batch *b, int64_t row, const Scratch *scratch) {
+    const int64_t at = row * m->width;
+    element *both = scratch->mixed + row * m->stride, *vector = both + m->width;
+    norm(b->embedded + at, m->layer->before_attention, m->layer->attention_eps, m->norms, m->width, both);
+    norm(b->before + at, m->vector_norm, m->layer->attention_eps, m->norms, m->width, vector);
+    memcpy(scratch->stream + row * m->stride, m->normed_stream ? vector : b->before + at, m->width * sizeof *both);
+}
+
 /* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
 int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
-    for (int64_t t = 0; t < b->total; t++)
+    for (int64_t t = 0; t < b->total && !b->before; t++)
         if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
     for (int64_t r = 0; r < b->wanted; r++)
         if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
     for (int64_t t = 0; t < b->total; t++) {
         element *row = scratch->stream + t * m->stride;
+        if (b->before) { begin_pair(m, b, t, scratch); continue; }
         if (m->coded.bits) decode_row(&m->coded, b->tokens[t], row);
         else memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
         if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
