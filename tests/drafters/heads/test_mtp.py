@@ -82,7 +82,7 @@ class Compared(Mtp):
                 continue
             vectors = slow.shown(slow.model, input_ids=torch.tensor([list(request.tokens[:-1])]))[runner.reads]
             fresh = runner.pool.acquire()
-            runner.forward([Segment(fresh, torch.tensor(request.tokens[1:]), chain_shape(pairs), ())], vectors)
+            runner.forward([Segment(fresh, torch.tensor(request.tokens[1:]), chain_shape(pairs), ())], vectors, True)
             fresh.commit(range(pairs))
             for kept, made in zip(cache.entries(), fresh.entries(), strict=True):
                 torch.testing.assert_close(kept, made, rtol=0, atol=2e-4)

@@ -11,6 +11,7 @@ from torch import Tensor
 from truedraft.cache import CachePool, RequestCache
 from truedraft.cache.buffers import key_span
 from truedraft.core import transfers
+from truedraft.core.top_k import TopK
 from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
 from truedraft.errors import OptionError
 from truedraft.heads.block import BlockHead, DFlashHead, DSparkHead, Leaving
@@ -44,6 +45,8 @@ class BlockRunner:
         self.pool = CachePool(head.config.most_positions)
         self.token_bytes = 2 * head.config.kv_heads * head.config.head * head.config.depth * target.dtype.itemsize
 
+    likeliest = staticmethod(TopK.of)
+
     @torch.inference_mode()
     def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:
         """Make keys and values of texts' next positions; caches keep them.
@@ -52,9 +55,9 @@ class BlockRunner:
             caches: of the texts.
             vectors: of each, those of each layer `[rows, width]`.
         """
-        head, width = self.head, self.head.config.width
+        head = self.head
         counts = [len(own[0]) for own in vectors]
-        together = [torch.cat([each[:, :width] for each in layer]) for layer in zip(*vectors, strict=True)]
+        together = [torch.cat(layer) for layer in zip(*vectors, strict=True)]
         rotation = self._at([range(each.length, each.length + n) for each, n in zip(caches, counts, strict=True)])
         for cache, count in zip(caches, counts, strict=True):
             cache.reserve(count)

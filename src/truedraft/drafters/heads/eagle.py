@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truedraft.cache import CachePool, RequestCache
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, bits_for, copied, packed
 from truedraft.drafters.tree_builder import TreeBuilder
@@ -40,10 +41,7 @@ class PairRunner(Protocol):
     pool: CachePool
     token_bytes: int
 
-    def fuse(self, vectors: Tensor) -> Tensor:
-        """Vectors of the target as they were observed, `[rows, layers * width]`, as `forward` reads them."""
-
-    def forward(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
         """Read pairs of vectors and tokens; see `Eagle3Runner.forward`."""
 
 
@@ -65,12 +63,15 @@ class Eagle3Runner:
     """
 
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
-        own = copied(head, target)
+        self._head = own = copied(head, target)
         bits = bits_for(own)
         self._table = own.rotary(own.norm.weight)
         native = _native(own, self._table, bits)
-        self._run = self._by_modules if native is None else native.run_pairs
-        self._head = packed(own, bits)
+        if native is None:
+            packed(own, bits)
+            self._run, self.likeliest = self._by_modules, TopK.of
+        else:
+            self._run, self.likeliest = native.run_pairs, native.likeliest_of
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
         self.device = target.device
@@ -79,30 +80,31 @@ class Eagle3Runner:
         self.token_bytes = entries * target.dtype.itemsize
 
     @torch.inference_mode()
-    def fuse(self, vectors: Tensor) -> Tensor:
-        """Vectors of each layer side by side, `[rows, layers * width]`, merged into one."""
-        width = self._head.config.width
-        return self._head.fuse([each[:, :width] for each in vectors.chunk(self._head.config.merged, dim=-1)])
-
-    @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
         """Read pairs of vectors and tokens; caches take their keys and values.
 
         Args:
             segments: tokens of each request, with the rows that are wanted.
-            vectors: `[total, width]`: that which stands before each token.
+            vectors: those that stand before each token: what this gave, `[total, width]`, or the target's of each
+                layer side by side, `[total, layers * width]`.
+            observed: whether they are the target's.
 
         Returns:
             What stands in for the target's vectors at the wanted rows, `[rows, width]`, and logits `[rows, guessed]`,
             of no more ids than the target has.
         """
-        plan, start = ForwardPlan.of(segments, self.device, 1), self._head.config.rope_start
-        plan = replace(plan, positions=plan.positions + start, furthest=plan.furthest + start)
-        x, logits = self._run(plan, self._embed(plan.tokens[0]), vectors)
+        plan = ForwardPlan.of(segments, self.device, 1)
+        if start := self._head.config.rope_start:
+            plan = replace(plan, positions=plan.positions + start, furthest=plan.furthest + start)
+        x, logits = self._run(plan, self._embed(plan.tokens[0]), vectors, observed)
         return x, logits[:, : self._target.vocab_size]
 
-    def _by_modules(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def _by_modules(
+        self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool
+    ) -> tuple[Tensor, Tensor]:
         head = self._head
+        if observed:
+            vectors = head.fuse(vectors.chunk(head.config.merged, dim=-1))
         self._table.reach(plan.furthest)
         attend = partial(self._attend, plan, itertools.count())
         x = head.step(vectors, embedded, self._table.at(plan.positions[0]), attend).index_select(0, plan.rows)
@@ -167,9 +169,14 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
     )
     if not NativePairs.fits(llama):
         return None
-    vector_norm = norm(head.midlayer.hidden_norm)
+    part_norms = [*head.fc_norm, *filter(None, [head.input_norm])]
     made = NativePairs(
-        llama, vector_norm, normed_stream=config.norm_before_residual, normed_end=config.norm_output
+        llama,
+        head.fc,
+        [each.weight.detach() for each in part_norms],
+        head.midlayer.hidden_norm.weight.detach(),
+        normed_stream=config.norm_before_residual,
+        normed_end=config.norm_output,
     )
     if bits:
         made.quantize(bits)
@@ -191,7 +198,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
             level = grow(level, logits)
             if level:
                 above = [rows[own, parent] for own in level for parent in own.unfed_parents]
-                vectors, logits = runner.forward([own.segment() for own in level], vectors[above])
+                vectors, logits = runner.forward([own.segment() for own in level], vectors[above], False)
 
     def _behind(self, tree: TreeBuilder | LikeliestTree) -> tuple[Tensor, Tensor]:
         """Tokens and vectors that are read behind a tree's text in the same forward, and dropped then: none."""
@@ -204,10 +211,9 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         for tree in trees:
             text, request = self._texts[tree.request.id], tree.request
             tokens = torch.tensor(request.tokens[-text.behind :])
-            fused = runner.fuse(text.take())
-            *parts, end = zip(tokens.split(_READ_TOKENS), fused.split(_READ_TOKENS), strict=True)
+            *parts, end = zip(tokens.split(_READ_TOKENS), text.take().split(_READ_TOKENS), strict=True)
             for ids, own in parts:
-                runner.forward([Segment(text.cache, ids, chain_shape(len(ids)), ())], own)
+                runner.forward([Segment(text.cache, ids, chain_shape(len(ids)), ())], own, True)
                 text.cache.commit(range(len(ids)))
             last.append((text.cache, *end))
         segments, vectors = [], []
@@ -216,7 +222,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
             count = len(ids) + len(more)
             segments.append(Segment(cache, torch.cat([ids, more]), chain_shape(count), range(len(ids) - 1, count)))
             vectors += [own, below] if len(more) else [own]
-        found = runner.forward(segments, torch.cat(vectors))
+        found = runner.forward(segments, torch.cat(vectors), True)
         for cache, ids, _ in last:
             cache.commit(range(len(ids)))
         return found

@@ -49,6 +49,8 @@ class LevelRunner(Protocol):
     """Where caches of requests come from."""
     token_bytes: int
     """Of a token's keys and values."""
+    likeliest: Callable[[Tensor, int], TopK]
+    """As `TopK.of`, of logits that it gives."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -149,7 +151,7 @@ class LikeliestTree:
 
 
 def grow_likeliest(
-    trees: Sequence[LikeliestTree], logits: Tensor, ids: DraftIds | None = None
+    trees: Sequence[LikeliestTree], logits: Tensor, ids: DraftIds | None, likeliest: Callable[[Tensor, int], TopK]
 ) -> list[LikeliestTree]:
     """Grow trees by a level; returns those that grow on.
 
@@ -157,16 +159,17 @@ def grow_likeliest(
         trees: some.
         logits: `[nodes, guessed]`, the trees' open nodes one behind another.
         ids: that they are about; None for all of the vocabulary.
+        likeliest: as `TopK.of`, of such logits.
     """
     counts = [len(tree.open) for tree in trees]
     if any(tree.request.shaping is not None for tree in trees):
-        logits, ids = _whole(logits, ids), None
+        logits, ids, likeliest = _whole(logits, ids), None, TopK.of
         parts = zip(trees, logits.split(counts), strict=True)
         logits = torch.cat(
             [own if tree.request.shaping is None else tree.request.shaping.of_paths(own, tree.open_paths())
              for tree, own in parts]
         )  # fmt: skip
-    top = TopK.of(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
+    top = likeliest(logits, min(max(tree.budget.width for tree in trees), logits.shape[1]))
     tokens = top.ids if ids is None else ids.ids[top.ids]
     start = 0
     for tree, count in zip(trees, counts, strict=True):
@@ -346,7 +349,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     def _observed(self, outcome: StepOutcome) -> Tensor | None:
         """The target's vectors at tokens that stay, `[rows, layers * width]`; None where there are none."""
-        return torch.cat(outcome.layers, dim=-1) if outcome.layers else None
+        width = self.head.config.width  # behind it a padded target has zeros
+        return torch.cat([each[:, :width] for each in outcome.layers], dim=-1) if outcome.layers else None
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -426,7 +430,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
                 trees.append(drawn[-1])
         if level := [each for each in chosen if not each.budget.is_zero]:
-            self._grow(level, partial(grow_likeliest, ids=self._ids))
+            self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._running[0].likeliest))
         if drawing := [each for each in drawn if not each.budget.is_zero]:
             self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]

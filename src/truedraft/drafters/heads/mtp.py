@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.drafters.heads.eagle import PairDrafter
@@ -90,13 +91,11 @@ class MtpRunner:
         self.token_bytes = self.pool.position_bytes
         self.scores = {"reads": reads, "returns": returns}
 
-    def fuse(self, vectors: Tensor) -> Tensor:
-        """They are read as they are."""
-        return vectors
+    likeliest = staticmethod(TopK.of)
 
     @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Eagle3Runner.forward`."""
+    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
+        """As `Eagle3Runner.forward`; what it gave and what was observed are read alike."""
         own, logits = self._run(segments, vectors)
         return own[self.returns], logits
 

@@ -31,7 +31,7 @@ class PEagle(Eagle3):
 
     def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
         runner = super()._new_runner(target)
-        self._mask = runner.fuse(self.head.mask_hidden[0].to(target.device, target.dtype))  # [1, width]
+        self._mask = self.head.mask_hidden[0].to(target.device, target.dtype)  # [1, layers * width]
         return runner
 
     def _behind(self, tree: TreeBuilder | LikeliestTree) -> tuple[Tensor, Tensor]:

@@ -62,9 +62,10 @@ class NativeBackend(Backend):
 
     Args:
         llama: one that `fits`.
+        widest: entries of the widest row that is read beside those of its layers.
     """
 
-    def __init__(self, llama: Llama) -> None:
+    def __init__(self, llama: Llama, widest: int = 0) -> None:
         library = built(llama.dtype).library
         assert library is not None
         self._library: Any = library
@@ -77,7 +78,7 @@ class NativeBackend(Backend):
         self._patterns = llama.patterns
         self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
         self._zeros = torch.zeros(0, dtype=torch.int64, device=_CPU)
-        self._model = model = _model(llama, self._weights)
+        self._model = model = _model(llama, self._weights, widest)
         self._width, self._vocab = model.width, model.lm_head.outputs
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
         self._scratch = Scratch(library, llama.dtype, model.stride, model.experts, model.chosen, model.spread)
@@ -172,9 +173,9 @@ class NativeBackend(Backend):
         return self._run(plan, layers, seen, ())
 
     def _run(
-        self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor], pairs: Sequence[Tensor]
+        self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor], pairs: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """As `run_watched`; a model of pairs reads embeddings and vectors `[total, width]` in place of tokens."""
+        """As `run_watched`; what a model of pairs reads in place of tokens are the last fields of `CBatch`."""
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # as a column of a table of tokens
             tokens = tokens.to(torch.int64).contiguous()
@@ -194,7 +195,7 @@ class NativeBackend(Backend):
         batch = CBatch(
             total, len(segments), wanted, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
             ctypes.addressof(tables), first.data_ptr(), segments,
-            len(shown), ctypes.addressof(numbers), vectors.data_ptr(), *(each.data_ptr() for each in pairs),
+            len(shown), ctypes.addressof(numbers), vectors.data_ptr(), *pairs,
         )  # fmt: skip
         logits = torch.empty(wanted, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(wanted, self._width, dtype=self._dtype, device=_CPU)
@@ -299,12 +300,12 @@ def _of_one_order(linears: Linears) -> bool:
     )
 
 
-def _model(llama: Llama, weights: Weights) -> CModel:
+def _model(llama: Llama, weights: Weights, widest: int) -> CModel:
     """The structure of a decoder, whose linear weights are freed; `weights` keeps what it points to."""
     first, width = llama.layers[0], llama.embedding.shape[1]
     inner, (table, *_), experts = llama.inner, llama.rotaries, first.experts
     several = 0 if experts is None else len(experts.router)
-    widest = max(width, first.qkv[0].in_features, (first.heads + 2 * first.kv_heads) * first.head, inner, several)
+    widest = max(widest, width, (first.heads + 2 * first.kv_heads) * first.head, inner, several)
     patterns = llama.patterns
     layers = [_layer(layer, patterns.index(layer.pattern), weights) for layer in llama.layers]
     lm_head = weights.linear([llama.lm_head.weight], _bias([llama.lm_head]))

@@ -199,8 +199,11 @@ typedef struct {
     Norms norms;
     Linear lm_head, coded; /* coded: the embedding where it is quantised, which `embedding` then is not */
     const Layer *layer;
-    const element *vector_norm; /* of a model of pairs: the norm of their vectors; the first layer's is that of their embeddings */
-    int64_t normed_stream;      /* whether its residual stream begins with the normed vectors */
+    /* Of a model of pairs: what merges observed vectors into one, and the norms of each part of theirs, or NULL; the norm of
+     * merged vectors (the first layer's is that of embeddings); whether the residual stream begins with normed ones. */
+    Linear merge;
+    const element *part_norms, *vector_norm;
+    int64_t part, normed_stream;
 } Model;
 
 /* One request's share: rows start .. start + count - 1 behind `length` cached tokens and `written` uncommitted ones. */
@@ -221,6 +224,7 @@ typedef struct {
     const int64_t *layers; /* their numbers, rising */
     element *vectors;      /* [shown][wanted][width]: what they give */
     const element *embedded, *before; /* [total][width]: of a model of pairs: embeddings of tokens, and the vectors beside them; or NULL */
+    int64_t observed;                 /* whether the vectors are observed ones, [total][inputs of merge] */
 } Batch;
 
 /* Numbers on the way: rows that all threads share, then what each thread has for itself. */
@@ -1013,13 +1017,29 @@ static void describe_shared(const Job *job, int64_t step, Region *r) {
     else r->kind = READY, r->each = r->size, r->units = (r->rows + r->size - 1) / r->size;
 }
 
-/* A row's pair, normed and side by side, which the first layer's attention reads, and its residual stream. */
-static void begin_pair(const Model *m, const Batch *b, int64_t row, const Scratch *scratch) {
-    const int64_t at = row * m->width;
-    element *both = scratch->mixed + row * m->stride, *vector = both + m->width;
-    norm(b->embedded + at, m->layer->before_attention, m->layer->attention_eps, m->norms, m->width, both);
-    norm(b->before + at, m->vector_norm, m->layer->attention_eps, m->norms, m->width, vector);
-    memcpy(scratch->stream + row * m->stride, m->normed_stream ? vector : b->before + at, m->width * sizeof *both);
+static void describe_merge(const Job *job, int64_t step, Region *r) {
+    products(r, &job->model->merge, STORE, job->scratch.mixed, job->stride, job->scratch.stream, job->stride, job->batch.total);
+}
+
+/* Puts rows' vectors where the residual stream begins, and their pairs, normed and side by side, where the first layer's
+ * attention reads them. */
+static void begin_pairs(const Model *m, const Batch *b, const Scratch *scratch, int threads) {
+    const int64_t wide = b->observed ? m->merge.inputs : m->width;
+    const float eps = m->layer->attention_eps;
+    for (int64_t t = 0; t < b->total; t++) {
+        element *row = (b->observed ? scratch->mixed : scratch->stream) + t * m->stride;
+        memcpy(row, b->before + t * wide, wide * sizeof *row);
+        for (int64_t i = 0; b->observed && m->part_norms && i < wide; i += m->part)
+            norm(row + i, m->part_norms + i, eps, m->norms, m->part, row + i);
+    }
+    const Job job = {.describe = describe_merge, .steps = 1, .stride = m->stride, .model = m, .scratch = *scratch, .batch = *b};
+    if (b->observed) run_together(&job, threads);
+    for (int64_t t = 0; t < b->total; t++) {
+        element *row = scratch->stream + t * m->stride, *both = scratch->mixed + t * m->stride;
+        norm(b->embedded + t * m->width, m->layer->before_attention, eps, m->norms, m->width, both);
+        norm(row, m->vector_norm, eps, m->norms, m->width, both + m->width);
+        if (m->normed_stream) memcpy(row, both + m->width, m->width * sizeof *row);
+    }
 }
 
 /* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
@@ -1028,9 +1048,9 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
         if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
     for (int64_t r = 0; r < b->wanted; r++)
         if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
-    for (int64_t t = 0; t < b->total; t++) {
+    if (b->before) begin_pairs(m, b, scratch, threads);
+    else for (int64_t t = 0; t < b->total; t++) {
         element *row = scratch->stream + t * m->stride;
-        if (b->before) { begin_pair(m, b, t, scratch); continue; }
         if (m->coded.bits) decode_row(&m->coded, b->tokens[t], row);
         else memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
         if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
@@ -1054,6 +1074,14 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
             memcpy(b->vectors + (i * b->wanted + r) * m->width, scratch->stream + b->rows[r] * m->stride, m->width * sizeof(element));
     }
     return 0;
+}
+
+/* Of rows of logits the ids of the `ranks` largest, with the logs of their probabilities. */
+void truedraft_likeliest(const element *logits, int64_t rows, int64_t stride, int64_t vocab, int64_t ranks, float *values, int64_t *ids) {
+    for (int64_t r = 0; r < rows; r++) {
+        largest(logits + r * stride, vocab, ranks, values + r * ranks, ids + r * ranks);
+        log_probabilities(logits + r * stride, vocab, ranks, 1.0f, values + r * ranks);
+    }
 }
 
 static void describe_heads(const Job *job, int64_t step, Region *r) {

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import ctypes
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor, nn
+
+from truedraft.core.top_k import TopK
 from truedraft.models.backends.native.backend import NativeBackend
-from truedraft.models.llama import Llama, RootMeanSquareNorm
+from truedraft.models.llama import Llama
+from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan
 
 
@@ -14,31 +20,64 @@ class NativePairs(NativeBackend):
 
     Args:
         llama: one that `fits`. Its first layer's norm is that of embeddings, whose attention reads rows of twice the
-            width: embedding and vector, both normed. Its embedding is not read.
-        vector_norm: of vectors; its eps is that of the first layer's norm.
+            width: embedding and vector, both normed. Its embedding is not read. All norms have one eps.
+        merge: makes one vector of those of several layers that are observed, side by side.
+        part_norms: norms of the observed vectors, of equal widths, one behind another; none in most heads.
+        vector_norm: of merged vectors.
         normed_stream: whether the residual stream begins with normed vectors.
         normed_end: whether what a forward gives of each row went through the last norm.
     """
 
     def __init__(
-        self, llama: Llama, vector_norm: RootMeanSquareNorm, *, normed_stream: bool, normed_end: bool
+        self,
+        llama: Llama,
+        merge: nn.Linear,
+        part_norms: Sequence[Tensor],
+        vector_norm: Tensor,
+        *,
+        normed_stream: bool,
+        normed_end: bool,
     ) -> None:
-        super().__init__(llama)
-        self._model.vector_norm = self._weights.keep(vector_norm.weight)
-        self._model.normed_stream = normed_stream
+        super().__init__(llama, max(merge.in_features, 2 * merge.out_features))
+        model, weights = self._model, self._weights
+        model.merge = weights.linear([merge.weight], None)
+        release(merge)
+        if part_norms:
+            model.part_norms, model.part = weights.keep(torch.cat(list(part_norms))), len(part_norms[0])
+        model.vector_norm, model.normed_stream = weights.keep(vector_norm), normed_stream
         self._shown = [] if normed_end else [self.shown_layers - 1]
 
-    def run_pairs(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, bits: int) -> None:
+        super().quantize(bits)
+        model, weights = self._model, self._weights
+        before = model.merge.weights
+        model.merge = weights.quantized(model.merge, bits)
+        weights.free({before})
+
+    def run_pairs(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
         """Run a plan, whose tokens are not looked at.
 
         Args:
             plan: of the pairs.
             embedded: `[total, width]`: embeddings of the tokens.
-            vectors: `[total, width]`: beside them.
+            vectors: `[total, width]`, as this gives them; or those of all layers that are observed.
+            observed: which.
 
         Returns:
-            Of the wanted rows the residual stream's end `[rows, width]`, normed or not, and logits `[rows, ids]`.
+            Of the wanted rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows, ids]`.
         """
         seen: dict[int, Tensor] = {}
-        logits, hidden = self._run(plan, self._shown, seen, [embedded.contiguous(), vectors.contiguous()])
+        embedded, vectors = embedded.contiguous(), vectors.contiguous()
+        pairs = embedded.data_ptr(), vectors.data_ptr(), observed
+        logits, hidden = self._run(plan, self._shown, seen, pairs)
         return seen.get(self.shown_layers - 1, hidden), logits
+
+    def likeliest_of(self, logits: Tensor, count: int) -> TopK:
+        """As `TopK.of`, of logits as `run_pairs` gives them."""
+        rows, vocab = logits.shape
+        values, ids = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+        numbers = map(ctypes.c_int64, (rows, logits.stride(0), vocab, count))
+        self._library.truedraft_likeliest(
+            ctypes.c_void_p(logits.data_ptr()), *numbers, *(ctypes.c_void_p(e.data_ptr()) for e in (values, ids))
+        )
+        return TopK(ids, values)
