@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from truedraft.errors import OptionError
 from truedraft.heads.base import GatedMlp, LayerHead
@@ -208,11 +207,8 @@ class Eagle3Head(LayerHead):
 
     def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of each layer that is read, `[rows, width]`, merged into one."""
-        together = torch.stack(list(vectors), dim=-2)  # [rows, layers, width]
-        if self.fc_norm:
-            weights = torch.stack([norm.weight for norm in self.fc_norm])
-            together = functional.rms_norm(together, together.shape[-1:], eps=self.config.eps) * weights
-        together = together.flatten(-2)
+        chunks = [norm(each) for norm, each in zip(self.fc_norm, vectors, strict=True)] if self.fc_norm else vectors
+        together = torch.cat(list(chunks), dim=-1)
         merged: Tensor = self.fc(together if self.input_norm is None else self.input_norm(together))
         return merged
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,12 +19,17 @@ from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
+from truedraft.core.noise import Purpose
+from truedraft.core.probs import draw, total_variation
 from truedraft.core.proposal import Proposal
+from truedraft.core.top_k import TopK
 from truedraft.drafters import DraftRequest, Eagle3, Portfolio, PromptLookup
+from truedraft.drafters.heads import levels
 from truedraft.drafters.heads.levels import LikeliestTree, drawn_shape
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head, HeadRecord
 from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.linear import with_fewer_bits
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -66,6 +72,7 @@ class Recorded(Eagle3):
         proposals = super().propose(batch, budgets, noise)
         self.seen = getattr(self, "seen", [])
         self.seen += [(list(each.tokens), own) for each, own in zip(batch, proposals, strict=True)]
+        self.noise = [*getattr(self, "noise", []), *noise]
         self.depths = [*getattr(self, "depths", []), *(each.depth for each in budgets)]
         return proposals
 
@@ -223,3 +230,64 @@ def test_with_nodes_sampled_requests_get_a_tree_of_draws() -> None:
     proposals = [each for _, each in drafter.seen if len(each.tree)]
     assert max(len(each.tree) for each in proposals) == 15
     assert all(each.probs is not None for each in proposals)
+
+
+def in_few_bits(made: Eagle3Head) -> Eagle3Head:
+    """A head with the weights that those of few bits stand for: a layer gives them for a row with a single 1."""
+    other = copy.deepcopy(made)
+    for layer in other.modules():
+        if isinstance(layer, torch.nn.Linear):
+            (few,) = with_fewer_bits([layer], levels._FEW_BITS, torch.float32).values()
+            layer.weight.copy_(few(torch.eye(layer.in_features)).T)
+    return other
+
+
+@needs_library
+@torch.inference_mode()
+def test_a_head_with_few_bits_says_what_its_drafts_are_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token inverts the distribution that goes with it: the page's with such weights, but for inputs of 8 bits."""
+    monkeypatch.setattr(levels, "_LEAST_QUANTIZED", 0)
+    made = head(draft_vocab=40)
+    reference = EagleReference(as_transformers_runs_it(), in_few_bits(made))
+    drafter = Recorded(made, num_speculative_tokens=3)
+    engine = Engine(target(), drafter, controller="fixed", entropy=3)
+    engine.generate([list(each) for each in PROMPTS], SamplingParams(max_tokens=16, temperature=0.8))
+    away = []
+    for (text, proposal), noise in zip(drafter.seen, drafter.noise, strict=True):
+        tokens = proposal.tree.host_ids
+        for depth, token in enumerate(tokens):
+            given = proposal.probs[depth]
+            uniform = torch.tensor([noise.uniform(Purpose.DRAFT, depth, depth)], dtype=torch.float64)
+            assert token == int(draw(given[None], uniform))
+            assert float(given.sum()) == pytest.approx(1.0) and not given[::2].any()  # which are not among its ids
+            if len(away) < 40:
+                page = torch.softmax(reference.logits(text, tokens[:depth]) / 0.8, -1)
+                away.append(float(total_variation(given, page)))
+    assert len(away) == 40 and max(away) < 0.08
+
+
+@needs_library
+@pytest.mark.parametrize("options", [{}, {"nodes": 7}, {"branching": (2, 2)}], ids=str)
+@torch.inference_mode()
+def test_few_bits_change_no_answer(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "_LEAST_QUANTIZED", 0)
+    drafter = Recorded(head(draft_vocab=40), **options)
+    engine = Engine(target("native"), drafter, controller="fixed")
+    for params in (GREEDY, SamplingParams(max_tokens=24, temperature=1.0, seed=5)):
+        answers = engine.generate([list(each) for each in PROMPTS], params)
+        assert [each.token_ids for each in answers] == plain_answers(params)
+    assert sum(len(each.tree) for _, each in drafter.seen) > 40
+
+
+@needs_library
+@pytest.mark.parametrize("vocab", [VOCAB, 1600])
+def test_the_native_ranking_is_that_of_torch(vocab: int) -> None:
+    """With many equal logits, of ids that fill no vector and of those that do."""
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(1)).mul(2).round().div(2)
+    drafter = Eagle3(head())
+    drafter.check(target())
+    native = drafter._running[0].native
+    assert native is not None
+    found, expected = native.likeliest_of(logits, 8), TopK.of(logits, 8)
+    assert found.ids.equal(expected.ids)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-5)

@@ -11,7 +11,6 @@ from torch import Tensor
 from truedraft.cache import CachePool, RequestCache
 from truedraft.cache.buffers import key_span
 from truedraft.core import transfers
-from truedraft.core.top_k import TopK
 from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
 from truedraft.errors import OptionError
 from truedraft.heads.block import BlockHead, DFlashHead, DSparkHead, Leaving
@@ -44,8 +43,6 @@ class BlockRunner:
         self.device = target.device
         self.pool = CachePool(head.config.most_positions)
         self.token_bytes = 2 * head.config.kv_heads * head.config.head * head.config.depth * target.dtype.itemsize
-
-    likeliest = staticmethod(TopK.of)
 
     @torch.inference_mode()
     def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:

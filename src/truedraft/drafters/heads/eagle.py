@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,18 +60,17 @@ class Eagle3Runner:
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        native: runs it; None where its modules do.
     """
 
     def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
         self._head = own = copied(head, target)
         bits = bits_for(own)
         self._table = own.rotary(own.norm.weight)
-        native = _native(own, self._table, bits)
-        if native is None:
+        self.native = _native(own, self._table, bits)
+        if self.native is None:
             packed(own, bits)
-            self._run, self.likeliest = self._by_modules, TopK.of
-        else:
-            self._run, self.likeliest = native.run_pairs, native.likeliest_of
+        self._run = self._by_modules if self.native is None else self.native.run_pairs
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
         self.device = target.device
@@ -137,7 +136,8 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
         return RootMeanSquareNorm(module.weight.detach(), config.eps)
 
     layers = []
-    for layer in (head.midlayer, *head.layers.values()):
+    every: list[Any] = [head.midlayer, *head.layers.values()]
+    for layer in every:
         attention, mlp = layer.self_attn, layer.mlp
         layers.append(
             LlamaLayer(
@@ -169,11 +169,10 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
     )
     if not NativePairs.fits(llama):
         return None
-    part_norms = [*head.fc_norm, *filter(None, [head.input_norm])]
     made = NativePairs(
         llama,
         head.fc,
-        [each.weight.detach() for each in part_norms],
+        [each.detach() for each in (head.fc_norm if head.input_norm is None else head.input_norm).parameters()],
         head.midlayer.hidden_norm.weight.detach(),
         normed_stream=config.norm_before_residual,
         normed_end=config.norm_output,
@@ -235,3 +234,7 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
 
     def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
         return Eagle3Runner(self.head, target)
+
+    def _likeliest(self, logits: Tensor, count: int) -> TopK:
+        native = self._running[0].native
+        return super()._likeliest(logits, count) if native is None else native.likeliest_of(logits, count)

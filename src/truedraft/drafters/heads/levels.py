@@ -49,8 +49,6 @@ class LevelRunner(Protocol):
     """Where caches of requests come from."""
     token_bytes: int
     """Of a token's keys and values."""
-    likeliest: Callable[[Tensor, int], TopK]
-    """As `TopK.of`, of logits that it gives."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -234,10 +232,10 @@ def bits_for(head: Head) -> int:
     Few bits change what is drafted and no answer: draws are judged by the distribution that they come from, which is
     that of the head with few bits.
     """
-    weights = [each for each in head.parameters() if each.dim() > 1]
-    like, size = weights[0], sum(each.nbytes for each in weights)
-    native = like.device.type == "cpu" and built(like.dtype).library is not None
-    return _FEW_BITS if native and size >= _LEAST_QUANTIZED else 0
+    weights = [each.weight for each in head.modules() if isinstance(each, nn.Linear)]
+    if sum(each.nbytes for each in weights) < _LEAST_QUANTIZED or weights[0].device.type != "cpu":
+        return 0
+    return _FEW_BITS if built(weights[0].dtype).library is not None else 0
 
 
 def packed(head: HeadT, bits: int) -> HeadT:
@@ -383,6 +381,10 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         """Tokens that keys or vectors are held of."""
         return sum(text.cache.length + text.behind for text in list(self._texts.values()))
 
+    def _likeliest(self, logits: Tensor, count: int) -> TopK:
+        """As `TopK.of`, of logits that the runner gave."""
+        return TopK.of(logits, count)
+
     @abstractmethod
     def _new_runner(self, target: LanguageModel) -> LevelRunnerT:
         """The head as it runs beside a target that has its layers and ids."""
@@ -430,7 +432,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
                 trees.append(drawn[-1])
         if level := [each for each in chosen if not each.budget.is_zero]:
-            self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._running[0].likeliest))
+            self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
         if drawing := [each for each in drawn if not each.budget.is_zero]:
             self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]

@@ -14,7 +14,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.drafters.heads.eagle import PairDrafter
@@ -90,8 +89,6 @@ class MtpRunner:
         self.returns = max(returns, key=lambda place: returns[place])
         self.token_bytes = self.pool.position_bytes
         self.scores = {"reads": reads, "returns": returns}
-
-    likeliest = staticmethod(TopK.of)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:

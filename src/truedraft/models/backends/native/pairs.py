@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from truedraft.core.top_k import TopK
 from truedraft.models.backends.native.backend import NativeBackend
+from truedraft.models.backends.native.memory import LANES
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import release
 from truedraft.models.packing import ForwardPlan
@@ -75,9 +77,11 @@ class NativePairs(NativeBackend):
     def likeliest_of(self, logits: Tensor, count: int) -> TopK:
         """As `TopK.of`, of logits as `run_pairs` gives them."""
         rows, vocab = logits.shape
-        values, ids = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+        if vocab % LANES:  # whole vectors are read, also of the last row
+            logits = pad(logits, (0, -vocab % LANES))
+        values = torch.empty(rows, count, dtype=torch.float32, device="cpu")
+        ids = torch.empty(rows, count, dtype=torch.int64, device="cpu")
         numbers = map(ctypes.c_int64, (rows, logits.stride(0), vocab, count))
-        self._library.truedraft_likeliest(
-            ctypes.c_void_p(logits.data_ptr()), *numbers, *(ctypes.c_void_p(e.data_ptr()) for e in (values, ids))
-        )
+        read, *written = (ctypes.c_void_p(each.data_ptr()) for each in (logits, values, ids))
+        self._library.truedraft_likeliest(read, *numbers, *written)
         return TopK(ids, values)
