@@ -202,59 +202,49 @@ class MedusaOptions:
 
 
 @dataclass(frozen=True)
-class RedrafterOptions:
+class _HeadOptions:
+    """What trainings of heads beside a target that stays as it is have in common."""
+
+    job: JobOptions = group(_WHAT)
+    text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
+    size: Any = group(_HEADS)
+    run: RunOptions = group(_RUN)
+    learning: Any = group(_RUN)
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+
+
+@dataclass(frozen=True)
+class RedrafterOptions(_HeadOptions):
     """Options of `truedraft train redrafter`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: RedrafterSizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: RedrafterRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
-class EagleOptions:
+class EagleOptions(_HeadOptions):
     """Options of `truedraft train eagle`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: Eagle3SizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: ChainRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
-class DFlashOptions:
+class DFlashOptions(_HeadOptions):
     """Options of `truedraft train dflash`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: BlockSizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: BlockRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
-class DSparkOptions:
+class DSparkOptions(_HeadOptions):
     """Options of `truedraft train dspark`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: DSparkSizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: DSparkRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
@@ -271,7 +261,7 @@ class NgramOptions:
     seed: int = option(0, "Decides what the target writes.", "S", heading="Text by the target, with --answers", least=0)
 
 
-HeadsOptions: TypeAlias = "MedusaOptions | RedrafterOptions | EagleOptions | DFlashOptions | DSparkOptions"
+HeadsOptions: TypeAlias = "MedusaOptions | _HeadOptions"
 
 
 def draft(options: DraftOptions) -> int:
