@@ -26,7 +26,7 @@ def test_a_trained_head_drafts(
     out, (more, options) = str(tmp_path / "head"), KINDS[kind]
     words = ("train", kind, "--model", target, "--data", text, "--out", out, *SMALL, *more)
     refused = run(*words)
-    assert refused.status == 2 and "--layer" in refused.err and "there are no five that are usual" in refused.err
+    assert refused.status == 2 and "--layer" in refused.err and "there are no 5 that are usual" in refused.err
     words = (*words, "--layer", "0", "--layer", "1")
     result = run(*words, "--json")
     assert (result.status, result.complaint) == (0, ""), result.out

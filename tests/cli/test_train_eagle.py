@@ -23,7 +23,7 @@ def test_a_trained_head_drafts(
     out = str(tmp_path / "head")
     words = ("train", "eagle", "--model", target, "--data", text, "--out", out, *SMALL)
     refused = run(*words)
-    assert refused.status == 2 and "--layer" in refused.err and "there are no three that are usual" in refused.err
+    assert refused.status == 2 and "--layer" in refused.err and "there are no 3 that are usual" in refused.err
     words = (*words, "--layer", "0", "--layer", "1")
     result = run(*words, "--json")
     assert (result.status, result.complaint) == (0, "")

@@ -18,7 +18,7 @@ from truedraft.errors import ModelError, ModelNotFoundError
 from truedraft.heads import BlockConfig, BlockHead, DFlashHead, DSparkHead, Eagle3Head
 from truedraft.heads.block_folders import write_dflash_folder, write_dspark_folder, write_speculators_folder
 
-SIZES = BlockConfig(48, 97, (0, 2, 5), 4, 96, 2, heads=4, kv_heads=2, head=16, inner=64)
+SIZES = BlockConfig(48, 97, (0, 2, 5), block=4, mask_id=96, depth=2, heads=4, kv_heads=2, head=16, inner=64)
 MARKOV = replace(SIZES, from_anchor=True, markov=8, confidence=True, confidence_reads_token=True)
 REDUCED: dict[str, Any] = {"draft_vocab": 40, "own_output": True}
 HEADS: dict[str, tuple[type[BlockHead], BlockConfig, Callable[[Any, Path], None]]] = {

@@ -65,7 +65,7 @@ def test_layers_that_nobody_names_are_the_usual_ones_of_the_target(folder: Path)
     assert config.layers == () and config.merged == 3
     assert config.at_usual_layers(32).layers == (1, 15, 28), "what enters layers 2, 16 and 29"
     assert SIZES.at_usual_layers(32) is SIZES
-    with pytest.raises(OptionError, match="of a target with 6 layers there are no three"):
+    with pytest.raises(OptionError, match="of a target with 6 layers there are no 3"):
         config.at_usual_layers(6)
 
 

@@ -31,7 +31,9 @@ from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
-PLAIN = BlockConfig(48, VOCAB, (0, 1), 4, 96, 2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT)
+PLAIN = BlockConfig(
+    48, VOCAB, (0, 1), block=4, mask_id=96, depth=2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT
+)
 MARKOV = replace(
     PLAIN, block=3, from_anchor=True, markov=8, confidence=True, confidence_reads_token=True, draft_vocab=40,
     own_output=True,

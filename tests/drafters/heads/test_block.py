@@ -21,7 +21,9 @@ from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 
-SIZES = BlockConfig(48, VOCAB, (0, 1), 4, 96, 2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT)
+SIZES = BlockConfig(
+    48, VOCAB, (0, 1), block=4, mask_id=96, depth=2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT
+)
 MARKOV: dict[str, Any] = {
     "from_anchor": True, "markov": 8, "confidence": True, "confidence_reads_token": True, "block": 3,
 }  # fmt: skip
@@ -223,7 +225,7 @@ def test_the_usual_layers_are_those_of_the_published_heads() -> None:
     """DFlash for Qwen3-4B, of 36 layers, reads the outputs of layers 1, 9, 17, 25 and 33."""
     assert replace(SIZES, layers=()).at_usual_layers(36).layers == (1, 9, 17, 25, 33)
     assert SIZES.at_usual_layers(36) is SIZES
-    with pytest.raises(OptionError, match="of a target with 7 layers there are no five"):
+    with pytest.raises(OptionError, match="of a target with 7 layers there are no 5"):
         replace(SIZES, layers=()).at_usual_layers(7)
 
 
