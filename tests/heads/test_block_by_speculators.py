@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from support.speculators import module_of
 from truedraft.heads import BlockHead, DFlashHead, DSparkHead
 from truedraft.heads.block_folders import write_speculators_folder
 
@@ -34,11 +33,7 @@ VARIANTS: dict[str, tuple[type[BlockHead], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """Their package; what moves hidden states between machines, which nothing here needs, is not published."""
-    stub: Any = types.ModuleType("hs_connectors")
-    stub.FileTransfer = stub.HiddenStatesTransfer = type("Unused", (), {})
-    sys.modules.setdefault("hs_connectors", stub)
-    return pytest.importorskip("speculators.models.dspark.core", reason="speculators is not installed")
+    return module_of("dspark")
 
 
 def made_by(theirs: Any, name: str) -> Any:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from support.eagle_reference import random_eagle
+from support.speculators import module_of
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.heads.eagle_folders import write_speculators_folder
 from truedraft.heads.peagle import PEagleConfig, PEagleHead
@@ -34,11 +33,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, bool]]] = {
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """Their module; what moves hidden states between machines, which nothing here needs, is not published."""
-    stub: Any = types.ModuleType("hs_connectors")
-    stub.FileTransfer = stub.HiddenStatesTransfer = type("Unused", (), {})
-    sys.modules.setdefault("hs_connectors", stub)
-    return pytest.importorskip("speculators.models.eagle3.core", reason="speculators is not installed")
+    return module_of("eagle3")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -73,6 +73,10 @@ class BlockConfig(LayerConfig):
             raise OptionError("a confidence head that reads the token before needs the Markov head's embedding of it")
 
     @property
+    def mask(self) -> int:
+        return self.mask_id
+
+    @property
     def reach(self) -> int:
         """Tokens that a block guesses."""
         return self.block if self.from_anchor else self.block - 1

@@ -89,6 +89,11 @@ class LayerConfig:
             raise OptionError("a head with fewer ids than the target needs an LM head of its own")
 
     @property
+    def mask(self) -> int | None:
+        """The id whose embedding stands for tokens that nobody knows yet; None where the head reads none."""
+        return None
+
+    @property
     def merged(self) -> int:
         """How many layers are read."""
         return len(self.layers) or self.usual_layers

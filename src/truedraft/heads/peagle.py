@@ -32,6 +32,10 @@ class PEagleConfig(Eagle3Config):
         if not is_whole(self.mask_token, 0) or self.mask_token >= self.vocab_size:
             raise OptionError(f"the mask token is an id below {self.vocab_size}, got {self.mask_token!r}")
 
+    @property
+    def mask(self) -> int:
+        return self.mask_token
+
 
 class PEagleHead(Eagle3Head):
     """Pairs of vectors and tokens as those of EAGLE-3, and behind them pairs that nobody knows: masks.

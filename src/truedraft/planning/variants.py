@@ -31,7 +31,7 @@ from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of, user_path
 from truedraft.heads import Eagle3Head, Head, MedusaHeads, RedrafterHead
-from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
+from truedraft.heads.eagle_folders import eagle_kind, load_eagle_folder
 from truedraft.heads.published import load_published
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
@@ -534,7 +534,7 @@ def _eagle_in(path: Path, target: LanguageModel) -> Any:
 
 def _eagle_with_ids(path: Path, target: LanguageModel) -> tuple[Any, Variant] | None:
     """A published folder whose table cannot be of offsets."""
-    if not is_eagle_folder(path):
+    if eagle_kind(path) is None:
         return None
     head = load_eagle_folder(path, Eagle3Head, ids_in_d2t=True)
     head.config = head.config.at_usual_layers(target.shown_layers)

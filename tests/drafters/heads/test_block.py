@@ -190,6 +190,8 @@ def test_what_does_not_fit_is_refused() -> None:
         Engine(
             target(), drafter(random_block(DFlashHead, replace(SIZES, vocab_size=200, draft_vocab=60, own_output=True)))
         )
+    with pytest.raises(CompositionError, match="embedding of the id 150 as its mask, and tiny has 97 ids"):
+        Engine(target(), drafter(head("DFlash", vocab_size=200, mask_id=150)))
     with pytest.raises(OptionError, match="'dflash' takes branching or nodes"):
         drafter(head("DFlash"), nodes=8, branching=(2, 1))
     with pytest.raises(OptionError, match="guesses 3 tokens at once, and 4 are asked for"):
