@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cli.tiny import Result, Run
-from support.block_reference import random_block
 from support.eagle_reference import random_eagle
+from support.layer_heads import random_head
 from truedraft import load_model
 from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config, HeadRecord, MedusaConfig, MedusaHeads
 from truedraft.models.padding import PADDED_SIZES, PaddedSize
@@ -99,7 +99,7 @@ def test_heads_are_written_for_other_projects(run: Run, target: str, tmp_path: P
     block: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head": 16, "inner": 32, "block": 3, "mask_id": 9, "depth": 1}
     whole = BlockConfig(model.head_width, model.vocab_size, (0,), **block)
     copies = replace(whole, own_output=True, own_embedding=True, from_anchor=True)
-    every = (eagle, heads, random_block(DFlashHead, whole), random_block(DSparkHead, copies))
+    every = (eagle, heads, random_head(DFlashHead, whole), random_head(DSparkHead, copies))
     made = {each.kind: each for each in every}
     for kind, each in made.items():
         each.save(tmp_path / kind, HeadRecord(target, model.fingerprint), dtype=torch.float32)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.block_reference import random_block
 from support.eagle_reference import random_eagle
+from support.layer_heads import random_head
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config, Eagle3Head, block_folders, eagle_folders
 from truedraft.heads.block_folders import write_dflash_folder, write_dspark_folder
@@ -33,11 +33,11 @@ def eagle(config: Any) -> Any:
 
 
 def dflash(config: Any) -> Any:
-    return random_block(DFlashHead, config)
+    return random_head(DFlashHead, config)
 
 
 def dspark(config: Any) -> Any:
-    return random_block(DSparkHead, config)
+    return random_head(DSparkHead, config)
 
 
 def named(head: Any, folder: Path) -> None:
