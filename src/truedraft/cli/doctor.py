@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
@@ -66,6 +66,8 @@ def doctor(options: DoctorOptions) -> int:
     """
     what = options.what
     if what.url is not None:
+        if what.fix is not None:
+            raise OptionError("mends a drafter that is examined here; leave --url or it out", field="fix")
         return _served(what.url, what.drafter, options.report)
     if what.drafter is None:
         raise OptionError("is needed: the folder of the drafter that is to be examined", field="drafter")
@@ -107,7 +109,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
     _print(found, terminal)
     written = None
     if what.fix is not None:
-        written = _fix(kind.fixed, found, what.fix, terminal)
+        written = _fix(found, what.fix, terminal)
     if options.report.json:
         record = {"command": "doctor", "status": FAILED if found.faults else DONE, "drafter": drafter}
         terminal.json(
@@ -162,10 +164,11 @@ def _least_promise(drafter: str | None) -> float | None:
         OptionError: there is no card.
     """
     from truedraft.drafters.registry import TrainedDrafter
+    from truedraft.planning.variants import place_of
 
     if drafter is None:
         return None
-    card = TrainedDrafter.read(user_path(drafter.partition(":")[2] or drafter))
+    card = TrainedDrafter.read(place_of(drafter)[1])
     if card is None or not card.tokens_per_call:
         raise OptionError(f"has no card that promises something: {drafter!r}; leave it out", field="drafter")
     return min(card.tokens_per_call.values())
@@ -204,28 +207,32 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
         for each in found.trials
         if not each.reason
     ]
-    given = ("as it is given", _interval(found.given[0.0]), "", "", "")
+    given = ("as it is given", _interval(found.given[0.0].tokens_per_call), "", "", "")
     print_table(("variant", "tokens per call", "more than as given", "p", ""), [given, *rows], terminal.out)
     left = ", ".join(each.variant.name for each in found.trials if each.reason)
     if left:
         terminal.out.print(f"not to be tried here: {left}", style="dim", soft_wrap=True)
-    told = f"accepted by position, greedy: {_shares(found.was)}"
-    if found.survival != found.was:
-        told += f"; mended: {_shares(found.survival)}"
+    was, now = (each[0.0].survival for each in (found.given, found.best))
+    told = f"accepted by position, greedy: {_shares(was)}"
+    if now != was:
+        told += f"; mended: {_shares(now)}"
     terminal.out.print(told, style="dim", soft_wrap=True)
     terminal.out.print(f"{found.noun}: {found.sentence}", style="bold", soft_wrap=True)
 
 
-def _fix(write: Any, found: Diagnosis, folder: Path, terminal: Terminal) -> str | None:
-    """Write what is better, where a variant is; the folder, where it was written.
+def _fix(found: Diagnosis, folder: Path, terminal: Terminal) -> str | None:
+    """Write what is better, where other weights or sizes are; the folder, where it was written.
 
     Raises:
         ModelError: it cannot be written.
     """
-    if write is None or not any(each.mends for each in found.faults):
+    from truedraft.heads import Head
+
+    if not isinstance(found.part, Head) or not any(each.mends for each in found.faults):
         terminal.out.print(f"nothing is written into {folder}: no other weights or sizes are better", soft_wrap=True)
         return None
-    write(found.part, user_path(folder, ModelError))
+    dtype = next(each.dtype for each in found.part.parameters())
+    found.part.save(user_path(folder, ModelError), found.part.record, dtype=dtype)
     terminal.out.print(
         f"wrote {folder}: the same heads, mended; try it: truedraft doctor --drafter {folder}", soft_wrap=True
     )

@@ -49,8 +49,8 @@ def block_kind(path: Path) -> type[LayerHead] | None:
     return named_kind(path, _NESTED, _FLAT)
 
 
-def load_block_folder(path: Path, kind: type[_Block]) -> _Block:
-    """A head of one of these projects; errors are those of `load_layer_folder`."""
+def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = False) -> _Block:
+    """A head of one of these projects; arguments and errors are those of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
         nested, dspark = SPECULATORS in record, kind is DSparkHead
@@ -70,7 +70,7 @@ def load_block_folder(path: Path, kind: type[_Block]) -> _Block:
             confidence_reads_token=confidence and bool(record.get("confidence_head_with_markov", True)),
         )
 
-    return load_layer_folder(path, kind, block_kind(path), sizes)
+    return load_layer_folder(path, kind, block_kind(path), sizes, ids_in_d2t=ids_in_d2t)
 
 
 def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:

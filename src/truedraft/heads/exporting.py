@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from truedraft.errors import ModelNotFoundError, OptionError, UnknownOptionError
-from truedraft.files import object_of
 from truedraft.heads import block_folders, eagle_folders
 from truedraft.heads.base import Head
 from truedraft.heads.block import BlockHead, DFlashHead, DSparkHead
@@ -81,8 +80,7 @@ def export_head(head: str | Path, form: str, folder: Path, model: str | None = N
     if form not in _FORMATS:
         raise UnknownOptionError.nearest("format", form, FORMATS)
     kinds, write = _FORMATS[form]
-    path = Path(head)
-    own = object_of(path / "config.json").get("kind") or kind_in(path)
+    own = kind_in(Path(head))
     read: Any = next((each for each in kinds if each.kind == own), kinds[0]).load(head)
     target, config = read.record.target_name if model is None else model, None
     if target:

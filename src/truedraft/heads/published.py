@@ -58,17 +58,24 @@ def published_tree() -> RankTree:
 
 
 def kind_in(path: Path) -> str | None:
-    """The kind of a head with layers of its own that a folder of another project says it holds; None: of none."""
-    found = eagle_kind(path) or block_kind(path)
-    return None if found is None else found.kind
+    """The kind of heads that a path says it holds, ours or published ones; None: none."""
+    own, layered = object_of(path / _CONFIG).get("kind"), eagle_kind(path) or block_kind(path)
+    if isinstance(own, str) or layered is not None:
+        return own if layered is None else layered.kind
+    if _is_original(path) or is_vllm_medusa(path):
+        return MedusaHeads.kind
+    return RedrafterHead.kind if _is_apple(path) else None
 
 
-def load_published(path: Path, kind: type[Head]) -> Any:
-    """Heads of a kind of ours that another project published; None where a path has none."""
+def load_published(path: Path, kind: type[Head], *, ids_in_d2t: bool = False) -> Any:
+    """Heads of a kind of ours that another project published; None where a path has none.
+
+    With `ids_in_d2t` a table of ids is read in place of one of offsets, as damaged folders have it.
+    """
     if issubclass(kind, Eagle3Head):
-        return None if eagle_kind(path) is None else load_eagle_folder(path, kind)
+        return None if eagle_kind(path) is None else load_eagle_folder(path, kind, ids_in_d2t=ids_in_d2t)
     if issubclass(kind, BlockHead):
-        return None if block_kind(path) is None else load_block_folder(path, kind)
+        return None if block_kind(path) is None else load_block_folder(path, kind, ids_in_d2t=ids_in_d2t)
     if issubclass(kind, MedusaHeads):
         if _is_original(path):
             return _load_original(path, kind)

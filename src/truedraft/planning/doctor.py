@@ -1,10 +1,10 @@
 """The doctor: a drafter replayed on its target's own answers, beside the variants that people get wrong.
 
 Each variant drafts chains along the same answers. What it accepts at each place is known without chance, so the two
-are compared prompt by prompt: by flipping the signs of the differences (a permutation test, exact where a variant is
-as good), corrected for the number of variants by Holm. A variant is called better where that is significant and the
-gain is large enough to matter. Then it takes the place of what was given, and the others are tried again beside it,
-for a drafter may have several faults.
+are compared prompt by prompt: by flipping the signs of the differences (`sign_flips`), corrected for the number of
+variants by Holm. A variant is called better where that is significant and the gain is large enough to matter. Then it
+takes the place of what was given, and the others are tried again beside it, for a drafter may have several faults. A
+sound drafter is accused with a probability of 1 % at most: behind the first round it is not sound.
 """
 
 from __future__ import annotations
@@ -118,41 +118,36 @@ class Diagnosis:
         noun: what the drafter is.
         faults: the worst first; of a sound drafter none.
         trials: of the drafter as it was given, the best first; those that could not be tried last.
-        given: tokens per call of it, by temperature.
+        given: what it brings, by temperature.
         best: likewise, with all faults that variants name mended.
-        was: the share of places at which the first 1, 2, ... drafted tokens are accepted of what was given, greedily.
-        survival: likewise, of the best.
         promised: what its card promises, by temperature; empty where it promises nothing.
         prompts: that were answered.
-        tokens: of the answers at temperature 0.
         part: the best head or draft model.
     """
 
     noun: str
     faults: tuple[Fault, ...]
     trials: tuple[Trial, ...]
-    given: Mapping[float, Interval]
-    best: Mapping[float, Interval]
-    was: tuple[float, ...]
-    survival: tuple[float, ...]
+    given: Mapping[float, Replayed]
+    best: Mapping[float, Replayed]
     promised: Mapping[float, float]
     prompts: int
-    tokens: int
     part: Any = field(repr=False)
 
     @property
     def sentence(self) -> str:
         """The diagnosis."""
+        expected = {temperature: each.tokens_per_call for temperature, each in self.best.items()}
         now = " and ".join(
             f"{each.value:.2f} [{each.low:.2f}, {each.high:.2f}] tokens per call at temperature {temperature:g}"
-            for temperature, each in self.best.items()
+            for temperature, each in expected.items()
         )
         if self.faults:
             told = "; ".join(f"{each.meaning}: {each.fix}" for each in self.faults)
             after = any(each.mends or each.gain is not None for each in self.faults)
             return f"{told}. {'Then' if after else 'As it is,'} expect {now} on these prompts"
         told = f"sound: no variant is better; expect {now} on these prompts"
-        found = self.best[0.0]
+        found = expected[0.0]
         if found.high < _HARDLY:
             told += "; it drafts hardly anything, and none of the usual faults explains it: train it longer, or for "
             return told + "this target"
@@ -163,18 +158,22 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        given, best = (
+            {f"{temperature:g}": asdict(each.tokens_per_call) for temperature, each in cases.items()}
+            for cases in (self.given, self.best)
+        )
         return {
             "kind": self.noun,
             "sound": not self.faults,
             "diagnosis": self.sentence,
             "faults": [asdict(each) for each in self.faults],
-            "given": {f"{temperature:g}": asdict(each) for temperature, each in self.given.items()},
-            "best": {f"{temperature:g}": asdict(each) for temperature, each in self.best.items()},
-            "survival_given": list(self.was),
-            "survival": list(self.survival),
+            "given": given,
+            "best": best,
+            "survival_given": list(self.given[0.0].survival),
+            "survival": list(self.best[0.0].survival),
             "promised": {f"{temperature:g}": each for temperature, each in self.promised.items()},
             "prompts": self.prompts,
-            "tokens": self.tokens,
+            "tokens": int(self.given[0.0].places.sum()),
             "variants": [
                 {name: value for name, value in asdict(each).items() if name != "variant"} | {"name": each.variant.name}
                 for each in self.trials
@@ -241,13 +240,10 @@ def examine(
         kind.noun,
         (*_known(case), *_seen_at_once(given[0.0]), *faults),
         tuple(sorted(trials, key=_gain, reverse=True)),
-        {temperature: each.tokens_per_call for temperature, each in as_given.items()},
-        {temperature: each.tokens_per_call for temperature, each in replayed.items()},
-        as_given[0.0].survival,
-        replayed[0.0].survival,
+        as_given,
+        replayed,
         promised or {},
         len(fits),
-        int(as_given[0.0].places.sum()),
         best[0.0].part,
     )
 

@@ -22,17 +22,20 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.heads.block import DFlash, DSpark
 from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
 from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.medusa import Medusa
+from truedraft.drafters.heads.peagle import PEagle
 from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_names
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of, user_path
-from truedraft.heads import Eagle3Head, Head, MedusaHeads, RedrafterHead
-from truedraft.heads.eagle_folders import eagle_kind, load_eagle_folder
-from truedraft.heads.published import load_published
+from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
+from truedraft.heads.layers import LayerConfig, LayerHead
+from truedraft.heads.peagle import PEagleHead
+from truedraft.heads.published import kind_in, load_published
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.models.translated import TranslatedModel
@@ -118,25 +121,42 @@ class Kind:
     Attributes:
         noun: what reports call one.
         chain: of a head or draft model, what drafts one chain as long as it was made for, chosen by rank.
-        load: the head or draft model in a folder; None where there is none of this kind.
         variants: that are tried.
-        rescue: where a folder cannot be loaded, what else it may be, and the variant that says so; None where it is
-            nothing else.
-        fixed: writes a better one into a folder; None where nothing is written.
+        head: of the part; None of a draft model.
     """
 
     noun: str
     chain: Callable[[Any], Drafter]
-    load: Callable[[Path, LanguageModel], Any]
     variants: Sequence[Variant]
-    rescue: Callable[[Path, LanguageModel], tuple[Any, Variant] | None] = lambda path, target: None
-    fixed: Callable[[Any, Path], None] | None = None
+    head: type[Head] | None = None
+
+    def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
+        """The head or draft model at a path, and the variants without which it cannot be loaded.
+
+        Raises:
+            TruedraftError: it cannot be loaded.
+        """
+        if self.head is None:
+            return _draft(path, target), ()
+        mended: tuple[Variant, ...] = ()
+        try:
+            head: Any = self.head.load(path)
+        except ModelError as error:
+            try:  # a published folder whose table cannot be of offsets
+                head, mended = load_published(path, self.head, ids_in_d2t=True), (_IDS,)
+            except ModelError:
+                raise error from None
+            if head is None:
+                raise
+        if issubclass(self.head, LayerHead):
+            head.config = head.config.at_usual_layers(target.shown_layers)
+        return head, mended
 
 
 # ------------------------------------------------------------------------------- heads
 
 
-def _changed(
+def changed(
     head: Any, sizes: Mapping[str, Any], without: str = "$.", weights: Mapping[str, Tensor] | None = None
 ) -> Any:
     """A head with other sizes, without the weights that a pattern finds, and with others in place of its own.
@@ -156,7 +176,7 @@ def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
 
 
 def _flipped(name: str) -> Callable[[Case], Pair]:
-    return _part(lambda head: _changed(head, {name: not getattr(head.config, name)}))
+    return _part(lambda head: changed(head, {name: not getattr(head.config, name)}))
 
 
 def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
@@ -165,7 +185,7 @@ def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
     def change(head: Any) -> Any:
         if all(getattr(head.config, name) == value for name, value in sizes.items()):
             raise OptionError("it is so as it is")
-        return _changed(head, sizes, without)
+        return changed(head, sizes, without)
 
     return _part(change)
 
@@ -182,13 +202,13 @@ def _layer_ids(case: Case) -> str:
     )
 
 
-def _at_layers(change: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[Case], Pair]:
+def _at_layers(change: Callable[[Sequence[int], int, LayerConfig], Sequence[int]]) -> Callable[[Case], Pair]:
     def make(case: Case) -> Pair:
         now, most = case.part.config.layers, case.target.shown_layers
-        layers = tuple(change(now, most))
-        if layers == now or min(layers) < 0 or max(layers) >= most:
+        layers = tuple(change(now, most, case.part.config))
+        if not layers or layers == now or min(layers) < 0 or max(layers) >= most:
             raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
-        return _instead(case, case.of(_changed(case.part, {"layers": layers})))
+        return _instead(case, case.of(changed(case.part, {"layers": layers})))
 
     return make
 
@@ -218,7 +238,7 @@ def _at_theta(case: Case, theta: float | None) -> Pair:
     rope = case.part.config.rope
     if theta in (None, rope["rope_theta"]):
         raise OptionError("it has this theta")
-    return _instead(case, case.of(_changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
+    return _instead(case, case.of(changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
 
 
 def _ids_moved(sign: int) -> Callable[[Case], Pair]:
@@ -230,15 +250,16 @@ def _ids_moved(sign: int) -> Callable[[Case], Pair]:
         ids = head.draft_ids + sign * torch.arange(len(head.draft_ids))
         if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size or len(ids.unique()) < len(ids):
             raise OptionError("its table does not name as many ids when it is read so")
-        return _changed(head, {}, weights={"draft_ids": ids})
+        return changed(head, {}, weights={"draft_ids": ids})
 
     return _part(change)
 
 
-def _inputs_exchanged(head: Any) -> Any:
+def inputs_exchanged(head: Any) -> Any:
+    """An EAGLE-3 head whose attention reads vector and embedding in the other order."""
     names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
     state = head.state_dict()
-    return _changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
+    return changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
 
 
 class _Wide:
@@ -297,21 +318,34 @@ _RAW = Variant(
     lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
     _before_final_norm,
 )
+_TIED = "the LM head in its folder is not the one that it was trained with"
 _IDS = Variant(
     "d2t as ids",
     "its table d2t holds ids, and readers take it for offsets",
     lambda _: "store d2t[j] - j: the draft's token j is the target's token j + d2t[j]",
     _ids_moved(-1),
 )
-_EAGLE = (
+_LAYERS = (
     Variant("layers one earlier", "the layers that it reads are numbered one too high", _layer_ids,
-            _at_layers(lambda layers, _: [each - 1 for each in layers])),
+            _at_layers(lambda layers, *_: [each - 1 for each in layers])),
     Variant("layers one later", "the layers that it reads are numbered one too low", _layer_ids,
-            _at_layers(lambda layers, _: [each + 1 for each in layers])),
+            _at_layers(lambda layers, *_: [each + 1 for each in layers])),
     Variant("layers reversed", "the layers that it reads are listed the wrong way round", _layer_ids,
-            _at_layers(lambda layers, _: layers[::-1])),
-    Variant("usual layers", "it was trained on the three usual layers, and others are named", _layer_ids,
-            _at_layers(lambda _, count: (1, count // 2 - 1, count - 4))),
+            _at_layers(lambda layers, *_: layers[::-1])),
+    Variant("usual layers", "it was trained on the usual layers, and others are named", _layer_ids,
+            _at_layers(lambda _, count, config: config.usual_of(count))),
+    Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
+            lambda _: "take embed_tokens out of the weights, or put the target's there",
+            _with(r"^embed_tokens\.", own_embedding=False)),
+    Variant("LM head of the target", _TIED, lambda _: "take lm_head out of the weights, or put the target's rows there",
+            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
+    Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
+            lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
+    _IDS,
+    *_thetas(_at_theta),
+    _WIDE,
+)  # fmt: skip
+_EAGLE = (
     Variant("norm_before_residual", "its residual stream begins on the wrong side of hidden_norm",
             _set("norm_before_residual"), _flipped("norm_before_residual")),
     Variant("norm_output", "what it gives to its next step is on the wrong side of its last norm",
@@ -320,19 +354,15 @@ _EAGLE = (
             _with(r"^fc_norm\.", fc_norm=False)),
     Variant("without norm_before_fc", "it was trained without a norm before fc", _set("norm_before_fc"),
             _with(r"^input_norm\.", norm_before_fc=False)),
-    Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
-            lambda _: "take embed_tokens out of the weights, or put the target's there",
-            _with(r"^embed_tokens\.", own_embedding=False)),
-    Variant("LM head of the target", "the LM head in its folder is not the one that it was trained with",
-            lambda _: "take lm_head out of the weights, or put the target's rows there",
-            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
     Variant("inputs exchanged", "its attention reads vector and embedding in the other order",
-            lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(_inputs_exchanged)),
-    Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
-            lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
-    _IDS,
-    *_thetas(_at_theta),
-    _WIDE,
+            lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(inputs_exchanged)),
+    *_LAYERS,
+)  # fmt: skip
+_BLOCK = (
+    Variant("sample_from_anchor", "its rows guess the token at another place than in training",
+            lambda case: f"set sample_from_anchor to {json.dumps(case.part.config.from_anchor)} in {_CONFIG}, in "
+            "truedraft's own folder from_anchor", _flipped("from_anchor")),
+    *_LAYERS,
 )  # fmt: skip
 
 
@@ -344,10 +374,9 @@ def _later_heads(head: Any) -> Any:
         for name, (_, number, rest) in names.items()
         if int(number)
     }
-    return _changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
+    return changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
 
 
-_TIED = "the LM head in its folder is not the one that it was trained with"
 _MEDUSA = (
     Variant("heads one later", "its first head guesses the next token itself, which the target gives anyway",
             lambda _: "leave the first head out, and number the others from 0", _part(_later_heads)),
@@ -486,8 +515,10 @@ def _same_ids(case: Case) -> Pair:
 
 def _draft_theta(case: Case, theta: float | None) -> Pair:
     config = object_of(case.path / _CONFIG)
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _USUAL_THETA)}
-    if not config or theta is None or rope.get("rope_theta") in (theta, None):
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", _USUAL_THETA)} | given
+    several = any(isinstance(each, dict) for each in given.values())  # of layers of several kinds
+    if not config or theta in (None, rope["rope_theta"]) or several:
         raise OptionError("it has this theta, or none")
     parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
     return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
@@ -514,33 +545,6 @@ _DRAFT = (
 # ------------------------------------------------------------------------------- kinds
 
 
-def _of_head(kind: type[Head]) -> Callable[[Path, LanguageModel], Any]:
-    """Loads heads of a kind, ours or published ones."""
-
-    def load(path: Path, target: LanguageModel) -> Any:
-        if object_of(path / _CONFIG).get("kind") == kind.kind:
-            return kind.load(path)
-        return load_published(path, kind)
-
-    return load
-
-
-def _eagle_in(path: Path, target: LanguageModel) -> Any:
-    head = _of_head(Eagle3Head)(path, target)
-    if head is not None:
-        head.config = head.config.at_usual_layers(target.shown_layers)
-    return head
-
-
-def _eagle_with_ids(path: Path, target: LanguageModel) -> tuple[Any, Variant] | None:
-    """A published folder whose table cannot be of offsets."""
-    if eagle_kind(path) is None:
-        return None
-    head = load_eagle_folder(path, Eagle3Head, ids_in_d2t=True)
-    head.config = head.config.at_usual_layers(target.shown_layers)
-    return head, _IDS
-
-
 def _medusa_chain(heads: Any) -> Drafter:
     chain = RankTree.cartesian((1,) * heads.reach)
     return Medusa(heads, {GREEDY: chain, SAMPLED: chain}, nodes=heads.reach)
@@ -550,17 +554,14 @@ def _redrafter_chain(head: Any) -> Drafter:
     return Redrafter(head, beams=1, length=head.reach, nodes=head.reach, sampled=False)
 
 
-def _save_head(head: Any, folder: Path) -> None:
-    head.save(folder, head.record)
-
-
 KINDS: dict[str, Kind] = {
-    "eagle": Kind("an EAGLE-3 head", Eagle3, _eagle_in, (*_EAGLE, *_FORMS), _eagle_with_ids, _save_head),
-    "medusa": Kind("Medusa heads", _medusa_chain, _of_head(MedusaHeads), (*_MEDUSA, *_FORMS), fixed=_save_head),
-    "redrafter": Kind(
-        "a recurrent head", _redrafter_chain, _of_head(RedrafterHead), (*_REDRAFTER, *_FORMS), fixed=_save_head
-    ),
-    "draft": Kind("a draft model", lambda m: DraftModel(m, _DRAFTED), _draft, (*_DRAFT, *_FORMS)),
+    "eagle": Kind("an EAGLE-3 head", Eagle3, (*_EAGLE, *_FORMS), Eagle3Head),
+    "p-eagle": Kind("a P-EAGLE head", PEagle, (*_EAGLE, *_FORMS), PEagleHead),
+    "dflash": Kind("a DFlash head", DFlash, (*_BLOCK, *_FORMS), DFlashHead),
+    "dspark": Kind("a DSpark head", DSpark, (*_BLOCK, *_FORMS), DSparkHead),
+    "medusa": Kind("Medusa heads", _medusa_chain, (*_MEDUSA, *_FORMS), MedusaHeads),
+    "redrafter": Kind("a recurrent head", _redrafter_chain, (*_REDRAFTER, *_FORMS), RedrafterHead),
+    "draft": Kind("a draft model", lambda model: DraftModel(model, _DRAFTED), (*_DRAFT, *_FORMS)),
 }
 """By the word that `--drafter` has for each; a draft model is what nothing else is."""
 
@@ -572,30 +573,23 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
         ModelNotFoundError: there is nothing there.
         ModelError: it cannot be loaded.
     """
+    word, path = place_of(typed)
+    kind = KINDS.get(word or kind_in(path) or "draft")
+    if kind is None:
+        raise CompositionError(f"{str(path)!r} holds none of what is examined: {', '.join(KINDS)}")
+    part, mended = kind.load(path, target)
+    return kind, _with_layers(Case(path, target, part, kind.chain, mended=mended))
+
+
+def place_of(typed: str) -> tuple[str | None, Path]:
+    """The word of its kind, if one stands before it, and where a drafter lies; what ships is `embedded:NAME`."""
     word, _, rest = typed.partition(":")
-    named = word if word in KINDS and rest else None
-    path = _place(rest if named else typed)
-    for word in [named] if named else KINDS:
-        kind, mended = KINDS[word], tuple[Variant, ...]()
-        try:
-            part = kind.load(path, target)
-        except ModelError:
-            found = kind.rescue(path, target)
-            if found is None:
-                raise
-            part, mended = found[0], (found[1],)
-        if part is not None:
-            return kind, _with_layers(Case(path, target, part, kind.chain, mended=mended))
-    raise CompositionError(f"{str(path)!r} does not hold {KINDS[word].noun}; name its kind, one of {', '.join(KINDS)}")
-
-
-def _place(typed: str) -> Path:
-    """Where something lies; what ships is `embedded:NAME`."""
-    prefix, _, name = typed.partition(":")
-    if prefix != "embedded":
-        path = user_path(typed, ModelNotFoundError)
-        return path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
-    return embedded_folder(name) if name in embedded_names() else embedded_heads(name)
+    if word in KINDS and rest:
+        return word, place_of(rest)[1]
+    if word == "embedded":
+        return None, embedded_folder(rest) if rest in embedded_names() else embedded_heads(rest)
+    path = user_path(typed, ModelNotFoundError)
+    return None, path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
 
 
 def _with_layers(case: Case) -> Case:
@@ -605,5 +599,5 @@ def _with_layers(case: Case) -> Case:
         return case
     wanted = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
     if features.layers:
-        wanted |= {1, most // 2 - 1, most - 4}
+        wanted |= set(case.part.config.usual_of(most))
     return replace(case, layers=tuple(sorted(each for each in wanted if 0 <= each < most)))
