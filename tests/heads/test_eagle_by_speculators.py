@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from support.eagle_reference import random_eagle
-from support.speculators import module_of
+from support.speculators import module_of, with_random_weights
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.heads.eagle_folders import write_speculators_folder
 from truedraft.heads.peagle import PEagleConfig, PEagleHead
@@ -45,7 +45,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def made_by(theirs: Any, name: str) -> Any:
-    """A head of theirs with random weights."""
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 
     kind, flags = VARIANTS[name]
@@ -57,14 +56,7 @@ def made_by(theirs: Any, name: str) -> Any:
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer, draft_vocab_size=_IDS, eagle_aux_hidden_state_layer_ids=[1, 2, 3], **flags
     )
-    model, generator = theirs.Eagle3DraftModel(config).eval(), torch.Generator().manual_seed(1)
-    ids = torch.randperm(_VOCAB, generator=generator)[:_IDS].sort().values
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(1.0 if weight.dim() == 1 else 0.0, 0.2, generator=generator)
-        model.t2d.copy_(torch.zeros(_VOCAB, dtype=torch.bool).index_fill_(0, ids, True))
-        model.d2t.copy_(ids - torch.arange(_IDS))
-    return model
+    return with_random_weights(theirs.Eagle3DraftModel(config))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -197,8 +197,8 @@ def _set(name: str) -> Callable[[Case], str]:
 def _layer_ids(case: Case) -> str:
     layers = list(case.part.config.layers)
     return (
-        f"set eagle_aux_hidden_state_layer_ids to {[number + 1 for number in layers]} (what enters a layer), in "
-        f"truedraft's own folder layers to {layers} (what leaves it)"
+        f"name layers {[number + 1 for number in layers]} in {_CONFIG} of EAGLE and speculators (what enters a "
+        f"layer), in truedraft's, z-lab's and DeepSpec's {layers} (what leaves it)"
     )
 
 
