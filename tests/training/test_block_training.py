@@ -79,6 +79,7 @@ def test_each_step_is_a_token_of_a_block_whose_tokens_before_are_the_texts(name:
             torch.testing.assert_close(each.target[row], state[ids], rtol=0, atol=5e-5)
             seen += 1
     assert seen == (6 + 6 + 2) + (5 + 5 + 1) + (4 + 4)
+    assert not list(made.steps([WrittenAnswer([7], [3], 0.0, True)])), "a text of two tokens has no vector to begin at"
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from truedraft.planning.doctor import Diagnosis, Prompt
     from truedraft.planning.predictions import Interval
 
-_PROMPTS, _TOKENS = 24, 64
+_PROMPTS, _LEAST_PROMPTS, _TOKENS = 24, 12, 64  # the least is that of `examine`
 _PATIENCE_S = 20.0
 _BELOW_CARD = 0.9  # of what is promised, what counts as less
 
@@ -41,7 +41,7 @@ class WhatToExamine:
     prompts: str = option(
         HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file, best of your own.", "FILE"
     )
-    limit: int = option(_PROMPTS, "Only so many prompts, evenly over the set.", "N", least=1)
+    limit: int = option(_PROMPTS, "Only so many prompts, evenly over the set.", "N", least=_LEAST_PROMPTS)
     tokens: int = option(_TOKENS, "Of an answer.", "N", least=2)
     plain: bool = flag("Give prompts as they are, also where the model has a chat template.")
     fix: Path | None = option(None, "Write heads with what is better into this new folder.", "DIR")

@@ -329,8 +329,8 @@ def replay(case: Case) -> Replayed:
         TruedraftError: the drafter does not fit the target, or failed.
     """
     drafter = case.chain(case.part)
-    drafter.check(case.target)
-    walks = walk_along(drafter, case.target, case.traces)
+    drafter.check(case.beside)
+    walks = walk_along(drafter, case.beside, case.seen())
     steps = [each.steps([drafter.limits.nodes]) for each in walks]
     by_depth = np.concatenate([_padded(each.reach[0], drafter.limits.depth) for each in steps])
     return Replayed(

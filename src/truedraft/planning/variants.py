@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class Case:
         traces: the target's answers, with what `layers` show.
         layers: of the target, whose vectors the traces hold.
         mended: variants without which it could not be loaded.
+        shown: what is made of what the target showed before the drafter sees it.
+        wide: whether the drafter computes in float32, whatever the target does.
     """
 
     path: Path
@@ -69,14 +71,28 @@ class Case:
     traces: tuple[AnswerTrace, ...] = ()
     layers: tuple[int, ...] = ()
     mended: tuple[Variant, ...] = ()
+    shown: tuple[Callable[[StepOutcome], StepOutcome], ...] = ()
+    wide: bool = False
 
     def of(self, part: Any) -> Case:
         """The same with another head or draft model."""
         return replace(self, part=part)
 
     def showing(self, change: Callable[[StepOutcome], StepOutcome]) -> Case:
-        """The same, where the target showed something else."""
-        return replace(self, traces=tuple(replace(each, seen=tuple(map(change, each.seen))) for each in self.traces))
+        """The same, where the drafter sees something else."""
+        return replace(self, shown=(*self.shown, change))
+
+    @property
+    def beside(self) -> LanguageModel:
+        """The target as the drafter reads it."""
+        return cast(LanguageModel, _Wide(self.target)) if self.wide else self.target
+
+    def seen(self) -> tuple[AnswerTrace, ...]:
+        """The traces as the drafter sees them."""
+        traces = self.traces
+        for change in self.shown:
+            traces = tuple(replace(each, seen=tuple(map(change, each.seen))) for each in traces)
+        return traces
 
 
 class Pair(NamedTuple):
@@ -287,14 +303,14 @@ class _Wide:
 
 
 def _in_float32(case: Case) -> Pair:
-    if case.target.dtype is torch.float32:
+    if case.wide or case.target.dtype is torch.float32:
         raise OptionError("it computes in float32")
 
     def widened(seen: StepOutcome) -> StepOutcome:
         hidden = None if seen.hidden is None else seen.hidden.float()
         return replace(seen, hidden=hidden, layers=tuple(each.float() for each in seen.layers))
 
-    return _instead(case, replace(case.showing(widened), target=cast(LanguageModel, _Wide(case.target))))
+    return _instead(case, replace(case.showing(widened), wide=True))
 
 
 def _before_final_norm(case: Case) -> Pair:
@@ -398,15 +414,20 @@ _REDRAFTER = (
 # ------------------------------------------------------------------------------- prompts
 
 
-def _plain(case: Case, prompt: str | tuple[int, ...]) -> Sequence[int]:
+Form: TypeAlias = Callable[[Case, int], Sequence[int]]
+"""Writes the prompt of a trace, by its number, in some way."""
+
+
+def _plain(case: Case, number: int) -> Sequence[int]:
+    prompt = case.prompts[number]
     return encode_prompt(case.target, prompt if isinstance(prompt, str) else list(prompt))
 
 
-def _as_chat(of: Callable[[Case], Any]) -> Callable[[Case, str | tuple[int, ...]], Sequence[int]]:
+def _as_chat(of: Callable[[Case], Any]) -> Form:
     """Writes a prompt as the one message of a user, by a model's chat template."""
 
-    def form(case: Case, prompt: str | tuple[int, ...]) -> Sequence[int]:
-        tokenizer = of(case)
+    def form(case: Case, number: int) -> Sequence[int]:
+        tokenizer, prompt = of(case), case.prompts[number]
         if tokenizer is None or not isinstance(prompt, str):
             raise OptionError("there is no text or no tokenizer to write it by a template")
         return list(tokenizer.chat([{"role": "user", "content": prompt}]))
@@ -414,16 +435,17 @@ def _as_chat(of: Callable[[Case], Any]) -> Callable[[Case, str | tuple[int, ...]
     return form
 
 
-def _other_bos(case: Case, ids: Sequence[int]) -> Sequence[int]:
+def _other_bos(case: Case, number: int) -> Sequence[int]:
     """With the token that begins texts where it is missing, without it where it stands."""
+    ids = case.traces[number].prompt
     bos = None if case.target.tokenizer is None else case.target.tokenizer.backend.bos_token_id
     if bos is None:
         raise OptionError("no token begins texts")
     return ids[1:] if ids[0] == bos and len(ids) > 1 else (bos, *ids)
 
 
-def _written(form: Callable[[Case, int], Sequence[int]]) -> Callable[[Case], Pair]:
-    """Makes a variant that is another way to write prompts, by the numbers of traces.
+def _written(form: Form) -> Callable[[Case], Pair]:
+    """Makes a variant that is another way to write prompts.
 
     Other prompts have other answers, which may be easier to guess. So both answers are replayed behind both: what
     hangs on the answers, and that each is its own prompt's, is the same on both sides.
@@ -452,29 +474,19 @@ def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTra
     return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)
 
 
-def _prompted(form: Callable[[Case, str | tuple[int, ...]], Sequence[int]]) -> Callable[[Case], Pair]:
-    return _written(lambda case, number: form(case, case.prompts[number]))
-
-
-_PLAIN = Variant(
-    "prompts without chat template",
-    "it was trained on text without the chat template",
-    lambda _: "train it on prompts that the target's chat template writes, or do without the template",
-    _prompted(_plain),
-)
-_CHAT = Variant(
-    "prompts by the target's chat template",
-    "it was trained on chats, and prompts come without the chat template",
-    lambda _: "serve chats: --chat, or /v1/chat/completions",
-    _prompted(_as_chat(lambda case: case.target.tokenizer)),
-)
-_BOS = Variant(
-    "first token (BOS) there or not",
-    "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
-    lambda _: "make the tokenizer's add_bos_token what it was in training, or train again as prompts are served",
-    _written(lambda case, number: _other_bos(case, case.traces[number].prompt)),
-)
-_FORMS = (_PLAIN, _CHAT, _BOS)
+_FORMS = (
+    Variant("prompts without chat template", "it was trained on text without the chat template",
+            lambda _: "train it on prompts that the target's chat template writes, or do without the template",
+            _written(_plain)),
+    Variant("prompts by the target's chat template",
+            "it was trained on chats, and prompts come without the chat template",
+            lambda _: "serve chats: --chat, or /v1/chat/completions",
+            _written(_as_chat(lambda case: case.target.tokenizer))),
+    Variant("first token (BOS) there or not",
+            "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
+            lambda _: "make the tokenizer's add_bos_token what it was in training, or train as prompts are served",
+            _written(_other_bos)),
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------- draft models
@@ -535,7 +547,7 @@ _DRAFT = (
             lambda _: "copy the target's tokenizer files into its folder", _same_ids),
     Variant("prompts by its own chat template", "it was trained on chats by another template than the target's",
             lambda _: "train it on the target's template, or serve the target with the draft's",
-            _prompted(_as_chat(lambda case: case.part.tokenizer))),
+            _written(_as_chat(lambda case: case.part.tokenizer))),
     *_thetas(_draft_theta),
     Variant("float32", "its numbers are too large or too far apart for the target's dtype, or badly quantised",
             lambda _: "load it in float32, or fetch weights in the dtype in which it was published", _wide_draft),
