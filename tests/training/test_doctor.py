@@ -192,6 +192,10 @@ def test_faults_of_other_heads_are_named() -> None:
     assert [each.name for each in other.faults] == ["heads one later"]
 
 
+def with_another_tokenizer(folder: Path, tokenizer: Any) -> None:
+    save_tokenizer(tokenizer, folder)
+
+
 def with_exchanged_ids(folder: Path, tokenizer: Any) -> None:
     (file,) = folder.glob("*.safetensors")
     weights, name = load_file(file), "model.embed_tokens.weight"
@@ -206,18 +210,20 @@ def with_another_theta(folder: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "name"),
+    ("plants", "names"),
     [
-        (lambda folder, tokenizer: save_tokenizer(tokenizer, folder), "ids of the target"),
-        (with_exchanged_ids, "other ids"),
-        (with_another_theta, "rope theta of the target"),
+        ([with_another_tokenizer], ["ids of the target"]),
+        ([with_exchanged_ids], ["other ids"]),
+        ([with_another_theta], ["rope theta of the target"]),
+        ([with_another_tokenizer, with_another_theta], ["ids of the target", "rope theta of the target"]),
     ],
 )
-def test_a_fault_of_a_draft_model_is_named(plant, name, tokenizer, tmp_path) -> None:
+def test_faults_of_a_draft_model_are_named(plants, names, tokenizer, tmp_path) -> None:
     folder = Path(shutil.copytree(embedded_folder("draft"), tmp_path / "draft"))
-    plant(folder, tokenizer)
+    for plant in plants:
+        plant(folder, tokenizer)
     found = diagnosed(folder, embedded(), heldout())
-    assert [each.name for each in found.faults] == [name]
+    assert [each.name for each in found.faults] == names
 
 
 def test_a_head_that_never_saw_the_chat_template_is_named(heads, target, tokenizer, asked) -> None:

@@ -94,7 +94,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
         target = load_model(model.model, **model.of_target, **options.machine.of_models)
     with errors_about("drafter"), quiet_hub():
         kind, case = case_of(drafter, target)
-    card = TrainedDrafter.read(case.path) if case.path.is_dir() else None
+    card = TrainedDrafter.read(case.source.path) if case.source.path.is_dir() else None
     promised = {} if card is None else promised_by(card.figures, case.chain(case.part).limits.depth)
     prompts = written_prompts(target, texts, plain=what.plain)
     with terminal.progress("examining", 1000) as shown:

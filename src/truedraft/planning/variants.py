@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -47,11 +47,55 @@ _DRAFTED = 4  # tokens of a draft model's chain
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where a drafter lies, and what of the files of a draft model is read otherwise.
+
+    Attributes:
+        path: a folder, a file or a name on the hub.
+        without: names of files that are left out, as a pattern; "" is none.
+        files: JSON objects in place of files.
+        dtype: of the model; None runs it as the target.
+    """
+
+    path: Path
+    without: str = ""
+    files: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What config.json holds; empty where there is none."""
+        return dict(self.files.get(_CONFIG) or object_of(self.path / _CONFIG))
+
+    def draft(self, target: LanguageModel) -> LanguageModel:
+        """The draft model, in the target's ids where its tokenizer is another.
+
+        Raises:
+            OptionError: files are to be read otherwise, and there is no folder.
+            ModelError: it cannot be loaded.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) if self.without or self.files else self.path
+            if path is not self.path and not self.path.is_dir():
+                raise OptionError("it is no folder of this machine")
+            for file in self.path.resolve().iterdir() if path is not self.path else ():
+                if file.name not in self.files and not (self.without and re.search(self.without, file.name)):
+                    (path / file.name).symlink_to(file)
+            for name, content in self.files.items():
+                (path / name).write_text(json.dumps(content), encoding="utf-8")
+            dtype = self.dtype or target.dtype
+            model = load_model(path, dtype=dtype, device=target.device, fast_paths=self.dtype is None)
+        ours, theirs = model.tokenizer, target.tokenizer
+        same = ours is None or theirs is None or ours.same_vocabulary(theirs)
+        return model if same else TranslatedModel(model, target)
+
+
+@dataclass(frozen=True)
 class Case:
     """A drafter beside answers of its target.
 
     Attributes:
-        path: where the drafter lies.
+        source: where the drafter lies.
         target: that it drafts for.
         part: the head or draft model.
         chain: makes the drafter of it that drafts one chain.
@@ -63,7 +107,7 @@ class Case:
         wide: whether the drafter computes in float32, whatever the target does.
     """
 
-    path: Path
+    source: Source
     target: LanguageModel
     part: Any
     chain: Callable[[Any], Drafter]
@@ -153,7 +197,7 @@ class Kind:
             TruedraftError: it cannot be loaded.
         """
         if self.head is None:
-            return _draft(path, target), ()
+            return Source(path).draft(target), ()
         mended: tuple[Variant, ...] = ()
         try:
             head: Any = self.head.load(path)
@@ -492,54 +536,35 @@ _FORMS = (
 # ------------------------------------------------------------------------------- draft models
 
 
-def _loaded(path: Path, target: LanguageModel, dtype: torch.dtype | None = None) -> LanguageModel:
-    """A draft model as the target runs, or plainly in another dtype."""
-    return load_model(path, dtype=dtype or target.dtype, device=target.device, fast_paths=dtype is None)
-
-
-def _draft(path: Path, target: LanguageModel) -> LanguageModel:
-    """A draft model, in the target's ids where its tokenizer is another."""
-    model = _loaded(path, target)
-    ours, theirs = model.tokenizer, target.tokenizer
-    same = ours is None or theirs is None or ours.same_vocabulary(theirs)
-    return model if same else TranslatedModel(model, target)
-
-
-def _refiled(case: Case, without: str, files: Mapping[str, Any]) -> Pair:
-    """A draft of the same folder without the files that a pattern finds, and with other JSON objects."""
-    if not case.path.is_dir():
-        raise OptionError("it is no folder of this machine")
-    with tempfile.TemporaryDirectory() as folder:
-        for file in case.path.resolve().iterdir():
-            if not re.search(without, file.name) and file.name not in files:
-                (Path(folder) / file.name).symlink_to(file)
-        for name, content in files.items():
-            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
-        return _instead(case, case.of(_draft(Path(folder), case.target)))
+def _redrafted(case: Case, **changes: Any) -> Pair:
+    """A draft of the same folder that is read otherwise, beside what other variants changed."""
+    source = replace(case.source, **changes)
+    return _instead(case, replace(case, source=source, part=source.draft(case.target)))
 
 
 def _same_ids(case: Case) -> Pair:
     """A draft whose tokenizer is another, as if its ids were the target's."""
     if case.part.shared_ids is None:
         raise OptionError("it has the target's tokenizer")
-    return _refiled(case, r"token|vocab|merges|spiece|tekken", {})
+    return _redrafted(case, without=r"token|vocab|merges|spiece|tekken")
 
 
 def _draft_theta(case: Case, theta: float | None) -> Pair:
-    config = object_of(case.path / _CONFIG)
+    config = case.source.config
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", _USUAL_THETA)} | given
     several = any(isinstance(each, dict) for each in given.values())  # of layers of several kinds
     if not config or theta in (None, rope["rope_theta"]) or several:
         raise OptionError("it has this theta, or none")
     parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
-    return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
+    changed_config = config | {"rope_theta": theta, "rope_parameters": parameters}
+    return _redrafted(case, files={**case.source.files, _CONFIG: changed_config})
 
 
 def _wide_draft(case: Case) -> Pair:
-    if case.target.dtype is torch.float32:
+    if torch.float32 in (case.target.dtype, case.source.dtype):
         raise OptionError("it computes in float32")
-    return _instead(case, case.of(_loaded(case.path, case.target, torch.float32)))
+    return _redrafted(case, dtype=torch.float32)
 
 
 _DRAFT = (
@@ -590,7 +615,7 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
     if kind is None:
         raise CompositionError(f"{str(path)!r} holds none of what is examined: {', '.join(KINDS)}")
     part, mended = kind.load(path, target)
-    return kind, _with_layers(Case(path, target, part, kind.chain, mended=mended))
+    return kind, _with_layers(Case(Source(path), target, part, kind.chain, mended=mended))
 
 
 def place_of(typed: str) -> tuple[str | None, Path]:
