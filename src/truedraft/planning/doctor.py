@@ -21,9 +21,10 @@ from torch import Tensor
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, TruedraftError
 from truedraft.heads import Head
+from truedraft.planning.cases import Case, Variant, behind
 from truedraft.planning.predictions import Interval, difference_over_prompts, ratio_over_prompts, sign_flips
 from truedraft.planning.traces import outputs_along, trace_answers
-from truedraft.planning.variants import Case, Kind, Variant, behind
+from truedraft.planning.variants import Kind
 from truedraft.planning.walks import Numbers, walk_along
 from truedraft.theory import holm
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.top_k import TopK
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.heads.block import DFlash, DSpark
@@ -31,147 +29,17 @@ from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_names
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
-from truedraft.files import object_of, user_path
+from truedraft.files import user_path
 from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
 from truedraft.heads.layers import LayerConfig, LayerHead
 from truedraft.heads.peagle import PEagleHead
 from truedraft.heads.published import kind_in, load_published
 from truedraft.models.base import LanguageModel
-from truedraft.models.loading import load_model
-from truedraft.models.translated import TranslatedModel
-from truedraft.planning.traces import AnswerTrace, trace_answers, trace_behind
+from truedraft.planning.cases import CONFIG, Case, Pair, Source, Variant, behind, instead
+from truedraft.planning.traces import trace_answers
 
-_CONFIG = "config.json"
 _USUAL_THETA = 10_000.0  # where a config.json names none
 _DRAFTED = 4  # tokens of a draft model's chain
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a drafter lies, and what of the files of a draft model is read otherwise.
-
-    Attributes:
-        path: a folder, a file or a name on the hub.
-        without: names of files that are left out, as a pattern; "" is none.
-        files: JSON objects in place of files.
-        dtype: of the model; None runs it as the target.
-    """
-
-    path: Path
-    without: str = ""
-    files: Mapping[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """What config.json holds; empty where there is none."""
-        return dict(self.files.get(_CONFIG) or object_of(self.path / _CONFIG))
-
-    def draft(self, target: LanguageModel) -> LanguageModel:
-        """The draft model, in the target's ids where its tokenizer is another.
-
-        Raises:
-            OptionError: files are to be read otherwise, and there is no folder.
-            ModelError: it cannot be loaded.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) if self.without or self.files else self.path
-            if path is not self.path and not self.path.is_dir():
-                raise OptionError("it is no folder of this machine")
-            for file in self.path.resolve().iterdir() if path is not self.path else ():
-                if file.name not in self.files and not (self.without and re.search(self.without, file.name)):
-                    (path / file.name).symlink_to(file)
-            for name, content in self.files.items():
-                (path / name).write_text(json.dumps(content), encoding="utf-8")
-            dtype = self.dtype or target.dtype
-            model = load_model(path, dtype=dtype, device=target.device, fast_paths=self.dtype is None)
-        ours, theirs = model.tokenizer, target.tokenizer
-        same = ours is None or theirs is None or ours.same_vocabulary(theirs)
-        return model if same else TranslatedModel(model, target)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A drafter beside answers of its target.
-
-    Attributes:
-        source: where the drafter lies.
-        target: that it drafts for.
-        part: the head or draft model.
-        chain: makes the drafter of it that drafts one chain.
-        prompts: as they were given, text or ids, one for each trace.
-        traces: the target's answers, with what `layers` show.
-        layers: of the target, whose vectors the traces hold.
-        mended: variants without which it could not be loaded.
-        shown: what is made of what the target showed before the drafter sees it.
-        wide: whether the drafter computes in float32, whatever the target does.
-    """
-
-    source: Source
-    target: LanguageModel
-    part: Any
-    chain: Callable[[Any], Drafter]
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    traces: tuple[AnswerTrace, ...] = ()
-    layers: tuple[int, ...] = ()
-    mended: tuple[Variant, ...] = ()
-    shown: tuple[Callable[[StepOutcome], StepOutcome], ...] = ()
-    wide: bool = False
-
-    def of(self, part: Any) -> Case:
-        """The same with another head or draft model."""
-        return replace(self, part=part)
-
-    def showing(self, change: Callable[[StepOutcome], StepOutcome]) -> Case:
-        """The same, where the drafter sees something else."""
-        return replace(self, shown=(*self.shown, change))
-
-    @property
-    def beside(self) -> LanguageModel:
-        """The target as the drafter reads it."""
-        return cast(LanguageModel, _Wide(self.target)) if self.wide else self.target
-
-    def seen(self) -> tuple[AnswerTrace, ...]:
-        """The traces as the drafter sees them."""
-        traces = self.traces
-        for change in self.shown:
-            traces = tuple(replace(each, seen=tuple(map(change, each.seen))) for each in traces)
-        return traces
-
-
-class Pair(NamedTuple):
-    """What is compared, on the same tokens.
-
-    Attributes:
-        given: the case as it was.
-        changed: the variant.
-        better: what takes the place of the case where the variant is better.
-    """
-
-    given: Case
-    changed: Case
-    better: Case
-
-
-def _instead(given: Case, changed: Case) -> Pair:
-    return Pair(given, changed, changed)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way in which a drafter may have to be read.
-
-    Attributes:
-        name: of the variant.
-        meaning: what is wrong with the drafter as it is given if this is better.
-        fix: what to do then, by the case as it is better.
-        make: of the case as it is given what is to be compared.
-    """
-
-    name: str
-    meaning: str
-    fix: Callable[[Case], str]
-    make: Callable[[Case], Pair]
 
 
 @dataclass(frozen=True)
@@ -227,12 +95,12 @@ def changed(
     """
     kept = {name: each for name, each in head.state_dict().items() if not re.search(without, name)}
     config = replace(head.config, **dict(sizes))
-    return type(head).with_weights(config, kept | dict(weights or {}), Path(_CONFIG)).with_record(head.record)
+    return type(head).with_weights(config, kept | dict(weights or {}), Path(CONFIG)).with_record(head.record)
 
 
 def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
     """Makes a variant that is another head."""
-    return lambda case: _instead(case, case.of(change(case.part)))
+    return lambda case: instead(case, case.of(change(case.part)))
 
 
 def _flipped(name: str) -> Callable[[Case], Pair]:
@@ -251,13 +119,13 @@ def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
 
 
 def _set(name: str) -> Callable[[Case], str]:
-    return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {_CONFIG}"
+    return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {CONFIG}"
 
 
 def _layer_ids(case: Case) -> str:
     layers = list(case.part.config.layers)
     return (
-        f"name layers {[number + 1 for number in layers]} in {_CONFIG} of EAGLE and speculators (what enters a "
+        f"name layers {[number + 1 for number in layers]} in {CONFIG} of EAGLE and speculators (what enters a "
         f"layer), in truedraft's, z-lab's and DeepSpec's {layers} (what leaves it)"
     )
 
@@ -268,7 +136,7 @@ def _at_layers(change: Callable[[Sequence[int], int, LayerConfig], Sequence[int]
         layers = tuple(change(now, most, case.part.config))
         if not layers or layers == now or min(layers) < 0 or max(layers) >= most:
             raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
-        return _instead(case, case.of(changed(case.part, {"layers": layers})))
+        return instead(case, case.of(changed(case.part, {"layers": layers})))
 
     return make
 
@@ -286,7 +154,7 @@ def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
     def at_usual(case: Case) -> Pair:
         return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
 
-    told, at = "its rotation has another theta than in training", f"in {_CONFIG}"
+    told, at = "its rotation has another theta than in training", f"in {CONFIG}"
     return [
         Variant("rope theta of the target", told, lambda case: f"set rope_theta to {_theta_of(case.target):g} {at}",
                 lambda case: change(case, _theta_of(case.target))),
@@ -298,7 +166,7 @@ def _at_theta(case: Case, theta: float | None) -> Pair:
     rope = case.part.config.rope
     if theta in (None, rope["rope_theta"]):
         raise OptionError("it has this theta")
-    return _instead(case, case.of(changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
+    return instead(case, case.of(changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
 
 
 def _ids_moved(sign: int) -> Callable[[Case], Pair]:
@@ -322,30 +190,6 @@ def inputs_exchanged(head: Any) -> Any:
     return changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
 
 
-class _Wide:
-    """A target to a head that computes in float32 beside it; its own weights stay as they are."""
-
-    dtype = torch.float32
-
-    def __init__(self, target: LanguageModel) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def unembed(self, vectors: Tensor) -> Tensor:
-        return self._target.unembed(vectors.to(self._target.dtype)).float()
-
-    def likeliest(self, vectors: Tensor, count: int) -> TopK:
-        return TopK.of(self.unembed(vectors), count)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._target.embed(tokens).float()
-
-    def shared_heads(self, blocks: Any) -> None:
-        """None: the target's own way is in its dtype."""
-
-
 def _in_float32(case: Case) -> Pair:
     if case.wide or case.target.dtype is torch.float32:
         raise OptionError("it computes in float32")
@@ -354,7 +198,7 @@ def _in_float32(case: Case) -> Pair:
         hidden = None if seen.hidden is None else seen.hidden.float()
         return replace(seen, hidden=hidden, layers=tuple(each.float() for each in seen.layers))
 
-    return _instead(case, replace(case.showing(widened), wide=True))
+    return instead(case, replace(case.showing(widened), wide=True))
 
 
 def _before_final_norm(case: Case) -> Pair:
@@ -363,7 +207,7 @@ def _before_final_norm(case: Case) -> Pair:
     if last not in case.layers:
         raise OptionError("the target shows no vector before its final norm")
     place = case.layers.index(last)
-    return _instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
+    return instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
 
 
 _WIDE = Variant(
@@ -420,7 +264,7 @@ _EAGLE = (
 )  # fmt: skip
 _BLOCK = (
     Variant("sample_from_anchor", "its rows guess the token at another place than in training",
-            lambda case: f"set sample_from_anchor to {json.dumps(case.part.config.from_anchor)} in {_CONFIG}, in "
+            lambda case: f"set sample_from_anchor to {json.dumps(case.part.config.from_anchor)} in {CONFIG}, in "
             "truedraft's own folder from_anchor", _flipped("from_anchor")),
     *_LAYERS,
 )  # fmt: skip
@@ -513,11 +357,6 @@ def _written(form: Form) -> Callable[[Case], Pair]:
     return make
 
 
-def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
-    """An answer behind another prompt, with what the target shows the drafter there."""
-    return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)
-
-
 _FORMS = (
     Variant("prompts without chat template", "it was trained on text without the chat template",
             lambda _: "train it on prompts that the target's chat template writes, or do without the template",
@@ -539,7 +378,7 @@ _FORMS = (
 def _redrafted(case: Case, **changes: Any) -> Pair:
     """A draft of the same folder that is read otherwise, beside what other variants changed."""
     source = replace(case.source, **changes)
-    return _instead(case, replace(case, source=source, part=source.draft(case.target)))
+    return instead(case, replace(case, source=source, part=source.draft(case.target)))
 
 
 def _same_ids(case: Case) -> Pair:
@@ -558,7 +397,7 @@ def _draft_theta(case: Case, theta: float | None) -> Pair:
         raise OptionError("it has this theta, or none")
     parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
     changed_config = config | {"rope_theta": theta, "rope_parameters": parameters}
-    return _redrafted(case, files={**case.source.files, _CONFIG: changed_config})
+    return _redrafted(case, files={**case.source.files, CONFIG: changed_config})
 
 
 def _wide_draft(case: Case) -> Pair:
