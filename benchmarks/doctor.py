@@ -74,10 +74,14 @@ def head_with(change: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
     return write
 
 
-def noise_like(rows: int, head: Any) -> torch.Tensor:
-    """Weights that nobody trained."""
-    made = torch.randn(rows, head.config.width, generator=torch.Generator().manual_seed(1))
-    return (0.05 * made).to(next(head.parameters()).dtype)
+def untrained(weight: str, flag: str) -> Callable[[Any], Any]:
+    """A table of its own, with a row for each id, that nobody trained."""
+
+    def change(head: Any) -> Any:
+        noise = torch.randn(head.config.vocab_size, head.config.width, generator=torch.Generator().manual_seed(1))
+        return changed(head, {flag: True}, weights={weight: (0.05 * noise).to(next(head.parameters()).dtype)})
+
+    return change
 
 
 def moved(by: int) -> Callable[[Any], Any]:
@@ -85,10 +89,15 @@ def moved(by: int) -> Callable[[Any], Any]:
     return lambda head: changed(head, {"layers": tuple(each + by for each in head.config.layers)})
 
 
-def far_apart(head: Any) -> Any:
-    """A vector in all rows of the LM head, which moves all logits alike."""
+def reversed_layers(head: Any) -> Any:
+    """Layers in the other order."""
+    return changed(head, {"layers": head.config.layers[::-1]})
+
+
+def far_apart(head: Any, by: float = 100.0) -> Any:
+    """A vector in all rows of the LM head, which moves all logits alike: to float32 it is nothing."""
     weight = head.lm_head.weight.float()
-    common = 100.0 * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    common = by * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1))
     return changed(head.float(), {}, weights={"lm_head.weight": weight + common})
 
 
@@ -106,15 +115,13 @@ HEAD: tuple[Planted, ...] = (
     ("nothing", "", head_with(lambda head: head)),
     ("layers numbered one too high", "layers one earlier", head_with(moved(1))),
     ("layers numbered one too low", "layers one later", head_with(moved(-1))),
-    ("layers the wrong way round", "layers reversed",
-     head_with(lambda head: changed(head, {"layers": head.config.layers[::-1]}))),
+    ("layers the wrong way round", "layers reversed", head_with(reversed_layers)),
     ("norm_output flipped", "norm_output", head_with(flipped("norm_output"))),
     ("norm_before_residual flipped", "norm_before_residual", head_with(flipped("norm_before_residual"))),
     ("an embedding that nobody trained", "embedding of the target",
-     head_with(lambda head: changed(head, {"own_embedding": True},
-                                    weights={"embed_tokens.weight": noise_like(head.config.vocab_size, head)}))),
+     head_with(untrained("embed_tokens.weight", "own_embedding"))),
     ("rope theta of 10", "rope theta 10000",
-     head_with(lambda head: changed(head, {"rope": {"rope_type": "default", "rope_theta": 10.0}}))),
+     head_with(lambda head: changed(head, {"rope": head.config.rope | {"rope_theta": 10.0}}))),
     ("inputs of the attention exchanged", "inputs exchanged", head_with(inputs_exchanged)),
     ("offsets where ids belong", "d2t as offsets", head_with(as_offsets)),
     ("logits that bfloat16 cannot tell apart", "float32", head_with(far_apart)),
@@ -146,7 +153,7 @@ def ids_exchanged(folder: Path) -> None:
     """Rows of the embedding in another order, as of another tokenizer."""
     from safetensors.torch import load_file, save_file
 
-    file, name = folder / "model.safetensors", "model.embed_tokens.weight"
+    (file,), name = folder.glob("*.safetensors"), "model.embed_tokens.weight"
     weights = load_file(file)
     order = torch.randperm(len(weights[name]), generator=torch.Generator().manual_seed(1))
     save_file(weights | {name: weights[name][order].contiguous()}, file, {"format": "pt"})

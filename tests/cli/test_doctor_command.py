@@ -59,7 +59,8 @@ def test_what_is_sound_is_not_mended(run: Run, tmp_path: Path) -> None:
 def test_a_server_below_its_card(run: Run, tmp_path: Path) -> None:
     about = {"kind": "redrafter", "target": {"name": "t", "fingerprint": "f"}}
     (tmp_path / "config.json").write_text(json.dumps(about))
-    served = [{"temperature": 0.0, "mean_acceptance_length": 2.9}, {"temperature": 1.0, "mean_acceptance_length": 2.4}]
+    measured = ((0.0, 2.9), (1.0, 2.8), (1.0, 2.4))  # the last of a chain, which is what a server may draft
+    served = [{"temperature": at, "mean_acceptance_length": tokens} for at, tokens in measured]
     (tmp_path / "facts.json").write_text(json.dumps({"served": served}))
     with scripted() as server:
         server.handlers["/metrics"] = lambda asked: Made(METRICS.encode())

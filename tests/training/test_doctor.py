@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from recipes.common import pretraining_loop
 from safetensors.torch import load_file, save_file
 
+from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reversed_layers, theta_of, untrained
 from support.embedded_models import embedded
 from training.conftest import SHAPE
 from truedraft import load_model
@@ -98,32 +100,19 @@ def heldout() -> list[Prompt]:
     return [Prompt(str(number), each, tuple(tokenizer.encode(each))) for number, each in enumerate(texts)]
 
 
-def at(move: Callable[[Sequence[int]], Sequence[int]]) -> Callable[[Any], Any]:
-    return lambda head: changed(head, {"layers": tuple(move(head.config.layers))})
-
-
-def with_noise(weight: str, flag: str) -> Callable[[Any], Any]:
-    """A table of its own that nobody trained."""
-
-    def plant(head: Any) -> Any:
-        noise = torch.randn(head.config.vocab_size, head.config.width, generator=torch.Generator().manual_seed(1))
-        return changed(head, {flag: True}, weights={weight: noise.bfloat16()})
-
-    return plant
-
-
 PLANTED: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("plain eagle", at(lambda layers: [each + 1 for each in layers]), "layers one earlier"),
-    ("plain eagle", at(lambda layers: [each - 1 for each in layers]), "layers one later"),
-    ("plain eagle", at(lambda layers: layers[::-1]), "layers reversed"),
-    ("plain eagle", lambda head: changed(head, {"norm_output": True}), "norm_output"),
-    ("plain eagle", lambda head: changed(head, {"norm_before_residual": True}), "norm_before_residual"),
-    ("plain eagle", lambda head: changed(head, {"rope": {"rope_type": "default", "rope_theta": 3.0}}),
+    ("plain eagle", moved(1), "layers one earlier"),
+    ("plain eagle", moved(-1), "layers one later"),
+    ("plain eagle", reversed_layers, "layers reversed"),
+    ("plain eagle", flipped("norm_output"), "norm_output"),
+    ("plain eagle", flipped("norm_before_residual"), "norm_before_residual"),
+    ("plain eagle", lambda head: changed(head, {"rope": head.config.rope | {"rope_theta": 3.0}}),
      "rope theta of the target"),
-    ("plain eagle", with_noise("embed_tokens.weight", "own_embedding"), "embedding of the target"),
-    ("plain eagle", with_noise("lm_head.weight", "own_output"), "LM head of the target"),
-    ("dflash", at(lambda layers: [each + 1 for each in layers]), "layers one earlier"),
-    ("dflash", lambda head: changed(head, {"from_anchor": True}), "sample_from_anchor"),
+    ("plain eagle", untrained("embed_tokens.weight", "own_embedding"), "embedding of the target"),
+    ("plain eagle", untrained("lm_head.weight", "own_output"), "LM head of the target"),
+    ("eagle", as_offsets, "d2t as offsets"),
+    ("dflash", moved(1), "layers one earlier"),
+    ("dflash", flipped("from_anchor"), "sample_from_anchor"),
 ]  # fmt: skip
 
 
@@ -137,24 +126,18 @@ def test_a_fault_of_a_head_is_named(drafter, plant, name, heads, target, asked) 
 
 
 def test_ids_in_the_table_of_offsets_are_named(heads, target, asked, tmp_path) -> None:
-    """In a folder of another project it cannot be loaded; in one of ours offsets are taken for ids."""
-    head = Eagle3Head.load(heads["eagle"])
-    write_eagle_folder(head, tmp_path)
+    """Such a folder of another project cannot be loaded as it is."""
+    write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["d2t"] = weights["d2t"] + torch.arange(64)
     save_file(weights, tmp_path / "model.safetensors")
     found = diagnosed(tmp_path, target, asked)
     assert [each.name for each in found.faults] == ["d2t as ids"]
-    offsets = changed(head, {}, weights={"draft_ids": head.draft_ids - torch.arange(64)})
-    assert [each.name for each in diagnosed(heads["eagle"], target, asked, offsets).faults] == ["d2t as offsets"]
 
 
 def test_numbers_that_bfloat16_cannot_tell_apart_are_named(heads, deep_folder, asked) -> None:
-    """A large vector in all rows of the LM head moves all logits alike: to float32 it is nothing."""
-    head = Eagle3Head.load(heads["eagle"]).float()
-    common = 300.0 * torch.randn(head.config.width, generator=torch.Generator().manual_seed(1))
-    moved = changed(head, {}, weights={"lm_head.weight": head.state_dict()["lm_head.weight"] + common})
-    found = diagnosed(heads["eagle"], load_model(deep_folder, dtype="bfloat16"), asked, moved)
+    planted = far_apart(Eagle3Head.load(heads["eagle"]), by=300.0)
+    found = diagnosed(heads["eagle"], load_model(deep_folder, dtype="bfloat16"), asked, planted)
     assert [each.name for each in found.faults] == ["float32"]
 
 
@@ -192,36 +175,20 @@ def test_faults_of_other_heads_are_named() -> None:
     assert [each.name for each in other.faults] == ["heads one later"]
 
 
-def with_another_tokenizer(folder: Path, tokenizer: Any) -> None:
-    save_tokenizer(tokenizer, folder)
-
-
-def with_exchanged_ids(folder: Path, tokenizer: Any) -> None:
-    (file,) = folder.glob("*.safetensors")
-    weights, name = load_file(file), "model.embed_tokens.weight"
-    order = torch.randperm(8192, generator=torch.Generator().manual_seed(1))
-    save_file(weights | {name: weights[name][order]}, file, {"format": "pt"})
-
-
-def with_another_theta(folder: Path, tokenizer: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] = 100.0
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
     ("plants", "names"),
     [
-        ([with_another_tokenizer], ["ids of the target"]),
-        ([with_exchanged_ids], ["other ids"]),
-        ([with_another_theta], ["rope theta of the target"]),
-        ([with_another_tokenizer, with_another_theta], ["ids of the target", "rope theta of the target"]),
+        ("tokenizer", ["ids of the target"]),
+        ("ids", ["other ids"]),
+        ("theta", ["rope theta of the target"]),
+        ("tokenizer, theta", ["ids of the target", "rope theta of the target"]),
     ],
 )
 def test_faults_of_a_draft_model_are_named(plants, names, tokenizer, tmp_path) -> None:
     folder = Path(shutil.copytree(embedded_folder("draft"), tmp_path / "draft"))
-    for plant in plants:
-        plant(folder, tokenizer)
+    plant = {"tokenizer": partial(save_tokenizer, tokenizer), "ids": ids_exchanged, "theta": theta_of(100.0)}
+    for planted in plants.split(", "):
+        plant[planted](folder)
     found = diagnosed(folder, embedded(), heldout())
     assert [each.name for each in found.faults] == names
 

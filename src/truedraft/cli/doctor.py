@@ -158,7 +158,8 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
 
 
 def _least_promise(drafter: str | None) -> float | None:
-    """The fewest tokens per call that a drafter's card has, over temperatures: a server does not say which it serves.
+    """The fewest tokens per call that a drafter's card has, of all rounds that measured it: a server says neither its
+    temperature nor the shape of its drafts.
 
     Raises:
         OptionError: there is no card.
@@ -169,9 +170,12 @@ def _least_promise(drafter: str | None) -> float | None:
     if drafter is None:
         return None
     card = TrainedDrafter.read(place_of(drafter)[1])
-    if card is None or not card.tokens_per_call:
+    served = None if card is None else card.figures.get("served")
+    rounds = [each.get("mean_acceptance_length") for each in served or () if isinstance(each, dict)]
+    told = [each for each in rounds if isinstance(each, int | float)]
+    if not told:
         raise OptionError(f"has no card that promises something: {drafter!r}; leave it out", field="drafter")
-    return min(card.tokens_per_call.values())
+    return min(told)
 
 
 def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plain: bool) -> list[Prompt]:
