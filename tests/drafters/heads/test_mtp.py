@@ -102,7 +102,7 @@ def test_what_it_reads_is_measured_on_the_targets_own_tokens(tmp_path: Path) -> 
     drafter = Mtp(MtpHead.of(model))
     drafter.check(model)
     text = [7919 * place % VOCAB for place in range(1, 9)]
-    text += model_greedy(model, text, 32)
+    text += Engine(model).generate(text, SamplingParams(max_tokens=32)).token_ids
     for reads, found in drafter.facts["log_probs"]["reads"].items():
         logs = [slow.logits(text[:end], (), reads, reads).log_softmax(-1)[text[end]] for end in range(8, 40)]
         assert found == pytest.approx(float(torch.stack(logs).mean()), abs=1e-4)
@@ -161,7 +161,3 @@ def test_a_model_without_such_a_layer_says_so(tmp_path: Path) -> None:
         from_spec("mtp", model)
     with pytest.raises(ModelNotFoundError, match="there is no folder"):
         from_spec(f"mtp:{tmp_path / 'none'}", model)
-
-
-def model_greedy(model: HuggingFaceModel, prompt: list[int], count: int) -> list[int]:
-    return list(Engine(model).generate(prompt, SamplingParams(max_tokens=count)).token_ids)
