@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.backends import native_backend
+from support.backends import HostRecorder, graph_backend, native_backend
 from support.block_reference import BlockReference, as_transformers_runs_it, random_block
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
@@ -26,7 +26,11 @@ MARKOV: dict[str, Any] = {
     "from_anchor": True, "markov": 8, "confidence": True, "confidence_reads_token": True, "block": 3,
 }  # fmt: skip
 REDUCED: dict[str, Any] = {"draft_vocab": 40, "own_output": True}
-BACKENDS = {"stock": StockBackend, "native": native_backend}
+BACKENDS = {
+    "stock": StockBackend,
+    "native": native_backend,
+    "graphs": lambda model: graph_backend(model, HostRecorder()),
+}
 VARIANTS: dict[str, tuple[type[BlockHead], dict[str, Any]]] = {
     "DFlash": (DFlashHead, {}),
     "DFlash, fewer ids": (DFlashHead, REDUCED),

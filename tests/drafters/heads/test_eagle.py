@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from support.backends import native_backend
+from support.backends import HostRecorder, graph_backend, native_backend
 from support.eagle_reference import EagleReference, random_eagle
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
@@ -28,7 +28,11 @@ from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 
 SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
-BACKENDS = {"stock": StockBackend, "native": native_backend}
+BACKENDS = {
+    "stock": StockBackend,
+    "native": native_backend,
+    "graphs": lambda model: graph_backend(model, HostRecorder()),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as published": {},
     "the target's LM head": {"own_output": False},
