@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from support.backends import native_backend
+from support.backends import HostRecorder, graph_backend, native_backend
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
@@ -20,9 +20,13 @@ from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
 
 GREEDY = SamplingParams(max_tokens=24)
-_BACKENDS = {"stock": StockBackend, "native": native_backend}
+_BACKENDS = {
+    "stock": StockBackend,
+    "native": native_backend,
+    "graphs": lambda model: graph_backend(model, HostRecorder()),
+}
 _needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
-on_both_backends = pytest.mark.parametrize("backend", ["stock", pytest.param("native", marks=_needs_library)])
+on_all_backends = pytest.mark.parametrize("backend", ["stock", pytest.param("native", marks=_needs_library), "graphs"])
 Head = TypeVar("Head", bound=Any)
 
 

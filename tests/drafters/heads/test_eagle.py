@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from support.tiny_models import CONTEXT, PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
 from truedraft.core.budget import Budget
+from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import DraftRequest, Eagle3
-from truedraft.drafters.heads.levels import LikeliestTree, drawn_shape
+from truedraft.drafters.heads.levels import LikeliestTree, drawn_tree
 from truedraft.heads import Eagle3Config, Eagle3Head
 
 SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
@@ -79,23 +81,33 @@ def test_what_it_holds_of_a_request_is_counted_by_its_tokens() -> None:
     assert drafter.held.n_bytes == 0
 
 
-def test_the_shape_of_drawn_trees_is_the_best_of_all() -> None:
-    """By hand, all shapes of at most 16 nodes and a depth of 3."""
+def test_drawn_trees_are_the_best_of_all() -> None:
+    """By hand, all trees of four nodes and a depth of 3, and every tree from a larger one."""
 
-    def brings(shape: tuple[int, ...]) -> float:
-        return (1 - 0.5 ** shape[0]) * (1 + brings(shape[1:])) if shape else 0.0
+    def worth(paths: Iterable[tuple[int, ...]]) -> float:
+        return sum(math.prod(0.48 if rank == 0 else 0.1 * 0.65 ** (rank - 1) for rank in path) for path in paths)
 
-    shapes = [shape for depth in (1, 2, 3) for shape in itertools.product(range(1, 17), repeat=depth)]
-    fitting = [shape for shape in shapes if sum(math.prod(shape[: d + 1]) for d in range(len(shape))) <= 16]
-    assert drawn_shape(16, 3) == drawn_shape(16, 5) == (3, 2, 1)
-    assert brings((3, 2, 1)) == max(map(brings, fitting))
-    assert drawn_shape(1, 5) == (1,) and len(drawn_shape(64, 2)) == 2
+    every = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]
+    trees = [
+        some
+        for some in itertools.combinations(every, 4)
+        if all(
+            (len(path) == 1 or path[:-1] in some) and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in some)
+            for path in some
+        )
+    ]
+    best = drawn_tree(4, 3)
+    assert len(trees) > 10 and best.paths == ((0,), (0, 0), (0, 0, 0), (1,))
+    assert worth(best.paths) == pytest.approx(max(map(worth, trees))) == pytest.approx(best.expected_tokens - 1)
+    assert drawn_tree(16, 5).paths[:4] == best.paths and drawn_tree(1, 5).paths == ((0,),)
+    assert drawn_tree(64, 2).depth == 2 and len(drawn_tree(64, 2)) == 64
 
 
 def test_with_nodes_sampled_requests_get_a_tree_of_draws() -> None:
     engine = Engine(target(), drafter := Recorded(head(), nodes=16), controller="fixed")
     engine.generate(PROMPTS[0], SamplingParams(max_tokens=24, temperature=1.0))
-    assert drafter.limits.depth == 3 and drafter.branching == (3, 2, 1)
-    proposals = [each for _, each in drafter.drafted]
-    assert max(len(each.tree) for each in proposals) == 15
-    assert all(each.probs is not None for each in proposals)
+    assert drafter.ranks is drawn_tree(16, SIZES.reach) and drafter.limits.depth == 3
+    whole = [own.tree.shape.parents for (_, own), depth in zip(drafter.seen, drafter.depths, strict=True) if depth == 3]
+    by_level = sorted(drafter.ranks.paths, key=lambda path: (len(path), path))
+    assert whole and set(whole) == {RankTree(tuple(by_level)).shape.parents}
+    assert all(own.probs is not None for _, own in drafter.drafted)

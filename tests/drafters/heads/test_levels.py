@@ -15,7 +15,7 @@ from support.layer_heads import (
     Records,
     answers_of,
     as_transformers_runs_it,
-    on_both_backends,
+    on_all_backends,
     plain_answers,
     random_head,
     target,
@@ -85,7 +85,7 @@ def test_chains_are_what_the_page_says(name: str) -> None:
     assert len(drafts.seen) > 20 and max(len(own.tree) for _, own in drafts.seen) == 3
 
 
-@on_both_backends
+@on_all_backends
 @pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent"])
 @pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}], ids=["chain", "tree"])
 @torch.inference_mode()
