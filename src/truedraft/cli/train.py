@@ -482,27 +482,35 @@ def _run(
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
     from truedraft.training.loop import Callbacks
+    from truedraft.training.processes import Processes, joined
 
     job = options.job
     if job.clean:
         return _clean(job, options.report)
     check()
-    _check_folder(kind, job)
-    set_threads(options.machine.threads)
     model = named_model(job.model)
-    terminal, device = Terminal(), str(pick_device(options.machine.device))
+    terminal = Terminal()
     note = _notes(terminal)
+    main = True
     try:
-        with quiet_hub(), _Bars(terminal) as bars:
+        with joined(str(pick_device(options.machine.device))) as device, quiet_hub(), _Bars(terminal) as bars:
+            main = Processes.here().main
+            if main:
+                _check_folder(kind, job)
+            set_threads(options.machine.threads)
             told = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
             result = train(model, told, budget, device)
     except KeyboardInterrupt as stop:
+        if not main:
+            return INTERRUPTED
         terminal.end_line()
         kept = kind != "draft" or any((job.out / WORK / name).is_file() for name in _KEPT)
         say(how_to_go_on(job, keeps_answers=kept))
         if options.report.json:
             terminal.json(error_record(f"train {kind}", stop))
         return INTERRUPTED
+    if not main:
+        return DONE
     train_report.PRINT[kind](terminal, model, result)
     registered = _register(terminal, result.folder)
     status = train_report.kept_promise(terminal, kind, model, result)
