@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import _muon
 
 from truedraft.training import evaluate
 from truedraft.training.block import DSparkTrainingConfig
@@ -39,10 +40,10 @@ _LAYERS = {"layers": (0, 1), "draft_vocab": 64}
 CONFIGS: dict[str, Any] = {
     "draft": DraftConfig(
         width=16, layers=1, heads=2, kv_heads=1, intermediate=32, schedule=WarmupStableDecay(2, STEPS - 2, 2),
-        curriculum=_CURRICULUM,
+        curriculum=_CURRICULUM, on_policy=0.5,
     ),
     "redrafter": RedrafterTrainingConfig(**_HEADS, state=24, layers=1, self_fed=0.3),
-    "eagle": Eagle3TrainingConfig(**_HEADS, **_LAYERS),
+    "eagle": Eagle3TrainingConfig(**_HEADS | {"positions_per_step": 16}, **_LAYERS),  # an answer, of which one has none
     "dspark": DSparkTrainingConfig(**_HEADS, **_LAYERS, by_acceptance=True, anchors=8, markov=8),
 }  # fmt: skip
 
@@ -59,7 +60,11 @@ def train(kind: str, target: Path, data: Path, out: Path) -> Any:
 
 @contextmanager
 def in_float32(patch: Callable[[object, str, Any], None]) -> Iterator[None]:
-    """Products of trainings are in float32, and answers short."""
+    """Trainings compute in float32, and answers are short.
+
+    Muon's iteration is in bfloat16, and lifts what is next to nothing in a matrix: what stands for it here does not
+    let rounding grow, and all else of an update is as it is.
+    """
     step = TrainingLoop._step
 
     def exact(loop: TrainingLoop) -> Any:
@@ -67,6 +72,7 @@ def in_float32(patch: Callable[[object, str, Any], None]) -> Iterator[None]:
         return step(loop)
 
     patch(TrainingLoop, "_step", exact)
+    patch(_muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient / (gradient.norm() + 1e-7))
     patch(evaluate, "_TOKENS", 4)
     yield
 

@@ -149,6 +149,11 @@ class DraftRunOptions(RunOptions):
     decay_length: int | None = option(
         None, "The same while the rate decays.", "N", shown_default="2048 or less", least=1
     )
+    on_policy: float = option(
+        0.0,
+        "Share of sequences whose second half the draft writes itself, to learn what the target says of it.",
+        "SHARE",
+    )
     learning_rate: float = option(2e-3, "The highest rate.", "RATE")
     seed: int = option(0, "Decides the first weights and the order of the data.", "S", least=0)
 
@@ -296,6 +301,7 @@ def draft(options: DraftOptions) -> int:
             optimizer=OptimizerConfig(run.learning_rate, run.learning_rate),
             curriculum=Curriculum(*_lengths(run), run.tokens_per_step, run.tokens_per_step),
             tokens=options.text.tokens,
+            on_policy=run.on_policy,
             writing=WritingConfig(**dataclasses.asdict(options.writing), seed=run.seed),
             seed=run.seed,
             device=device,

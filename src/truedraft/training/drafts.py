@@ -28,6 +28,7 @@ from truedraft.models.architecture import (
 )
 from truedraft.models.huggingface import fingerprint_of, weights_hash
 from truedraft.models.loading import load_model, resolve_source
+from truedraft.options import check_share
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import (
     EngineEvaluation,
@@ -59,6 +60,7 @@ from truedraft.training.losses import (
     TotalVariation,
     distillation_gradient,
 )
+from truedraft.training.on_policy import OwnText
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.processes import Processes
@@ -97,12 +99,20 @@ class StreamObjective:
         model: in training.
         loss: between the distributions.
         target: learned from; None where the loss looks at the text alone.
+        own_text: writes some of the text anew; None leaves it.
     """
 
-    def __init__(self, model: PreTrainedModel, loss: DistillationLoss, target: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: DistillationLoss,
+        target: PreTrainedModel | None = None,
+        own_text: OwnText | None = None,
+    ) -> None:
         self._model = model
         self._loss = loss
         self._target = target
+        self._own_text = own_text
 
     def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the batch [sequences, length + 1].
@@ -111,6 +121,8 @@ class StreamObjective:
         """
         whole, batch = len(batch), batch if own is None else batch[own]
         share = len(batch) / whole
+        if self._own_text is not None:
+            batch = self._own_text(batch)
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         target = None
         if self._target is not None:
@@ -130,6 +142,8 @@ class DraftConfig(DraftSizeOptions):
 
     The default loss is half forward KL, which learns from everything the target knows, and half total variation,
     which is what speculative sampling pays for.
+
+    `on_policy` is the share of sequences whose second half the draft writes itself.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -138,11 +152,15 @@ class DraftConfig(DraftSizeOptions):
     curriculum: Curriculum = field(default_factory=Curriculum)
     tokens: int = 400_000
     writing: WritingConfig = field(default_factory=WritingConfig)
+    on_policy: float = 0.0
     seed: int = 0
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
 
     def __post_init__(self) -> None:
+        check_share("on_policy", self.on_policy)
+        if self.on_policy and not self.loss.reads_target:
+            raise OptionError("needs a loss that compares distributions, not one of the text", field="on_policy")
         if self.heads % self.kv_heads:
             raise OptionError(f"the heads ({self.heads}) must be a multiple of the kv heads ({self.kv_heads})")
         if self.width % (2 * self.heads):
@@ -416,12 +434,13 @@ def stream_loop(
         more["target"] = weights_hash(target.requires_grad_(False))
     if target is None or config.start_from is not None:
         more["start_from"] = weights_hash(draft)
+    own_text = OwnText(draft, config.on_policy, config.seed) if config.on_policy else None
     use_training_attention(draft)
     phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
     return TrainingLoop(
         draft,
         MixedOptimizer(draft, config.optimizer),
-        StreamObjective(draft, config.loss, target),
+        StreamObjective(draft, config.loss, target, own_text),
         phases,
         config.schedule,
         RunFolder(folder, _identity(config, **more), config.device, config.checkpoint_every_s),
@@ -429,11 +448,14 @@ def stream_loop(
 
 
 def _identity(config: DraftConfig, **more: str) -> Identity:
-    """What decides a draft; of how its text was written nothing, for the hash of the text is there."""
+    """What decides a draft; of how its text was written nothing, for the hash of the text is there.
+
+    A training without text of its own goes on from checkpoints of older versions, which did not know of it.
+    """
     return {
         name: value
         for name, value in identity_of(config, **more).items()
-        if name.partition(".")[0] not in ("tokens", "writing")
+        if name.partition(".")[0] not in ("tokens", "writing", "" if config.on_policy else "on_policy")
     }
 
 
