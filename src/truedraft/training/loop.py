@@ -75,6 +75,9 @@ class Sampler(Protocol):
 class Optimizer(Protocol):
     """What updates the parameters from their gradients."""
 
+    peak: float
+    """The highest rate."""
+
     def step(self, multiplier: float) -> float:
         """Update, and clear the gradients; returns their norm. The rates are the peak rates times the multiplier."""
 
@@ -139,6 +142,7 @@ class StepRecord:
     multiplier: float
     gradient_norm: float
     values: dict[str, float]
+    learning_rate: float = 0.0  # the highest
 
     def as_line(self) -> str:
         """One JSON object."""
@@ -500,7 +504,8 @@ class TrainingLoop:
         self.progress.step += 1
         self.progress.tokens += phase.tokens_per_step
         self.progress.elapsed_s += time.perf_counter() - started
-        return StepRecord(step, self.progress.tokens, self.progress.elapsed_s, multiplier, norm, sums)
+        so_far, rate = self.progress, multiplier * self.optimizer.peak
+        return StepRecord(step, so_far.tokens, so_far.elapsed_s, multiplier, norm, sums, rate)
 
     def _measure(self, record: StepRecord, last: int) -> None:
         """Add what is measured now and then to the record of a step."""
