@@ -1,6 +1,6 @@
 """Two gloo processes learn what one does, also where Ctrl-C ends them and they go on.
 
-Run as a program this file is one of the two: TARGET DATA OUT, and what launchers leave in the environment.
+Run as a program by `accelerate launch`, with TARGET and FOLDER, this file is one of the two.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,8 +59,8 @@ CONFIGS: dict[str, Any] = {  # steps of 5 sequences, 9 windows, 1 answer and 5 a
 
 def train(kind: str, target: Path, data: Path, out: Path) -> Any:
     if kind == "draft":
-        return train_draft(target, [data.with_suffix(".txt")], out / kind, CONFIGS[kind])
-    stream = np.load(data)
+        return train_draft(target, [data / "data.txt"], out / kind, CONFIGS[kind])
+    stream = np.load(data / "data.npy")
     pieces = [stream[first : first + 12].tolist() for first in range(0, 900, 30)]
     prompts = PromptSets(pieces[:20], pieces[20:23], pieces[23:26], stream[900:1000])
     return train_heads(target, prompts, out / kind, CONFIGS[kind])
@@ -81,7 +80,7 @@ def compute_in_float32(patch: Callable[[object, str, Any], None]) -> None:
     patch(evaluate, "_TOKENS", 4)
 
 
-def train_interrupted(target: Path, data: Path, out: Path) -> dict[str, Any]:
+def train_interrupted(target: Path, out: Path) -> dict[str, Any]:
     """Each training, which Ctrl-C in the second process ends in both, and then again to its end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     processes, step, found = Processes.here(), TrainingLoop._step, {}
@@ -94,11 +93,11 @@ def train_interrupted(target: Path, data: Path, out: Path) -> dict[str, Any]:
     for kind in CONFIGS:
         TrainingLoop._step = interrupting  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            train(kind, target, data, out)
+            train(kind, target, out, out)
         TrainingLoop._step = step  # type: ignore[method-assign]
         if processes.main:
             assert checkpoint_of(out / kind / "work")[0] == INTERRUPTED_AT  # type: ignore[index]
-        found[kind] = train(kind, target, data, out).as_dict()
+        found[kind] = train(kind, target, out, out).as_dict()
     return found
 
 
@@ -108,28 +107,22 @@ def pair(learned_folder, stream, tmp_path_factory) -> Path:  # type: ignore[no-u
     out = tmp_path_factory.mktemp("pair")
     np.save(out / "data.npy", stream)
     (out / "data.txt").write_text(TEXT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    place |= {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, __file__, learned_folder, out / "data.npy", out]
-    ranks = [os.environ | place | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(words, env=each, **pipes) for each in ranks]
-    try:
-        said = [each.communicate(timeout=300) for each in both]
-    finally:
-        for each in both:
-            each.kill()
-    assert [each.returncode for each in both] == [0, 0], said
-    assert said[0][0] == said[1][0] and json.loads(said[0][0]).keys() == CONFIGS.keys()
+    words = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", __file__, learned_folder, out]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *words],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+    assert said[0] == said[1] and said[0].keys() == CONFIGS.keys()
     return out
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_two_processes_are_one(kind: str, pair: Path, learned_folder, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     compute_in_float32(monkeypatch.setattr)
-    train(kind, learned_folder, pair / "data.npy", tmp_path)
+    train(kind, learned_folder, pair, tmp_path)
     places = [each / kind / "work" for each in (tmp_path, pair)]
     logs = [list(map(json.loads, (each / "log.jsonl").read_text().splitlines())) for each in places]
     assert len(logs[0]) == len(logs[1]) == STEPS
@@ -176,4 +169,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined("cpu"):
         compute_in_float32(setattr)
-        print(json.dumps(train_interrupted(*map(Path, sys.argv[1:]))))
+        target, out = map(Path, sys.argv[1:])
+        found = json.dumps(train_interrupted(target, out))
+        (out / f"{Processes.here().rank}.json").write_text(found)
