@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,11 @@ def _listener(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_hears_of_each_step_and_of_what_was_served(run: Run, target: str, tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(100)))
-    sizes = "--steps 4 --length 16 --decay-length 32 --tokens-per-step 64 --width 16 --tracker listener --json"
-    result = run("train", "draft", "--model", target, "--data", str(text), "--out", str(out), *sizes.split())
+    sizes = "--steps 4 --length 16 --decay-length 32 --tokens-per-step 64 --width 16 --on-policy 0.5"
+    ending = ("--tracker", "listener", "--json")
+    result = run("train", "draft", "--model", target, "--data", str(text), "--out", str(out), *sizes.split(), *ending)
     assert result.status == 0, result.err
+    assert json.loads((out / "work" / "run.json").read_text())["identity"]["on_policy"] == 0.5
     begins, *steps, (last, served), ends = HEARD
     assert begins == ("truedraft", str(out / "tracker")) and ends == ("ends",)
     assert [step for step, _ in steps] == [0, 1, 2, 3] and last == 4
