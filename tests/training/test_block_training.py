@@ -14,6 +14,7 @@ from torch import Tensor
 from support.block_reference import BlockReference
 from support.eagle_reference import EagleReference, random_eagle
 from support.layer_heads import as_transformers_runs_it, random_head, target
+from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DFlash, DSpark, Eagle3
@@ -116,6 +117,14 @@ def test_loss_and_gradient_are_those_of_the_page(name: str) -> None:
         expected = torch.zeros_like(each) if each.grad is None else each.grad
         torch.testing.assert_close(found.get(key, torch.zeros_like(each)), expected, rtol=2e-3, atol=2e-5)
     assert len(found) == len(list(made.head.parameters()))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shares_of_processes_add_up(name: str) -> None:
+    made = blocks(name, anchors=4)
+    objective = ChainObjective(made, text(*ANSWERS), loss_from_spec("kl"), None)
+    batch = torch.tensor([[0, 5, 7], [6, 6, 8], [13, 1, 9]])
+    assert_shares_add_up(objective, made.head, batch, slice(0, 2), slice(2, 3))
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
