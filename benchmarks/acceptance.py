@@ -18,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common import RESULTS, Lines
 from real_prompts import SETS, TEMPERATURES
 from truedraft import Engine, SamplingParams, load_model
@@ -26,6 +28,9 @@ from truedraft.core.stats import Counters
 from truedraft.drafters.specs import from_spec
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
+from truedraft.planning.predictions import ratio_over_prompts
+from truedraft.training.evaluate import foretold
+from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 LONGEST = 1500
 """Characters of a question that are asked."""
@@ -42,15 +47,23 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
     parser.add_argument("--entropy", type=int, default=1, help="fixes the noise of sampled answers")
+    parser.add_argument("--foretell", action="store_true", help="on other questions, what acceptance is to be expected")
     parser.add_argument("--out", type=Path, default=RESULTS / "acceptance.jsonl")
     options = parser.parse_args()
     target, lines = load_model(options.model), Lines(options.out)
-    asked = {name: encoded(target, options.prompts / name, options.limit) for name in options.sets}
+    count = options.limit * (1 + options.foretell)
+    questions = {name: encoded(target, options.prompts / name, count) for name in options.sets}
+    asked = {name: some[:: 1 + options.foretell] for name, some in questions.items()}
+    others = [ids for some in questions.values() for ids in some[1::2]] if options.foretell else []
+    texts = {heat: written(target, others, options, heat) for heat in options.temperatures if options.foretell}
     for word in options.drafters:
         drafter = from_spec(word, target)
         for temperature in options.temperatures:
             engine = Engine(target, drafter, controller="fixed", entropy=options.entropy)
             found = measured(engine, asked, SamplingParams(options.max_tokens, temperature))
+            promised = foretold(target, texts[temperature], temperature, drafter) if options.foretell else None
+            if promised is not None:
+                found["foretold"] = asdict(promised)
             how = {"prompts": options.limit, "max_tokens": options.max_tokens, "entropy": options.entropy}
             who = {"model": target.name, "dtype": dtype_name(target.dtype), "drafter": word}
             lines.add({**who, "temperature": temperature, **how, **found})
@@ -67,10 +80,26 @@ def encoded(target: LanguageModel, folder: Path, limit: int) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts]
 
 
+def written(
+    target: LanguageModel, prompts: list[list[int]], options: argparse.Namespace, temperature: float
+) -> SelfDistillationData:
+    """Answers of the target alone, without their vectors."""
+    stop_id, params = target.eos_token_ids[0], SamplingParams(options.max_tokens, temperature)
+    answers = Engine(target, entropy=options.entropy + 1).generate(prompts, params)
+    records = [
+        WrittenAnswer(ids, [*each.token_ids, *[stop_id] * stopped], temperature, stopped)
+        for ids, each in zip(prompts, answers, strict=True)
+        for stopped in [each.finish_reason == "stop"]
+    ]
+    return SelfDistillationData(records, np.zeros((0, target.head_width), np.uint16))
+
+
 def measured(engine: Engine, asked: Mapping[str, list[list[int]]], params: SamplingParams) -> dict[str, Any]:
     """By set, and the mean over sets; what an engine warned of is told."""
-    answers = iter(engine.generate([ids for prompts in asked.values() for ids in prompts], params))
-    sets = {}
+    answers = engine.generate([ids for prompts in asked.values() for ids in prompts], params)
+    each_one = [(each.stats.emitted_tokens + each.stats.stop_tokens, each.stats.target_calls) for each in answers]
+    over_all = asdict(ratio_over_prompts(*zip(*each_one, strict=True)))
+    answers, sets = iter(answers), {}
     for name, prompts in asked.items():
         counted = Counters()
         for _ in prompts:
@@ -80,7 +109,8 @@ def measured(engine: Engine, asked: Mapping[str, list[list[int]]], params: Sampl
         counts = asdict(counted)
         kept = ("target_calls", "emitted_tokens", "draft_tokens", "accepted_tokens")
         sets[name] = {"tokens_per_call": counted.mean_acceptance_length} | {each: counts[each] for each in kept}
-    return {"sets": sets, "tokens_per_call": statistics.fmean(each["tokens_per_call"] for each in sets.values())}
+    mean = statistics.fmean(each["tokens_per_call"] for each in sets.values())
+    return {"sets": sets, "tokens_per_call": mean, "over_all": over_all}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from truedraft.cli.prompts import read_prompts
 from truedraft.heads import Eagle3Head
 from truedraft.models.base import LanguageModel
 from truedraft.planning.doctor import Prompt, examine
-from truedraft.planning.variants import case_of
+from truedraft.planning.variants import case_of, changed, inputs_exchanged
 
 Planted = tuple[str, str, Callable[[Any, Path], None]]
 """A fault, the name that the doctor has for it, and what writes a drafter with it into a folder."""
@@ -65,62 +64,66 @@ def asked(target: LanguageModel, prompts: list[Prompt], folder: Path, tokens: in
     return found | {"variants": [each for each in found["variants"] if not each["reason"]]}
 
 
-def head_with(change: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]) -> Callable[[Path, Path], None]:
-    """Writes a head with other sizes and weights, which a function gives of it."""
+def head_with(change: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
+    """Writes another head, which a function makes of it."""
 
     def write(path: Path, folder: Path) -> None:
         head = Eagle3Head.load(path)
-        sizes, weights = change(head)
-        config = replace(head.config, **sizes)
-        other = Eagle3Head.with_weights(config, head.state_dict() | weights, folder)
-        other.save(folder, head.record, dtype=torch.float32)
+        change(head).save(folder, head.record, dtype=torch.float32)
 
     return write
 
 
-def noise_like(rows: int, head: Any) -> torch.Tensor:
-    """Weights that nobody trained."""
-    made = torch.randn(rows, head.config.width, generator=torch.Generator().manual_seed(1))
-    return (0.05 * made).to(next(head.parameters()).dtype)
+def untrained(weight: str, flag: str) -> Callable[[Any], Any]:
+    """A table of its own, with a row for each id, that nobody trained."""
+
+    def change(head: Any) -> Any:
+        noise = torch.randn(head.config.vocab_size, head.config.width, generator=torch.Generator().manual_seed(1))
+        return changed(head, {flag: True}, weights={weight: (0.05 * noise).to(next(head.parameters()).dtype)})
+
+    return change
 
 
-def moved(by: int) -> Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]:
+def moved(by: int) -> Callable[[Any], Any]:
     """Layers that are numbered so much off."""
-    return lambda head: ({"layers": tuple(each + by for each in head.config.layers)}, {})
+    return lambda head: changed(head, {"layers": tuple(each + by for each in head.config.layers)})
 
 
-def far_apart(head: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A vector in all rows of the LM head, which moves all logits alike."""
+def reversed_layers(head: Any) -> Any:
+    """Layers in the other order."""
+    return changed(head, {"layers": head.config.layers[::-1]})
+
+
+def far_apart(head: Any, by: float = 100.0) -> Any:
+    """A vector in all rows of the LM head, which moves all logits alike: to float32 it is nothing."""
     weight = head.lm_head.weight.float()
-    common = 100.0 * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1))
-    state = {name: each.float() for name, each in head.state_dict().items() if each.is_floating_point()}
-    return {}, state | {"lm_head.weight": weight + common}
+    common = by * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    return changed(head.float(), {}, weights={"lm_head.weight": weight + common})
 
 
-def inputs_exchanged(head: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Vector and embedding in the other order."""
-    names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
-    return {}, {name: head.state_dict()[name].roll(head.config.width, 1).contiguous() for name in names}
+def as_offsets(head: Any) -> Any:
+    """A table of ids that holds offsets."""
+    return changed(head, {}, weights={"draft_ids": head.draft_ids - torch.arange(len(head.draft_ids))})
+
+
+def flipped(name: str) -> Callable[[Any], Any]:
+    """A flag that says the opposite."""
+    return lambda head: changed(head, {name: not getattr(head.config, name)})
 
 
 HEAD: tuple[Planted, ...] = (
-    ("nothing", "", head_with(lambda _: ({}, {}))),
+    ("nothing", "", head_with(lambda head: head)),
     ("layers numbered one too high", "layers one earlier", head_with(moved(1))),
     ("layers numbered one too low", "layers one later", head_with(moved(-1))),
-    ("layers the wrong way round", "layers reversed",
-     head_with(lambda head: ({"layers": head.config.layers[::-1]}, {}))),
-    ("norm_output flipped", "norm_output",
-     head_with(lambda head: ({"norm_output": not head.config.norm_output}, {}))),
-    ("norm_before_residual flipped", "norm_before_residual",
-     head_with(lambda head: ({"norm_before_residual": not head.config.norm_before_residual}, {}))),
+    ("layers the wrong way round", "layers reversed", head_with(reversed_layers)),
+    ("norm_output flipped", "norm_output", head_with(flipped("norm_output"))),
+    ("norm_before_residual flipped", "norm_before_residual", head_with(flipped("norm_before_residual"))),
     ("an embedding that nobody trained", "embedding of the target",
-     head_with(lambda head: ({"own_embedding": True},
-                             {"embed_tokens.weight": noise_like(head.config.vocab_size, head)}))),
+     head_with(untrained("embed_tokens.weight", "own_embedding"))),
     ("rope theta of 10", "rope theta 10000",
-     head_with(lambda head: ({"rope": {"rope_type": "default", "rope_theta": 10.0}}, {}))),
+     head_with(lambda head: changed(head, {"rope": head.config.rope | {"rope_theta": 10.0}}))),
     ("inputs of the attention exchanged", "inputs exchanged", head_with(inputs_exchanged)),
-    ("offsets where ids belong", "d2t as offsets",
-     head_with(lambda head: ({}, {"draft_ids": head.draft_ids - torch.arange(len(head.draft_ids))}))),
+    ("offsets where ids belong", "d2t as offsets", head_with(as_offsets)),
     ("logits that bfloat16 cannot tell apart", "float32", head_with(far_apart)),
 )  # fmt: skip
 
@@ -150,7 +153,7 @@ def ids_exchanged(folder: Path) -> None:
     """Rows of the embedding in another order, as of another tokenizer."""
     from safetensors.torch import load_file, save_file
 
-    file, name = folder / "model.safetensors", "model.embed_tokens.weight"
+    (file,), name = folder.glob("*.safetensors"), "model.embed_tokens.weight"
     weights = load_file(file)
     order = torch.randperm(len(weights[name]), generator=torch.Generator().manual_seed(1))
     save_file(weights | {name: weights[name][order].contiguous()}, file, {"format": "pt"})

@@ -48,7 +48,9 @@ TEXTS = "texts.npz"
 _READ = 64  # texts that are read together
 _IDS = {"draft_vocab": 16_384}  # 96 in 100 tokens at temperature 1; 8,192 are 92
 KINDS: dict[str, tuple[str, str, tuple[float, ...], dict[str, Any]]] = {
+    "medusa": ("medusa", "MedusaTrainingConfig", (0.01,), {}),
     "redrafter": ("redrafter", "RedrafterTrainingConfig", (0.01,), {}),
+    "eagle-all": ("eagle", "Eagle3TrainingConfig", (0.01,), {"draft_vocab": 0}),
     "eagle": ("eagle", "Eagle3TrainingConfig", (0.01,), _IDS),
     "eagle-lk": ("eagle", "Eagle3TrainingConfig", (0.01,), {"loss": "lk-adaptive", "by_acceptance": True, **_IDS}),
     "dflash": ("block", "DFlashTrainingConfig", (0.01,), _IDS),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,21 +19,37 @@ QUESTIONS = {
 }
 
 
-def test_counts_are_told_by_set_and_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lines_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Each question is there twice."""
     share_embedded(monkeypatch)
     for name, question in QUESTIONS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "questions.jsonl").write_text(2 * (json.dumps(question) + "\n"))
     out = tmp_path / "out.jsonl"
-    words = ["embedded:target", "none", "draft,num_speculative_tokens=3", "--prompts", str(tmp_path), "--limit", "1"]
-    words += ["--sets", *QUESTIONS, "--max-tokens", "12", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["acceptance.py", *words])
-    acceptance.main()
-    acceptance.main()
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+
+    def run(*words: str) -> list[dict[str, Any]]:
+        common = ["embedded:target", *words, "--prompts", str(tmp_path), "--limit", "1"]
+        common += ["--sets", *QUESTIONS, "--max-tokens", "12", "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", ["acceptance.py", *common])
+        acceptance.main()
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    return run
+
+
+def test_what_is_foretold_on_the_same_questions_is_served(lines_of: Callable[..., list[dict[str, Any]]]) -> None:
+    (line,) = lines_of("draft,num_speculative_tokens=3", "--foretell", "--temperatures", "0")
+    assert line["foretold"]["value"] == line["over_all"]["value"] > 1.0
+
+
+def test_counts_are_told_by_set_and_come_again(lines_of: Callable[..., list[dict[str, Any]]]) -> None:
+    words = ["none", "draft,num_speculative_tokens=3"]
+    lines_of(*words)
+    lines = lines_of(*words)
     assert lines[:4] == lines[4:], "noise is fixed"
     plain, drafted = lines[0], lines[2]
-    assert [line["temperature"] for line in lines[:4]] == [0.0, 0.8] * 2 and drafted["drafter"] == words[2]
+    assert [line["temperature"] for line in lines[:4]] == [0.0, 0.8] * 2 and drafted["drafter"] == words[1]
     assert plain["tokens_per_call"] == 1.0 < drafted["tokens_per_call"] <= 4.0
     found = [each["tokens_per_call"] for each in drafted["sets"].values()]
     assert [*drafted["sets"]] == [*QUESTIONS] and drafted["tokens_per_call"] == pytest.approx(sum(found) / 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import torch
 
 from cli.tiny import Run
 from peers.scripted_server import Made, scripted
@@ -31,7 +32,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="0"} 1.
 def test_a_fault_is_named_and_mended(run: Run, tmp_path: Path) -> None:
     head = RedrafterHead.load(embedded_heads("redrafter"))
     head.config = replace(head.config, scaled=False)
-    head.save(tmp_path / "planted", head.record)
+    head.save(tmp_path / "planted", head.record, dtype=torch.float32)
     planted, fixed = str(tmp_path / "planted"), str(tmp_path / "fixed")
     result = run("doctor", *WORDS, "--drafter", planted, "--fix", fixed, "--json")
     assert result.status == 1, result.err
@@ -39,6 +40,7 @@ def test_a_fault_is_named_and_mended(run: Run, tmp_path: Path) -> None:
     assert [each["name"] for each in record["faults"]] == ["embeddings scaled or not"] and not record["sound"]
     assert "set scaled to true in config.json" in record["diagnosis"] and record["diagnosis"] in result.out
     assert record["best"]["0"]["value"] > record["given"]["0"]["value"] and record["written"] == fixed
+    assert all(each.dtype is torch.float32 for each in RedrafterHead.load(fixed).parameters()), "as they were"
     again = run("doctor", *WORDS, "--drafter", f"redrafter:{fixed}", "--json")
     assert again.status == 0 and again.record["sound"]
     assert again.record["given"]["0"] == pytest.approx(record["best"]["0"])
@@ -57,15 +59,20 @@ def test_what_is_sound_is_not_mended(run: Run, tmp_path: Path) -> None:
 def test_a_server_below_its_card(run: Run, tmp_path: Path) -> None:
     about = {"kind": "redrafter", "target": {"name": "t", "fingerprint": "f"}}
     (tmp_path / "config.json").write_text(json.dumps(about))
-    served = [{"temperature": 0.0, "mean_acceptance_length": 2.9}, {"temperature": 1.0, "mean_acceptance_length": 2.4}]
+    measured = ((0.0, 2.9), (1.0, 2.8), (1.0, 2.4))  # the last of a chain, which is what a server may draft
+    served = [{"temperature": at, "mean_acceptance_length": tokens} for at, tokens in measured]
     (tmp_path / "facts.json").write_text(json.dumps({"served": served}))
     with scripted() as server:
         server.handlers["/metrics"] = lambda asked: Made(METRICS.encode())
         below = run("doctor", "--url", server.url, "--drafter", str(tmp_path), "--json")
         alone = run("doctor", "--url", server.url, "--json")
+        shipped = run("doctor", "--url", server.url, "--drafter", "embedded:redrafter")
+        refused = run("doctor", "--url", server.url, "--fix", str(tmp_path / "new"))
     assert below.status == 1 and below.record["promised"] == 2.4 and "below the 2.40" in below.out
     assert alone.status == 0 and alone.record["by_position"] == [0.6, 0.3]
     assert alone.record["tokens_per_call"][0] == pytest.approx(1.9)
+    assert "that the card of embedded:redrafter promises at the least" in shipped.out
+    assert refused.status == 2 and "--fix" in refused.err and "examined here" in refused.err
 
 
 def test_metrics_of_others() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cli.tiny import Result, Run
 from support.eagle_reference import random_eagle
+from support.layer_heads import random_head
 from truedraft import load_model
-from truedraft.heads import Eagle3Config, HeadRecord, MedusaConfig, MedusaHeads
+from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config, HeadRecord, MedusaConfig, MedusaHeads
 from truedraft.models.padding import PADDED_SIZES, PaddedSize
 
 TOKENS = ("--max-tokens", "8", "--dtype", "float32", "--ignore-eos")
@@ -89,20 +92,27 @@ def test_a_size_below_the_model_names_both(run: Run, tmp_path: Path) -> None:
     assert "(13 layers, width 64" in result.err and "110M has" in result.err and "(12 layers" in result.err
 
 
-def test_heads_are_written_for_other_projects_and_draft_as_before(run: Run, target: str, tmp_path: Path) -> None:
+def test_heads_are_written_for_other_projects(run: Run, target: str, tmp_path: Path) -> None:
     model = load_model(target, dtype="float32")
     sizes = Eagle3Config(model.head_width, model.vocab_size, (0, 1), 2, 1, 16, 32, draft_vocab=40, most_positions=256)
     eagle, heads = random_eagle(sizes), MedusaHeads(MedusaConfig(model.head_width, model.vocab_size, heads=2))
-    for made in (eagle, heads):
-        made.save(tmp_path / made.kind, HeadRecord(target, model.fingerprint), dtype=torch.float32)
-    for kind, form in (("eagle", "eagle"), ("eagle", "speculators"), ("medusa", "vllm-medusa")):
-        out = tmp_path / f"for {form}"
-        result = run("export", "--head", str(tmp_path / kind), "--format", form, "--out", str(out), "--json")
+    block: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head": 16, "inner": 32, "block": 3, "mask_id": 9, "depth": 1}
+    whole = BlockConfig(model.head_width, model.vocab_size, (0,), **block)
+    copies = replace(whole, own_output=True, own_embedding=True, from_anchor=True)
+    every = (eagle, heads, random_head(DFlashHead, whole), random_head(DSparkHead, copies))
+    made = {each.kind: each for each in every}
+    for kind, each in made.items():
+        each.save(tmp_path / kind, HeadRecord(target, model.fingerprint), dtype=torch.float32)
+    for kind, form, source in (
+        ("eagle", "eagle", "eagle"), ("eagle", "speculators", "eagle"), ("medusa", "vllm-medusa", "medusa"),
+        ("dflash", "dflash", "dflash"), ("dspark", "dspark", "dspark"), ("dflash", "speculators", "dflash for dflash"),
+    ):  # fmt: skip
+        out = tmp_path / f"{kind} for {form}"
+        words = ("--head", str(tmp_path / source), "--format", form, "--out", str(out), "--model", target)
+        result = run("export", *words, "--json")
         assert result.status == 0, result.err
         assert (result.record["kind"], result.record["target"]) == (kind, target)
-        words = ("--model", target, "--json", *TOKENS)
-        own = run("generate", "hello", "--drafter", f"{kind}:{tmp_path / kind}", *words)
-        written = run("generate", "hello", "--drafter", f"{kind}:{out}", *words)
-        assert text_of(written) == text_of(own)
+        kept = type(made[kind]).load(out).state_dict()
+        assert all(weight.equal(kept[name]) for name, weight in made[kind].state_dict().items())
     again = run("export", "--head", str(tmp_path / "eagle"), "--format", "eagle", "--out", str(tmp_path / "eagle"))
     assert again.status != 0 and "is not empty; name a new one" in again.err

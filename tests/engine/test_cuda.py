@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
-from support.tiny_models import COUNT, FAMILIES, PROMPTS, reference, stock
+from support.eagle_reference import random_eagle
+from support.head_models import random_heads, random_redrafter
+from support.layer_heads import as_transformers_runs_it, random_head
+from support.tiny_models import CONTEXT, COUNT, FAMILIES, PROMPTS, VOCAB, reference, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import gumbel_of
-from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters import DFlash, Drafter, DraftModel, DSpark, Eagle3, Medusa, PromptLookup, Redrafter
+from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config
+from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,3 +68,37 @@ def test_bfloat16_answers_do_not_depend_on_speculation(options: dict[str, float]
         assert [
             a.token_ids for a in Engine(target, drafter, max_batch=3, controller="fixed").generate(prompts, params)
         ] == plain
+
+
+def _heads(kind: str, target: HuggingFaceModel) -> Drafter:
+    block = BlockConfig(
+        48, VOCAB, (0, 1), block=4, mask_id=96, depth=2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT
+    )
+    spark = replace(block, from_anchor=True, markov=8, block=3)
+    made: dict[str, Callable[[], Drafter]] = {
+        "medusa": lambda: Medusa(random_heads(target), nodes=7),
+        "redrafter": lambda: Redrafter(random_redrafter(target), nodes=7),
+        "eagle": lambda: Eagle3(
+            random_eagle(
+                Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
+            ),
+            nodes=7,
+        ),
+        "dflash": lambda: DFlash(random_head(DFlashHead, block), nodes=7),
+        "dspark": lambda: DSpark(random_head(DSparkHead, spark), nodes=7),
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["medusa", "redrafter", "eagle", "dflash", "dspark"])
+def test_heads_draft_beside_recorded_forwards(kind: str, options: dict[str, float]) -> None:
+    """Also those that read layers: CUDA graphs show them."""
+    module = as_transformers_runs_it().to("cuda")  # type: ignore[arg-type]
+    target = HuggingFaceModel(module, None, "tiny", fastest_backend)
+    assert isinstance(target._backend, GraphBackend)
+    prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=40, **options)
+    plain = Engine(target).generate(prompts, params)
+    answers = Engine(target, _heads(kind, target), controller="fixed").generate(prompts, params)
+    assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
+    assert all(each.warnings == () and each.stats.draft_tokens > 0 for each in answers)

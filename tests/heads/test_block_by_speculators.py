@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from support.speculators import module_of, with_random_weights
 from truedraft.heads import BlockHead, DFlashHead, DSparkHead
 from truedraft.heads.block_folders import write_speculators_folder
 
@@ -34,15 +33,10 @@ VARIANTS: dict[str, tuple[type[BlockHead], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """Their package; what moves hidden states between machines, which nothing here needs, is not published."""
-    stub: Any = types.ModuleType("hs_connectors")
-    stub.FileTransfer = stub.HiddenStatesTransfer = type("Unused", (), {})
-    sys.modules.setdefault("hs_connectors", stub)
-    return pytest.importorskip("speculators.models.dspark.core", reason="speculators is not installed")
+    return module_of("dspark")
 
 
 def made_by(theirs: Any, name: str) -> Any:
-    """A head of theirs with random weights."""
     from speculators.models.dflash.config import DFlashSpeculatorConfig
     from speculators.models.dspark.config import DSparkSpeculatorConfig
 
@@ -57,16 +51,7 @@ def made_by(theirs: Any, name: str) -> Any:
         made = (DFlashSpeculatorConfig, theirs.DFlashDraftModel)
     sizes: dict[str, Any] = {"draft_vocab_size": _IDS, "aux_hidden_state_layer_ids": [1, 2, 3]}
     sizes |= {"block_size": _BLOCK, "mask_token_id": 96}
-    model, generator = made[1](made[0](transformer_layer_config=layer, **sizes | options)), torch.Generator()
-    generator.manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(1.0 if weight.dim() == 1 else 0.0, 0.2, generator=generator)
-        if model.d2t is not None:
-            ids = torch.randperm(_VOCAB, generator=generator)[:_IDS].sort().values
-            model.t2d.copy_(torch.zeros(_VOCAB, dtype=torch.bool).index_fill_(0, ids, True))
-            model.d2t.copy_(ids - torch.arange(_IDS))
-    return model.eval()
+    return with_random_weights(made[1](made[0](transformer_layer_config=layer, **sizes | options)))
 
 
 def by_their_forward(model: Any, vectors: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None, int]:

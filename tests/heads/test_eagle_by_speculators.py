@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from support.eagle_reference import random_eagle
+from support.speculators import module_of, with_random_weights
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.heads.eagle_folders import write_speculators_folder
 from truedraft.heads.peagle import PEagleConfig, PEagleHead
@@ -34,11 +33,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, bool]]] = {
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """Their module; what moves hidden states between machines, which nothing here needs, is not published."""
-    stub: Any = types.ModuleType("hs_connectors")
-    stub.FileTransfer = stub.HiddenStatesTransfer = type("Unused", (), {})
-    sys.modules.setdefault("hs_connectors", stub)
-    return pytest.importorskip("speculators.models.eagle3.core", reason="speculators is not installed")
+    return module_of("eagle3")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -50,7 +45,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def made_by(theirs: Any, name: str) -> Any:
-    """A head of theirs with random weights."""
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 
     kind, flags = VARIANTS[name]
@@ -62,14 +56,7 @@ def made_by(theirs: Any, name: str) -> Any:
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer, draft_vocab_size=_IDS, eagle_aux_hidden_state_layer_ids=[1, 2, 3], **flags
     )
-    model, generator = theirs.Eagle3DraftModel(config).eval(), torch.Generator().manual_seed(1)
-    ids = torch.randperm(_VOCAB, generator=generator)[:_IDS].sort().values
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(1.0 if weight.dim() == 1 else 0.0, 0.2, generator=generator)
-        model.t2d.copy_(torch.zeros(_VOCAB, dtype=torch.bool).index_fill_(0, ids, True))
-        model.d2t.copy_(ids - torch.arange(_IDS))
-    return model
+    return with_random_weights(theirs.Eagle3DraftModel(config))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

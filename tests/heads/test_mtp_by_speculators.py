@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from support.mtp_checkpoints import SHAPES, MtpReference
+from support.speculators import module_of
 from support.tiny_models import VOCAB
 from truedraft import load_model
 from truedraft.core.tree import chain_shape
@@ -24,11 +23,7 @@ from truedraft.models.base import Segment
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """Their module; what moves hidden states between machines, which nothing here needs, is not published."""
-    stub: Any = types.ModuleType("hs_connectors")
-    stub.FileTransfer = stub.HiddenStatesTransfer = type("Unused", (), {})
-    sys.modules.setdefault("hs_connectors", stub)
-    return pytest.importorskip("speculators.models.mtp.core", reason="speculators is not installed")
+    return module_of("mtp")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "qwen3_5"])

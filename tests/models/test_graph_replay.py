@@ -18,7 +18,7 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment
-from truedraft.models.backends.graphs.replay import Outputs, Recording, Runner
+from truedraft.models.backends.graphs.replay import Layers, Outputs, Recording, Runner
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import probe_patterns
@@ -68,6 +68,16 @@ def test_a_bucket_is_recorded_when_it_comes_back_and_replayed_from_then_on() -> 
         assert len(fixture.recorder.made) == recordings, steps
     assert fixture.recorder.made[0].replays == 3
     assert fixture.runner.buckets == [Bucket(0, 1, 1, 256, 0, 1)]
+
+
+def test_a_forward_that_shows_layers_is_recorded_apart() -> None:
+    fixture = Fixture()
+    cache = fixture.filled(9)
+    for layers, recordings in (((), 0), ((0,), 0), ((0,), 1), ((), 2), ((1, 0), 2), ((0,), 2), ((1, 0), 3)):
+        output = fixture.model.forward_showing([fixture.chain(cache, 1)], layers)
+        cache.commit((0,))
+        assert (len(output.layers), len(fixture.recorder.made)) == (len(layers), recordings)
+    assert fixture.runner.buckets == 3 * [Bucket(0, 1, 1, 256, 0, 1)]
 
 
 def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
@@ -131,7 +141,7 @@ def test_addresses_stay_between_replays() -> None:
     seen: list[set[int]] = []
     forward = backend._decoder.forward
 
-    def watched(inputs: Inputs, arena: object) -> Outputs:
+    def watched(inputs: Inputs, arena: object, layers: Layers) -> Outputs:
         pointers = {each.data_ptr() for each in numbers_of(inputs)}
         pointers |= {rows.data_ptr() for call in range(2) for rows in backend.arena.rows(call)}
         pointers.add(backend._decoder._rotary.table.data_ptr())

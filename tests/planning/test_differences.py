@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from truedraft.planning.doctor import LEAST_PROMPTS
 from truedraft.planning.predictions import difference_over_prompts, sign_flips
+from truedraft.planning.variants import KINDS
 from truedraft.theory import holm
 
 
@@ -29,6 +31,13 @@ def test_as_good_a_way_is_hardly_ever_called_better() -> None:
         own = noise.exponential(1.0, (16, 14)) * noise.integers(0, 2, (16, 14)) * noise.choice([-1, 1], (16, 14))
         alarms += min(holm([sign_flips(each) for each in own])) < 0.01
     assert alarms <= 3
+
+
+def test_so_many_prompts_are_enough_for_all_variants_together() -> None:
+    """A variant that is better on each of the fewest prompts is called so beside all others, and is not with fewer."""
+    most = max(len(kind.variants) for kind in KINDS.values())
+    enough, fewer = (holm([sign_flips(np.ones(count))] + [1.0] * (most - 1))[0] for count in (LEAST_PROMPTS, 10))
+    assert enough < 0.01 < fewer
 
 
 def test_a_difference_of_tokens_per_call() -> None:

@@ -39,8 +39,7 @@ class OnTheHost:
 
     def __init__(self, forward: Callable[[], Outputs]) -> None:
         self._forward = forward
-        logits, hidden = forward()
-        self.outputs = (torch.full_like(logits, torch.nan), torch.full_like(hidden, torch.nan))
+        self.outputs = tuple(torch.full_like(each, torch.nan) for each in forward())
         self.replays = 0
         self.recording = Recording(self.outputs, self.replay)
 

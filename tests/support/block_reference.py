@@ -1,41 +1,18 @@
-"""Block drafters from the papers' pages, slowly, and heads with random weights."""
+"""Block drafters from the papers' pages, slowly."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
 
-from support.tiny_models import CONTEXT, VOCAB, build
-from truedraft.heads import BlockConfig, BlockHead
-
-Head = TypeVar("Head", bound=BlockHead)
+from support.layer_heads import Page
+from truedraft.heads import BlockHead
 
 
-def as_transformers_runs_it() -> PreTrainedModel:
-    """A target of three layers."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return build(config, seed=3, spread=0.15)
-
-
-def random_block(kind: type[Head], config: BlockConfig) -> Head:
-    """Random weights; of a reduced vocabulary every second id, as far as there are."""
-    made, generator = kind(config), torch.Generator().manual_seed(5)
-    for weight in made.parameters():
-        weight.data.normal_(1.0 if weight.dim() == 1 else 0.0, 0.2, generator=generator)
-    if made.draft_ids is not None:
-        made.draft_ids.copy_(torch.arange(len(made.draft_ids)) * 2 + 1)
-    return made.requires_grad_(False)
-
-
-class BlockReference:
+class BlockReference(Page):
     """Drafts by the page: no cache, no packing; context and block are computed anew, row by row.
 
     Args:
@@ -43,24 +20,7 @@ class BlockReference:
         made: the head.
     """
 
-    def __init__(self, model: PreTrainedModel, made: BlockHead) -> None:
-        self.model, self.made = model, made
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self.made.named_parameters())
-
-    def product(self, name: str, x: Tensor) -> Tensor:
-        return self.weights[f"{name}.weight"] @ x
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return x / torch.sqrt((x * x).mean() + self.made.config.eps) * self.weights[f"{name}.weight"]
-
-    def turned(self, x: Tensor, position: int) -> Tensor:
-        half = len(x) // 2
-        angles = position / self.made.config.rope["rope_theta"] ** (torch.arange(half) / half)
-        a, b = x[:half], x[half:]
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
+    made: BlockHead
 
     def keys(self, name: str, x: Tensor, position: int) -> tuple[list[Tensor], list[Tensor]]:
         """Of each head of keys and values."""
@@ -98,9 +58,7 @@ class BlockReference:
             scores = torch.stack([own @ keys[shared] for keys, _ in seen]) / math.sqrt(config.head)
             mixed.append(sum(w * values[shared] for w, (_, values) in zip(scores.softmax(0), seen, strict=True)))
         x = row + self.product(f"{name}.self_attn.o_proj", torch.cat(mixed))
-        entering = self.norm(f"{name}.post_attention_layernorm", x)
-        gate, up = (self.product(f"{name}.mlp.{each}_proj", entering) for each in ("gate", "up"))
-        return x + self.product(f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+        return x + self.mlp(name, self.norm(f"{name}.post_attention_layernorm", x))
 
     def draft_logits(self, text: Sequence[int], path: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of the token behind a text and drafted tokens: logits over the draft's ids, and of its acceptance."""
@@ -132,9 +90,4 @@ class BlockReference:
 
     def logits(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
         """The same over the target's whole vocabulary."""
-        config, own = self.made.config, self.draft_logits(text, path)[0]
-        if not config.draft_vocab:
-            return own
-        whole = torch.full((config.vocab_size,), -torch.inf)
-        whole[self.made.draft_ids] = own
-        return whole
+        return self.whole(self.draft_logits(text, path)[0])

@@ -1,4 +1,4 @@
-"""EAGLE-3 from the paper's page, slowly, and heads with random weights."""
+"""EAGLE-3 from the paper's page, slowly."""
 
 from __future__ import annotations
 
@@ -7,43 +7,22 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from support.layer_heads import Page, random_head
 from truedraft.heads import Eagle3Config, Eagle3Head
 
 
 def random_eagle(config: Eagle3Config, kind: type[Eagle3Head] = Eagle3Head) -> Eagle3Head:
-    """Random weights; of a reduced vocabulary every second id, as far as there are."""
-    made, generator = kind(config), torch.Generator().manual_seed(5)
-    for weight in made.parameters():
-        weight.data.normal_(1.0 if weight.dim() == 1 else 0.0, 0.2, generator=generator)
-    if made.draft_ids is not None:
-        made.draft_ids.copy_(torch.arange(len(made.draft_ids)) * 2 + 1)
-    return made.requires_grad_(False)
+    return random_head(kind, config)
 
 
-class EagleReference:
+class EagleReference(Page):
     """Drafts by the page: no cache, no packing, each path read from the text's beginning.
 
     Args:
         model: the target, as transformers runs it.
         made: the head.
     """
-
-    def __init__(self, model: PreTrainedModel, made: Eagle3Head) -> None:
-        self.model, self.made, self.weights = model, made, made.state_dict()
-
-    def product(self, name: str, x: Tensor) -> Tensor:
-        return self.weights[f"{name}.weight"] @ x
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return x / math.sqrt(float((x * x).mean()) + self.made.config.eps) * self.weights[f"{name}.weight"]
-
-    def turned(self, x: Tensor, position: int) -> Tensor:
-        half = len(x) // 2
-        angles = position / self.made.config.rope["rope_theta"] ** (torch.arange(half) / half)
-        a, b = x[:half], x[half:]
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
 
     def logits(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
         """Behind a text and drafted tokens, over the target's whole vocabulary."""
@@ -67,14 +46,6 @@ class EagleReference:
         if not config.own_output:
             return self.model.get_output_embeddings().weight @ leaving
         return self.whole(self.product("lm_head", leaving))
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """Logits of the head over the target's whole vocabulary."""
-        if not self.made.config.draft_vocab:
-            return logits
-        found = torch.full((self.made.config.vocab_size,), -torch.inf)
-        found[self.weights["draft_ids"]] = logits
-        return found
 
     def layer(
         self, vector: Tensor, embedded: Tensor, position: int, keys: list[Tensor], values: list[Tensor]
@@ -105,8 +76,7 @@ class EagleReference:
             mixed.append(sum(w * value[shared] for w, value in zip(scores.softmax(0), values, strict=True)))
         x = x + self.product(name + "o_proj", torch.cat(mixed))
         inner = self.norm(f"{layer}.post_attention_layernorm", x)
-        gate, up = (self.product(f"{layer}.mlp.{each}_proj", inner) for each in ("gate", "up"))
-        return x + self.product(f"{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+        return x + self.mlp(layer, inner)
 
 
 class PEagleReference(EagleReference):

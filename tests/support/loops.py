@@ -98,21 +98,21 @@ def weights(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return build(CONFIGS[name](), seed=0, spread=0.15, dtype=dtype)
 
 
-def run_forwards(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
+def run_forwards(model: HuggingFaceModel, layers: Sequence[int] = ()) -> tuple[Tensor, ...]:
     """All rows of prefills, chains and trees, mixed and alone, by levels; slots that move; a arena that grows.
 
     Returns:
-        Logits `[rows, vocab]` and vectors before the head `[rows, width]`, float64, on the CPU.
+        Logits `[rows, vocab]`, vectors before the head and what some layers give, `[rows, width]`; float64, on the CPU.
     """
     generator = torch.Generator().manual_seed(5)
-    outputs: list[tuple[Tensor, Tensor]] = []
+    outputs: list[tuple[Tensor, ...]] = []
 
     def drawn(count: int) -> Tensor:
         return torch.randint(VOCAB, (count,), generator=generator).to(model.device)
 
     def forward(*segments: Segment) -> None:
-        output = model.forward(segments)
-        outputs.append((output.logits.double().cpu(), output.hidden.double().cpu()))
+        output = model.forward_showing(segments, layers) if layers else model.forward(segments)
+        outputs.append(tuple(each.double().cpu() for each in (output.logits, output.hidden, *output.layers)))
 
     def chain(cache: RequestCache, count: int) -> Segment:
         return Segment(cache, drawn(count), chain_shape(count), range(count))
@@ -150,8 +150,7 @@ def run_forwards(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
     forward(tree(fourth), tree(second), chain(fifth, 1))
     for cache in (second, third, fourth, fifth):
         model.release_cache(cache)
-    logits, hidden = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-    return logits, hidden
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
 def apart(left: Tensor, right: Tensor, spread: float) -> tuple[float, float]:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.block_reference import BlockReference, as_transformers_runs_it, random_block
+from support.block_reference import BlockReference
 from support.eagle_reference import EagleReference, random_eagle
+from support.layer_heads import as_transformers_runs_it, random_head, target
+from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import DFlash, DSpark, Eagle3
 from truedraft.errors import OptionError
 from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config
-from truedraft.models.backends.stock import StockBackend
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead
 from truedraft.training.block import Blocks, DFlashTrainingConfig, DSparkTrainingConfig
 from truedraft.training.eagle import ChainObjective
@@ -31,7 +31,9 @@ from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
-PLAIN = BlockConfig(48, VOCAB, (0, 1), 4, 96, 2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT)
+PLAIN = BlockConfig(
+    48, VOCAB, (0, 1), block=4, mask_id=96, depth=2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT
+)
 MARKOV = replace(
     PLAIN, block=3, from_anchor=True, markov=8, confidence=True, confidence_reads_token=True, draft_vocab=40,
     own_output=True,
@@ -46,8 +48,8 @@ ANSWERS = [
 
 
 def blocks(name: str, anchors: int = 100) -> Blocks:
-    packed = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
-    made = random_block(*SHAPES[name]).requires_grad_(True)
+    packed = target()
+    made = random_head(*SHAPES[name]).requires_grad_(True)
     return Blocks(made, LmHead.of(as_transformers_runs_it()), packed, anchors, seed=1)
 
 
@@ -78,6 +80,7 @@ def test_each_step_is_a_token_of_a_block_whose_tokens_before_are_the_texts(name:
             torch.testing.assert_close(each.target[row], state[ids], rtol=0, atol=5e-5)
             seen += 1
     assert seen == (6 + 6 + 2) + (5 + 5 + 1) + (4 + 4)
+    assert not list(made.steps([WrittenAnswer([7], [3], 0.0, True)])), "a text of two tokens has no vector to begin at"
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -114,6 +117,14 @@ def test_loss_and_gradient_are_those_of_the_page(name: str) -> None:
         expected = torch.zeros_like(each) if each.grad is None else each.grad
         torch.testing.assert_close(found.get(key, torch.zeros_like(each)), expected, rtol=2e-3, atol=2e-5)
     assert len(found) == len(list(made.head.parameters()))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shares_of_processes_add_up(name: str) -> None:
+    made = blocks(name, anchors=4)
+    objective = ChainObjective(made, text(*ANSWERS), loss_from_spec("kl"), None)
+    batch = torch.tensor([[0, 5, 7], [6, 6, 8], [13, 1, 9]])
+    assert_shares_add_up(objective, made.head, batch, slice(0, 2), slice(2, 3))
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
@@ -193,17 +204,17 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(learned_folder: Any, p
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("shape", [{}, {"nodes": 8, "beams": 3}], ids=["chain", "tree"])
 def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: dict[str, int]) -> None:
-    target = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
+    model = target()
     prompts = [PROMPT, [7], [*PROMPT, 8, 1, 30]]
     params = SamplingParams(max_tokens=24)
-    answers = Engine(target).generate(prompts, params)
+    answers = Engine(model).generate(prompts, params)
     records = [
         WrittenAnswer(prompt, list(each.token_ids), 0.0, False) for prompt, each in zip(prompts, answers, strict=True)
     ]
-    head = random_block(*SHAPES[name])
+    head = random_head(*SHAPES[name])
     made: Any = DFlash if isinstance(head, DFlashHead) else DSpark
-    found = foretold(target, text(*records), 0.0, made(head, **shape))
-    counted = [each.stats for each in Engine(target, made(head, **shape), controller="fixed").generate(prompts, params)]
+    found = foretold(model, text(*records), 0.0, made(head, **shape))
+    counted = [each.stats for each in Engine(model, made(head, **shape), controller="fixed").generate(prompts, params)]
     calls = sum(each.target_calls for each in counted)
     assert found is not None and found.value == pytest.approx(3 * 23 / calls)
 
@@ -212,20 +223,20 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: d
 @pytest.mark.parametrize("name", ["DFlash", "recurrent", "EAGLE-3"])
 def test_what_is_foretold_of_draws_follows_each_draft_along_the_answer(name: str, shape: dict[str, Any]) -> None:
     """By the page: what the draft behind a place gives to each token, given those before it, against the target's."""
-    target = HuggingFaceModel(as_transformers_runs_it(), None, "tiny", StockBackend)
+    model = target()
     if name == "EAGLE-3":
         sizes = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
         reference: Any = EagleReference(as_transformers_runs_it(), random_eagle(sizes))
         made: Any = Eagle3(reference.made, **shape)
     else:
-        reference = BlockReference(as_transformers_runs_it(), random_block(*SHAPES[name]))
+        reference = BlockReference(as_transformers_runs_it(), random_head(*SHAPES[name]))
         made = (DFlash if name == "DFlash" else DSpark)(reference.made, **shape)
     prompts = [PROMPT, [7]]
-    answers = Engine(target, entropy=4).generate(prompts, SamplingParams(max_tokens=10, temperature=1.0))
+    answers = Engine(model, entropy=4).generate(prompts, SamplingParams(max_tokens=10, temperature=1.0))
     records = [
         WrittenAnswer(prompt, list(each.token_ids), 1.0, False) for prompt, each in zip(prompts, answers, strict=True)
     ]
-    found = foretold(target, text(*records), 1.0, made)
+    found = foretold(model, text(*records), 1.0, made)
     calls = 0.0
     for prompt, answer in ((each.prompt, each.answer) for each in records):
         whole, places = [*prompt, *answer], len(answer) - 1

@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from support.eagle_reference import EagleReference, random_eagle
+from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB, build
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import Eagle3
@@ -119,6 +120,15 @@ def test_the_gradient_is_that_of_the_loss() -> None:
     moved(size)
     assert along == pytest.approx(difference, rel=0.01)
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights)
+
+
+@pytest.mark.parametrize("decay", [0.8, None])
+def test_shares_of_processes_add_up(decay: float | None) -> None:
+    """Of answers that have other numbers of chains at each step, one of them none at the last."""
+    made = unrolled()
+    objective = ChainObjective(made, text(ANSWER, ANSWER[:4], ANSWER[:2]), ForwardKL(), decay)
+    batch = torch.tensor([[0, 5, 0], [6, 3, 1], [10, 1, 2]])
+    assert_shares_add_up(objective, made.head, batch, slice(0, 1), slice(1, 3))
 
 
 def test_tokens_weigh_as_much_as_it_is_likely_that_the_draft_comes_to_them() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.shares import assert_shares_add_up
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 from truedraft.training import losses
 from truedraft.training.head_objective import HeadLoss, HeadsObjective, heads_optimizer
@@ -138,6 +139,13 @@ def test_guessing_before_the_step_takes_no_gradient_away(lm_head, packed):
     with torch.autocast("cpu", torch.bfloat16):
         objective.accumulate(torch.zeros(1, 2), 1.0)
     assert all(weight.grad is not None and weight.grad.norm() > 0 for weight in head.parameters())
+
+
+def test_shares_of_processes_add_up(lm_head, packed):
+    """Of two windows, one twice as long, where guesses are drawn for both."""
+    head = head_of()
+    objective = objective_of(head, lm_head, packed, "kl", SelfFeeding(head, lm_head, 0.5, 0))
+    assert_shares_add_up(objective, head, torch.tensor([[0, 9], [12, 18]]), slice(0, 1), slice(1, 2))
 
 
 def test_the_share_of_self_fed_positions_is_drawn_anew_for_each_batch_and_the_same_again(lm_head):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from support.shares import assert_shares_add_up
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.training import losses
 from truedraft.training.drafts import StreamObjective
@@ -47,3 +48,9 @@ def test_without_a_target_it_is_next_token_cross_entropy(batch):
     logits = model(input_ids=batch[:, :-1]).logits
     expected = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     assert values == {"loss": pytest.approx(float(expected.detach()), rel=1e-5)}
+
+
+def test_shares_of_processes_add_up(batch):
+    draft = new_llama(SHAPE, seed=2)
+    objective = StreamObjective(draft, ForwardKL(), new_llama(SHAPE, seed=1))
+    assert_shares_add_up(objective, draft, batch, slice(0, 1), slice(1, 3))

@@ -113,10 +113,10 @@ def interrupting(objective, at):
     calls = itertools.count()
     accumulate = objective.accumulate
 
-    def interrupted(batch, scale):
+    def interrupted(*arguments):
         if next(calls) in at:
             signal.raise_signal(signal.SIGINT)
-        return accumulate(batch, scale)
+        return accumulate(*arguments)
 
     objective.accumulate = interrupted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from truedraft.planning.doctor import Diagnosis, Prompt
     from truedraft.planning.predictions import Interval
 
-_PROMPTS, _TOKENS = 24, 64
+_PROMPTS, _LEAST_PROMPTS, _TOKENS = 24, 12, 64  # the least is that of `examine`
 _PATIENCE_S = 20.0
 _BELOW_CARD = 0.9  # of what is promised, what counts as less
 
@@ -41,7 +41,7 @@ class WhatToExamine:
     prompts: str = option(
         HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file, best of your own.", "FILE"
     )
-    limit: int = option(_PROMPTS, "Only so many prompts, evenly over the set.", "N", least=1)
+    limit: int = option(_PROMPTS, "Only so many prompts, evenly over the set.", "N", least=_LEAST_PROMPTS)
     tokens: int = option(_TOKENS, "Of an answer.", "N", least=2)
     plain: bool = flag("Give prompts as they are, also where the model has a chat template.")
     fix: Path | None = option(None, "Write heads with what is better into this new folder.", "DIR")
@@ -66,6 +66,8 @@ def doctor(options: DoctorOptions) -> int:
     """
     what = options.what
     if what.url is not None:
+        if what.fix is not None:
+            raise OptionError("mends a drafter that is examined here; leave --url or it out", field="fix")
         return _served(what.url, what.drafter, options.report)
     if what.drafter is None:
         raise OptionError("is needed: the folder of the drafter that is to be examined", field="drafter")
@@ -92,7 +94,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
         target = load_model(model.model, **model.of_target, **options.machine.of_models)
     with errors_about("drafter"), quiet_hub():
         kind, case = case_of(drafter, target)
-    card = TrainedDrafter.read(case.path) if case.path.is_dir() else None
+    card = TrainedDrafter.read(case.source.path) if case.source.path.is_dir() else None
     promised = {} if card is None else promised_by(card.figures, case.chain(case.part).limits.depth)
     prompts = written_prompts(target, texts, plain=what.plain)
     with terminal.progress("examining", 1000) as shown:
@@ -107,7 +109,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
     _print(found, terminal)
     written = None
     if what.fix is not None:
-        written = _fix(kind.fixed, found, what.fix, terminal)
+        written = _fix(found, what.fix, terminal)
     if options.report.json:
         record = {"command": "doctor", "status": FAILED if found.faults else DONE, "drafter": drafter}
         terminal.json(
@@ -156,19 +158,24 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
 
 
 def _least_promise(drafter: str | None) -> float | None:
-    """The fewest tokens per call that a drafter's card has, over temperatures: a server does not say which it serves.
+    """The fewest tokens per call that a drafter's card has, of all rounds that measured it: a server says neither its
+    temperature nor the shape of its drafts.
 
     Raises:
         OptionError: there is no card.
     """
     from truedraft.drafters.registry import TrainedDrafter
+    from truedraft.planning.variants import place_of
 
     if drafter is None:
         return None
-    card = TrainedDrafter.read(user_path(drafter.partition(":")[2] or drafter))
-    if card is None or not card.tokens_per_call:
+    card = TrainedDrafter.read(place_of(drafter)[1])
+    served = None if card is None else card.figures.get("served")
+    rounds = [each.get("mean_acceptance_length") for each in served or () if isinstance(each, dict)]
+    told = [each for each in rounds if isinstance(each, int | float)]
+    if not told:
         raise OptionError(f"has no card that promises something: {drafter!r}; leave it out", field="drafter")
-    return min(card.tokens_per_call.values())
+    return min(told)
 
 
 def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plain: bool) -> list[Prompt]:
@@ -204,28 +211,32 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
         for each in found.trials
         if not each.reason
     ]
-    given = ("as it is given", _interval(found.given[0.0]), "", "", "")
+    given = ("as it is given", _interval(found.given[0.0].tokens_per_call), "", "", "")
     print_table(("variant", "tokens per call", "more than as given", "p", ""), [given, *rows], terminal.out)
     left = ", ".join(each.variant.name for each in found.trials if each.reason)
     if left:
         terminal.out.print(f"not to be tried here: {left}", style="dim", soft_wrap=True)
-    told = f"accepted by position, greedy: {_shares(found.was)}"
-    if found.survival != found.was:
-        told += f"; mended: {_shares(found.survival)}"
+    was, now = (each[0.0].survival for each in (found.given, found.best))
+    told = f"accepted by position, greedy: {_shares(was)}"
+    if now != was:
+        told += f"; mended: {_shares(now)}"
     terminal.out.print(told, style="dim", soft_wrap=True)
     terminal.out.print(f"{found.noun}: {found.sentence}", style="bold", soft_wrap=True)
 
 
-def _fix(write: Any, found: Diagnosis, folder: Path, terminal: Terminal) -> str | None:
-    """Write what is better, where a variant is; the folder, where it was written.
+def _fix(found: Diagnosis, folder: Path, terminal: Terminal) -> str | None:
+    """Write what is better, where other weights or sizes are; the folder, where it was written.
 
     Raises:
         ModelError: it cannot be written.
     """
-    if write is None or not any(each.mends for each in found.faults):
+    from truedraft.heads import Head
+
+    if not isinstance(found.part, Head) or not any(each.mends for each in found.faults):
         terminal.out.print(f"nothing is written into {folder}: no other weights or sizes are better", soft_wrap=True)
         return None
-    write(found.part, user_path(folder, ModelError))
+    dtype = next(each.dtype for each in found.part.parameters())
+    found.part.save(user_path(folder, ModelError), found.part.record, dtype=dtype)
     terminal.out.print(
         f"wrote {folder}: the same heads, mended; try it: truedraft doctor --drafter {folder}", soft_wrap=True
     )

@@ -26,7 +26,8 @@ class ExportOptions:
     )
     format: str | None = option(
         None,
-        "What is to read the head: speculators (and vLLM), eagle (EAGLE, SGLang, SpecForge) or vllm-medusa.",
+        "What is to read the head: speculators (and vLLM), eagle (EAGLE, SGLang, SpecForge), dflash (z-lab), dspark "
+        "(DeepSpec) or vllm-medusa.",
         "FORMAT",
         heading="Head",
     )

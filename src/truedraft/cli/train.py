@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from truedraft.progress import Progress
     from truedraft.training.head_config import HeadTrainingConfig
     from truedraft.training.loop import Callbacks, Saved
+    from truedraft.training.tracking import Tracker
     from truedraft.training.workspace import TimeBudget
 
 _ANSWERED = "Text by the target, where --data has prompts"
@@ -137,6 +138,12 @@ class RunOptions:
         "M",
         shown_default="as long as it takes",
     )
+    tracker: str | None = option(
+        None,
+        "Follow it in one of accelerate's trackers: tensorboard, wandb, mlflow, trackio or others.",
+        "NAME",
+        shown_default="none; work/log.jsonl has the same",
+    )
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,11 @@ class DraftRunOptions(RunOptions):
     length: int | None = option(None, "Tokens of a sequence.", "N", shown_default="512 or less", least=1)
     decay_length: int | None = option(
         None, "The same while the rate decays.", "N", shown_default="2048 or less", least=1
+    )
+    on_policy: float = option(
+        0.0,
+        "Share of sequences whose second half the draft writes itself, to learn what the target says of it.",
+        "SHARE",
     )
     learning_rate: float = option(2e-3, "The highest rate.", "RATE")
     seed: int = option(0, "Decides the first weights and the order of the data.", "S", least=0)
@@ -202,59 +214,49 @@ class MedusaOptions:
 
 
 @dataclass(frozen=True)
-class RedrafterOptions:
+class _HeadOptions:
+    """What trainings of heads beside a target that stays as it is have in common."""
+
+    job: JobOptions = group(_WHAT)
+    text: TextOptions = group(_TEXT)
+    writing: WritingOptions = group(_TEXT)
+    size: Any = group(_HEADS)
+    run: RunOptions = group(_RUN)
+    learning: Any = group(_RUN)
+    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    report: ReportOptions = group("Report")
+
+
+@dataclass(frozen=True)
+class RedrafterOptions(_HeadOptions):
     """Options of `truedraft train redrafter`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: RedrafterSizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: RedrafterRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
-class EagleOptions:
+class EagleOptions(_HeadOptions):
     """Options of `truedraft train eagle`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: Eagle3SizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: ChainRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
-class DFlashOptions:
+class DFlashOptions(_HeadOptions):
     """Options of `truedraft train dflash`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: BlockSizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: BlockRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
-class DSparkOptions:
+class DSparkOptions(_HeadOptions):
     """Options of `truedraft train dspark`."""
 
-    job: JobOptions = group(_WHAT)
-    text: TextOptions = group(_TEXT)
-    writing: WritingOptions = group(_TEXT)
     size: DSparkSizeOptions = group(_HEADS)
-    run: RunOptions = group(_RUN)
     learning: DSparkRunOptions = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
-    report: ReportOptions = group("Report")
 
 
 @dataclass(frozen=True)
@@ -265,13 +267,13 @@ class NgramOptions:
     size: NgramSizeOptions = group("Size of the table")
     text: TextOptions = group("Text by the target, with --answers")
     writing: WritingOptions = group("Text by the target, with --answers")
-    run: RunOptions = group(_RUN)
+    run: RunOptions = group(_RUN, without=("tracker",))
     machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
     seed: int = option(0, "Decides what the target writes.", "S", heading="Text by the target, with --answers", least=0)
 
 
-HeadsOptions: TypeAlias = "MedusaOptions | RedrafterOptions | EagleOptions | DFlashOptions | DSparkOptions"
+HeadsOptions: TypeAlias = "MedusaOptions | _HeadOptions"
 
 
 def draft(options: DraftOptions) -> int:
@@ -296,6 +298,7 @@ def draft(options: DraftOptions) -> int:
             optimizer=OptimizerConfig(run.learning_rate, run.learning_rate),
             curriculum=Curriculum(*_lengths(run), run.tokens_per_step, run.tokens_per_step),
             tokens=options.text.tokens,
+            on_policy=run.on_policy,
             writing=WritingConfig(**dataclasses.asdict(options.writing), seed=run.seed),
             seed=run.seed,
             device=device,
@@ -481,34 +484,51 @@ def _run(
     from truedraft.cli.session import named_model, quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
-    from truedraft.training.loop import Callbacks
+    from truedraft.training.processes import Processes, joined
+    from truedraft.training.tracking import Tracker
 
     job = options.job
     if job.clean:
         return _clean(job, options.report)
     check()
-    _check_folder(kind, job)
-    set_threads(options.machine.threads)
-    model = named_model(job.model)
-    terminal, device = Terminal(), str(pick_device(options.machine.device))
-    note = _notes(terminal)
+    model, terminal = named_model(job.model), Terminal()
+    main, tracker = True, None
     try:
-        with quiet_hub(), _Bars(terminal) as bars:
-            told = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
-            result = train(model, told, budget, device)
+        with joined(str(pick_device(options.machine.device))) as device, quiet_hub(), _Bars(terminal) as bars:
+            main = Processes.here().main
+            if main:
+                _check_folder(kind, job)
+            if main and options.run.tracker is not None:
+                tracker = Tracker(options.run.tracker, job.out, device)
+            set_threads(options.machine.threads)
+            result = train(model, _told(terminal, bars, tracker), budget, device)
     except KeyboardInterrupt as stop:
+        if not main:
+            return INTERRUPTED
         terminal.end_line()
         kept = kind != "draft" or any((job.out / WORK / name).is_file() for name in _KEPT)
         say(how_to_go_on(job, keeps_answers=kept))
         if options.report.json:
             terminal.json(error_record(f"train {kind}", stop))
         return INTERRUPTED
+    if not main:
+        return DONE
+    if tracker is not None:
+        tracker.finish(result.evaluations)
     train_report.PRINT[kind](terminal, model, result)
     registered = _register(terminal, result.folder)
     status = train_report.kept_promise(terminal, kind, model, result)
     if options.report.json:
         terminal.json(train_report.record_of(kind, model, result) | {"registered": registered})
     return status
+
+
+def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks:
+    from truedraft.training.loop import Callbacks
+
+    note = _notes(terminal)
+    told = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
+    return told if tracker is None else dataclasses.replace(told, on_step=tracker.step)
 
 
 def _register(terminal: Terminal, folder: Path) -> bool:

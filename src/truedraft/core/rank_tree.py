@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -125,6 +126,18 @@ class RankTree:
     def width(self) -> int:
         """One more than the largest rank: how many guesses of a head it needs."""
         return max((max(path) for path in self.paths), default=-1) + 1
+
+    @cached_property
+    def branching(self) -> tuple[int, ...]:
+        """The most nodes that hang below one of depth 0, 1, ..."""
+        return tuple(
+            max(count for path, count in self.children.items() if len(path) == depth) for depth in range(self.depth)
+        )
+
+    @cached_property
+    def children(self) -> Counter[RankPath]:
+        """How many nodes hang below each path; () is the root."""
+        return Counter(path[:-1] for path in self.paths)
 
     def fill(self, guesses: Tensor) -> Tensor:
         """The nodes' tokens, by what each head guesses.

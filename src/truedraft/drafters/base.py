@@ -14,6 +14,7 @@ from truedraft.core.budget import NO_DRAFT, Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.rank_tree import RankTree
 from truedraft.core.shaping import Shaping
 from truedraft.drafters.held import Held
 from truedraft.errors import DrafterError
@@ -134,6 +135,8 @@ class Drafter(ABC):
         held: what it holds for requests; nothing for one that is over.
         trees: what is known of its trees, of a drafter whose trees somebody measured.
         branching: draws at a node of depth 0, 1, ... of its largest proposal; () where that is no fixed number.
+        ranks: the draws of sampled requests, the best ones first, of which a budget of n nodes gets the first n; None
+            where `branching` says how many there are.
         levels: forwards, one behind another, that the last `propose` took; None where each level of depth takes one.
         walks_along: whether it has `along`, for what it draws from at a place depends on how deep its draft is there.
     """
@@ -142,6 +145,7 @@ class Drafter(ABC):
     limits: Budget
     trees: HeadDrafter[Any, Any] | None = None
     branching: tuple[int, ...] = ()
+    ranks: RankTree | None = None
     levels: int | None = None
     walks_along: bool = False
     features: Features | None = None

@@ -144,7 +144,7 @@ class DraftModel(Drafter):
         cache, device = self.caches[request.id], self.model.device
         if self.chains > 1 and not (request.params.greedy or request.params.seeded):
             return SiblingChains(cache, request, budget, noise, self.chains, device)
-        return TreeBuilder(cache, request, budget, noise, self.branching, device)
+        return TreeBuilder(cache, request, budget, noise, self.branching, device, ranks=self.ranks)
 
     def within(self, budget: Budget, request: DraftRequest) -> Budget:
         """The budget of a request's proposal, cut to the options and to what fits the draft model's own context."""

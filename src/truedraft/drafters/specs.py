@@ -428,40 +428,22 @@ def _table(path: str | None) -> Any:
     return NgramTable.open(path)
 
 
-def _recurrent_head(path: str | None, target: LanguageModel) -> Any:
-    from truedraft.heads import RedrafterHead
-
-    return RedrafterHead.load(_heads_folder(_trained_path("redrafter", path, target)))
-
-
-def _eagle3_head(path: str | None, target: LanguageModel) -> Any:
-    from truedraft.heads import Eagle3Head
-
-    return _at_layers(Eagle3Head.load(_heads_folder(_trained_path("eagle", path, target))), target)
-
-
-def _peagle_head(path: str | None, target: LanguageModel) -> Any:
-    from truedraft.heads.peagle import PEagleHead
-
-    if path is None:
-        raise OptionError("drafter 'p-eagle' needs its head: p-eagle:FOLDER, as speculators wrote it")
-    return _at_layers(PEagleHead.load(path), target)
-
-
-def _at_layers(head: Any, target: LanguageModel) -> Any:
-    """A head that reads the usual layers of a target where it names none."""
-    head.config = head.config.at_usual_layers(target.shown_layers)
-    return head
-
-
-def _block_head(kind: str) -> Callable[[str | None, LanguageModel], Any]:
-    """Loads a block drafter of a kind."""
+def _head_of(kind: str) -> Callable[[str | None, LanguageModel], Any]:
+    """Loads a head of a kind from a folder, or the one that was trained for the target."""
 
     def load(path: str | None, target: LanguageModel) -> Any:
-        from truedraft.heads import DFlashHead, DSparkHead
+        from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, RedrafterHead
+        from truedraft.heads.layers import LayerHead
+        from truedraft.heads.peagle import PEagleHead
 
-        heads = {each.kind: each for each in (DFlashHead, DSparkHead)}
-        return heads[kind].load(_heads_folder(_trained_path(kind, path, target)))
+        if path is None and kind == PEagleHead.kind:
+            raise OptionError("drafter 'p-eagle' needs its head: p-eagle:FOLDER, as speculators wrote it")
+        every: Sequence[type[Any]] = (RedrafterHead, Eagle3Head, DFlashHead, DSparkHead, PEagleHead)
+        heads = {each.kind: each for each in every}
+        head = heads[kind].load(_heads_folder(_trained_path(kind, path, target)))
+        if isinstance(head, LayerHead):
+            head.config = head.config.at_usual_layers(target.shown_layers)
+        return head
 
     return load
 
@@ -533,6 +515,7 @@ def _listed(file: str) -> RankTree:
     return RankTree.listed(paths)
 
 
+_OF_LEVELS = {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"}
 KINDS: Mapping[str, DrafterKind] = {
     "none": DrafterKind("NoDrafter", None, {}, "nothing is drafted, which is plain decoding"),
     "prompt-lookup": DrafterKind(
@@ -628,55 +611,48 @@ KINDS: Mapping[str, DrafterKind] = {
         "one recurrent head on that vector, without DIR the one trained for the target: beams, "
         "merged and cut to the likeliest nodes, in sizes that pay here, or as you say; from temperature 0.8 on they "
         "are drawn, at every one with sampled=true and at none with sampled=false",
-        parts={"head": _recurrent_head},
+        parts={"head": _head_of("redrafter")},
         widest={"beams": "4", "nodes": "16"},
     ),
     "eagle": DrafterKind(
         "Eagle3",
         "DIR",
-        {"num_speculative_tokens": "5", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        _OF_LEVELS | {"num_speculative_tokens": "5"},
         "an EAGLE-3 head on vectors of several of the target's layers: a chain of so many tokens, a tree with so many "
         "at each node, cut below those that it gives less than min_probability, or for greedy requests the likeliest "
         "tree of so many nodes, of which beams are open at each level",
-        parts={"head": _eagle3_head},
+        parts={"head": _head_of("eagle")},
         widest={"num_speculative_tokens": "8"},
     ),
     "dflash": DrafterKind(
         "DFlash",
         "DIR",
-        {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        _OF_LEVELS,
         "a block drafter (DFlash) on vectors of several of the target's layers, without DIR the one trained for the "
         "target: all tokens of a draft come from one pass; options as of eagle",
-        parts={"head": _block_head("dflash")},
+        parts={"head": _head_of("dflash")},
     ),
     "dspark": DrafterKind(
         "DSpark",
         "DIR",
-        {
-            "num_speculative_tokens": "7",
-            "branching": "3-2-1",
-            "min_probability": "0",
-            "nodes": "16",
-            "beams": "8",
-            "min_acceptance": "0",
-        },
+        _OF_LEVELS | {"min_acceptance": "0"},
         "a block drafter whose tokens know the ones before them (DSpark), without DIR the one trained for the target: "
         "options as of eagle, and no token that is reached and accepted with less than min_acceptance by its "
         "confidence head",
-        parts={"head": _block_head("dspark")},
+        parts={"head": _head_of("dspark")},
     ),
     "p-eagle": DrafterKind(
         "PEagle",
         "DIR",
-        {"num_speculative_tokens": "8", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        _OF_LEVELS | {"num_speculative_tokens": "8"},
         "a P-EAGLE head, which guesses all tokens in one forward; options are those of eagle",
-        parts={"head": _peagle_head},
+        parts={"head": _head_of("p-eagle")},
         widest={"num_speculative_tokens": "8"},
     ),
     "mtp": DrafterKind(
         "Mtp",
         "DIR",
-        {"num_speculative_tokens": "3", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"},
+        _OF_LEVELS | {"num_speculative_tokens": "3"},
         "the layer that the target's checkpoint brings along to predict a token further, or one of speculators in DIR; "
         "its output goes round for further tokens, and options are those of eagle",
         parts={"head": _mtp_head},

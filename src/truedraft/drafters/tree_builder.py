@@ -14,6 +14,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Draw, Proposal
+from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, fetch_children
@@ -32,9 +33,11 @@ class TreeBuilder:
         request: what is drafted for.
         budget: what may be drawn.
         noise: of the request at this step.
-        branching: draws at each node of depth 0, 1, ...
+        branching: draws at each node of depth 0, 1, ...; of `ranks` at most.
         device: of the draft model.
         behind: so many of the text's last tokens were fed and not committed; the tree hangs below them.
+        ranks: the draws by their ranks among those at their node, the best ones first, in place of as many at every
+            node of a depth: of a budget of n nodes the first n.
 
     Attributes:
         drawing: how children are drawn.
@@ -51,6 +54,7 @@ class TreeBuilder:
         branching: Sequence[int],
         device: torch.device,
         behind: int = 0,
+        ranks: RankTree | None = None,
     ) -> None:
         self.cache = cache
         self.request = request
@@ -60,6 +64,8 @@ class TreeBuilder:
         self.draws_alike = (self.on_device, *request.params.probs_key, request.params.seeded)
         self._noise = noise
         self._branching = branching
+        self._counts = None if ranks is None else ranks.first(budget.nodes).children
+        self._ranks: list[RankPath] = [()]  # by tree row
         self._depth = 0
         self._tokens: list[Any] = []  # ids; tensors [1] where they stay on the device
         self._parents: list[int] = []
@@ -93,12 +99,16 @@ class TreeBuilder:
 
     def open_nodes(self) -> list[OpenNode]:
         """What is drawn next; the node budget cuts by order, so before anything is drawn."""
-        width = min(self._branching[self._depth], self.budget.width)
-        first, left = len(self._tokens), self.budget.nodes - len(self._tokens)
-        return [
-            OpenNode(self._noise, self._depth, first + before, max(0, min(width, left - before)))
-            for before in range(0, len(self._open) * width, width)
-        ]
+        first, found, most = len(self._tokens), [], self.budget.nodes
+        for node in self._open:
+            width = max(0, min(self._width(node), self.budget.width, most - first))
+            found.append(OpenNode(self._noise, self._depth, first, width))
+            first += width
+        return found
+
+    def _width(self, node: int) -> int:
+        """Draws below a node of the last depth, if there is room for them."""
+        return self._branching[self._depth] if self._counts is None else self._counts[self._ranks[node + 1]]
 
     def shaped(self, logits: Tensor) -> Tensor:
         """Logits `[open nodes, vocab]` as the request's options change them behind the nodes' paths."""
@@ -124,9 +134,11 @@ class TreeBuilder:
         opened: list[int] = []
         for dist, (parent, own) in enumerate(zip(self._open, children, strict=True), self._dists):
             draws = []
-            for token, probability in own:
+            for rank, (token, probability) in enumerate(own):
                 first = len(self._tokens)
                 node = self._child(parent, token)
+                if node == first:
+                    self._ranks.append((*self._ranks[parent + 1], rank))
                 draws.append(Draw(node, -1 if probs is None else dist, self.drawing.kind))
                 # A token too unlikely is kept, for it was drawn; nothing is drafted below it.
                 if node == first and (not self.budget.looks or self._goes_on(parent, probability)):
@@ -134,6 +146,8 @@ class TreeBuilder:
             self._draws[parent + 1] = tuple(draws)
         self._dists += len(self._open)
         self._depth += 1
+        if self._counts is not None:
+            opened = [node for node in opened if self._counts[self._ranks[node + 1]]]
         grows = self._depth < self.budget.depth and len(self._tokens) < self.budget.nodes
         self._open = opened if grows else []
 

@@ -27,7 +27,6 @@ from truedraft.errors import ModelError, ModelNotFoundError, OptionError, first_
 from truedraft.files import user_path
 from truedraft.machine import DTYPES, dtype_name
 from truedraft.models.base import LanguageModel
-from truedraft.models.llama import RotaryTable
 from truedraft.models.lm_head import LmHead
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
@@ -278,58 +277,6 @@ class VectorHead(Head):
         """Logits `[rows, vocab]` at a place, for what enters its output `[rows, exit_width]`."""
         output = self.outputs[place]
         return lm_head(vectors) if output is None else lm_head.finish(output(vectors))
-
-
-class LayerHead(Head):
-    """Decoder layers of its own on vectors of several layers of the target.
-
-    Its modules are `embed_tokens` and `lm_head`, None where it takes the target's, and the buffer `draft_ids`, the
-    target's ids among which it guesses, `[draft_vocab]`, None for all. Names of weights are those of published heads,
-    so that a folder says what it holds.
-    """
-
-    config: Any
-    embed_tokens: nn.Embedding | None
-    lm_head: nn.Linear | None
-    draft_ids: Tensor | None
-
-    @property
-    def reach(self) -> int:
-        reach: int = self.config.reach
-        return reach
-
-    @property
-    def reads_tokens(self) -> bool:
-        return self.embed_tokens is None
-
-    @property
-    def outputs(self) -> Sequence[nn.Linear | None]:
-        return [self.lm_head] * self.reach
-
-    @torch.no_grad()
-    def start_from(self, weight: Tensor) -> None:
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
-
-    def rotary(self, like: Tensor) -> RotaryTable:
-        """What turns heads, by positions, in the dtype and on the device of a tensor."""
-        config = self.config
-        return RotaryTable.made(config.rope, config.head, config.most_positions, like)
-
-
-class GatedMlp(nn.Module):
-    """W_down (SiLU(W_gate x) * W_up x), as Llama's."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Vectors `[rows, width]` to the same."""
-        made: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return made
 
 
 class ResidualBlock(nn.Module):

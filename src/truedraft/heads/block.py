@@ -7,170 +7,83 @@ each token's logits what the token before it says, and a confidence head says ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from truedraft.errors import OptionError
-from truedraft.heads.base import GatedMlp, LayerHead, Unembed
+from truedraft.heads.base import Unembed
+from truedraft.heads.layers import DecoderLayer, LayerConfig, LayerHead, is_whole
 from truedraft.models.llama import Rotation
-
-_SIZES = ("width", "vocab_size", "block", "depth", "heads", "kv_heads", "head", "inner")
-_FLAGS = ("from_anchor", "confidence", "confidence_reads_token", "own_output", "own_embedding")
-_USUAL_LAYERS, _LEAST_LAYERS = 5, 8  # that are read, and of a target that has them
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """The number of a layer, queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` of blocks to what they
 mix, `[rows, heads * head]`: each row sees its own block, and the context of that."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig(LayerConfig):
     """Sizes of a block drafter.
 
     Attributes:
-        width: entries of the target's vectors.
-        vocab_size: token ids of the target.
-        layers: the target's layers whose output is read, by number, 0 the first. Empty: five, see `at_usual_layers`.
         block: tokens that it reads at once: the last one of the text, the *anchor*, and masks.
-        mask_id: id whose embedding by the target stands for a token that is not known.
+        mask_id: id whose embedding stands for a token that is not known.
         depth: decoder layers.
-        heads: of queries.
-        kv_heads: of keys and values.
-        head: entries of a head.
-        inner: entries inside the MLPs.
         from_anchor: whether the anchor's row guesses the token behind it, and each mask the one behind itself; else
             each mask guesses the token at its own position, and the anchor's row nothing.
-        draft_vocab: ids that it guesses among; 0 is all of the target's.
         markov: entries of what the Markov head makes of the token before; 0: it has none.
         markov_kind: how: "vanilla", "gated" by the row's vector, or "rnn", which carries a state along the block.
         confidence: whether it has a confidence head.
         confidence_reads_token: whether that reads the token before, too.
-        own_output: whether it has an LM head of its own; else it ends in the target's.
-        own_embedding: whether it has an embedding of its own; else it reads the target's.
-        rope: parameters of its rotation, as transformers names them.
-        most_positions: that its rotation is made for.
-        eps: of its norms.
 
     Raises:
         OptionError: sizes that make no head.
     """
 
-    width: int
-    vocab_size: int
-    layers: tuple[int, ...]
+    noun = "a block drafter"
+    counts = ("block", "depth")
+    flags = ("from_anchor", "confidence", "confidence_reads_token")
+    usual_layers = 5
+
     block: int
     mask_id: int
     depth: int
-    heads: int
-    kv_heads: int
-    head: int
-    inner: int
     from_anchor: bool = False
-    draft_vocab: int = 0
     markov: int = 0
     markov_kind: str = "vanilla"
     confidence: bool = False
     confidence_reads_token: bool = False
-    own_output: bool = False
-    own_embedding: bool = False
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    most_positions: int = 4096
-    eps: float = 1e-6
 
     def __post_init__(self) -> None:
         """Refuse sizes that make no head."""
-        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
-        for name in _SIZES:
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise OptionError(f"{name} of a block drafter must be 1 or more, got {value!r}")
-        for name in _FLAGS:
-            if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(f"{name} of a block drafter must be true or false, got {value!r}")
+        LayerConfig.__post_init__(self)
         if self.reach < 1:
             raise OptionError("a block drafter that reads the anchor alone guesses nothing; block must be 2 or more")
-        if self.heads % self.kv_heads or self.head % 2:
-            raise OptionError(
-                f"{self.heads} heads of {self.head} entries do not fit {self.kv_heads} of keys and values; heads must "
-                "be a multiple of those, and their entries even"
-            )
-        if len(set(self.layers)) != len(self.layers) or min(self.layers, default=0) < 0:
-            raise OptionError(f"a block drafter reads different layers, 0 the first, got {list(self.layers)}")
-        if not isinstance(self.mask_id, int) or not 0 <= self.mask_id < self.vocab_size:
+        if not is_whole(self.mask_id, 0) or self.mask_id >= self.vocab_size:
             raise OptionError(f"the id of the mask is one of {self.vocab_size}, got {self.mask_id!r}")
-        if not 0 <= self.draft_vocab <= self.vocab_size:
-            raise OptionError(f"the draft's vocabulary has 1 to {self.vocab_size} ids, got {self.draft_vocab}")
-        if self.draft_vocab and not self.own_output:
-            raise OptionError("a head with fewer ids than the target needs an LM head of its own")
-        if self.markov < 0 or self.markov_kind not in _MARKOV:
+        if not is_whole(self.markov, 0) or self.markov_kind not in _MARKOV:
             raise OptionError(
-                f"a Markov head has 0 or more entries and is one of {', '.join(_MARKOV)}, got {self.markov} and "
+                f"a Markov head has 0 or more entries and is one of {', '.join(_MARKOV)}, got {self.markov!r} and "
                 f"{self.markov_kind!r}"
             )
         if self.confidence_reads_token and not (self.confidence and self.markov):
             raise OptionError("a confidence head that reads the token before needs the Markov head's embedding of it")
 
     @property
-    def merged(self) -> int:
-        """How many layers are read."""
-        return len(self.layers) or _USUAL_LAYERS
+    def mask(self) -> int:
+        return self.mask_id
 
     @property
     def reach(self) -> int:
         """Tokens that a block guesses."""
         return self.block if self.from_anchor else self.block - 1
 
-    def at_usual_layers(self, count: int) -> BlockConfig:
-        """The same with the layers that DFlash reads of a target with so many, where none are named: evenly from the
-        second to the third last.
-
-        Raises:
-            OptionError: it has too few.
-        """
-        if not self.layers and count < _LEAST_LAYERS:
-            raise OptionError(
-                f"of a target with {count} layers there are no five that are usual; name those to read, 0 the first",
-                field="layers",
-            )
-        if self.layers:
-            return self
-        span = count - 4  # from layer 1 to layer count - 3
-        return replace(self, layers=tuple(round(1 + span * n / (_USUAL_LAYERS - 1)) for n in range(_USUAL_LAYERS)))
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        mixed, keys = config.heads * config.head, config.kv_heads * config.head
-        self.q_proj = nn.Linear(config.width, mixed, bias=False)
-        self.k_proj = nn.Linear(config.width, keys, bias=False)
-        self.v_proj = nn.Linear(config.width, keys, bias=False)
-        self.o_proj = nn.Linear(mixed, config.width, bias=False)
-        self.q_norm = nn.RMSNorm(config.head, config.eps)
-        self.k_norm = nn.RMSNorm(config.head, config.eps)
-        self._head = config.head
-
-    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """`[rows, width]` to `[rows, heads, head]`."""
-        return rotation(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self._head))))
-
-    def keys(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values `[rows, kv_heads, head]` of a block's rows, or of a context's."""
-        key, value = (product(x).unflatten(-1, (-1, self._head)) for product in (self.k_proj, self.v_proj))
-        return rotation(self.k_norm(key)), value
-
-
-class _Layer(nn.Module):
-    """As in Qwen 3, but that keys and values of the context come from the target's vectors."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.self_attn = _Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.mlp = GatedMlp(config.width, config.inner)
+    def usual_of(self, count: int) -> tuple[int, ...]:
+        """Those that DFlash reads: five, evenly from the second to the third last."""
+        return tuple(round(1 + (count - 4) * n / 4) for n in range(5)) if count > 7 else ()
 
 
 class MarkovHead(nn.Module):
@@ -271,7 +184,7 @@ class BlockHead(LayerHead):
         width = config.width
         self.fc = nn.Linear(config.merged * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, config.eps)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.depth))
+        self.layers = nn.ModuleList(DecoderLayer(config, width, norms=True) for _ in range(config.depth))
         self.norm = nn.RMSNorm(width, config.eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         ids = config.draft_vocab or config.vocab_size
@@ -319,16 +232,13 @@ class BlockHead(LayerHead):
         """
         x = embedded.flatten(0, 1)
         for number, layer in enumerate(self._decoders()):
-            attention, entering = layer.self_attn, layer.input_layernorm(x)
-            mixed = attend(number, attention.queries(entering, rotation), *attention.keys(entering, rotation))
-            x = x + attention.o_proj(mixed)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer.run(x, layer.input_layernorm(x), rotation, partial(attend, number))
         rows = x.view(*embedded.shape[:2], -1)
         guessed: Tensor = self.norm(rows if self.config.from_anchor else rows[:, 1:])
         return guessed
 
-    def _decoders(self) -> list[_Layer]:
-        return cast("list[_Layer]", list(self.layers))
+    def _decoders(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
 
     def behind(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
         """What leaves rows, given the token before each.

@@ -5,170 +5,71 @@ EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from truedraft.errors import OptionError
-from truedraft.heads.base import GatedMlp, LayerHead
+from truedraft.heads.layers import Attend, DecoderLayer, LayerConfig, LayerHead, is_whole
 from truedraft.models.llama import Rotation
-
-_SIZES = ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "reach")
-_FLAGS = (
-    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms", "own_output", "own_embedding",
-)  # fmt: skip
-_USUAL_LAYERS, _LEAST_LAYERS = 3, 7  # that are read, and of a target that has them
-
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` to what they mix, `[rows, heads * head]`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Config:
-    """Sizes of an EAGLE-3 head.
+class Eagle3Config(LayerConfig):
+    """Sizes of an EAGLE-3 head; layer -1 is the embedding.
 
     Attributes:
-        width: entries of the target's vectors.
-        vocab_size: token ids of the target.
-        layers: the target's layers whose output is read, by number, 0 the first; -1 is the embedding. Empty: three that
-            a published folder does not name, see `at_usual_layers`.
-        heads: of queries.
-        kv_heads: of keys and values.
-        head: entries of a head.
-        inner: entries inside the MLP.
-        draft_vocab: ids that it guesses among; 0 is all of the target's.
         reach: how many tokens behind the next it was trained to guess; it can draft further.
         norm_before_residual: whether the residual stream begins with the normed vector.
         norm_before_fc: whether all layers' vectors together are normed before they are merged.
         fc_norm: whether each layer's are, by a norm of its own (EAGLE-3.1).
         norm_output: whether what goes into the next step is normed (EAGLE-3.1).
         query_norms: whether each head's queries and keys are normed before they are rotated, as in Qwen 3.
-        own_output: whether it has an LM head of its own; else it ends in the target's.
-        own_embedding: whether it has an embedding of its own; else it reads the target's.
         rope_start: position of the first pair; 1 in heads of `speculators`.
-        rope: parameters of its rotation, as transformers names them.
-        most_positions: that its rotation is made for.
-        eps: of its norms.
         more_layers: ordinary decoder layers behind the one that reads both.
 
     Raises:
         OptionError: sizes that make no head.
     """
 
-    width: int
-    vocab_size: int
-    layers: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    head: int
-    inner: int
-    draft_vocab: int = 0
+    noun = "an EAGLE-3 head"
+    counts = ("reach",)
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms")
+    first_layer = -1
+    usual_layers = 3
+
+    own_output: bool = True
     reach: int = 5
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     query_norms: bool = False
-    own_output: bool = True
-    own_embedding: bool = False
     rope_start: int = 0
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    most_positions: int = 4096
-    eps: float = 1e-6
     more_layers: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that make no head."""
-        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
-        for name in _SIZES:
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise OptionError(f"{name} of an EAGLE-3 head must be 1 or more, got {value!r}")
-        for name in _FLAGS:
-            if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(f"{name} of an EAGLE-3 head must be true or false, got {value!r}")
-        if self.heads % self.kv_heads or self.head % 2:
-            raise OptionError(
-                f"{self.heads} heads of {self.head} entries do not fit {self.kv_heads} of keys and values; heads must "
-                "be a multiple of those, and their entries even"
-            )
-        if len(set(self.layers)) != len(self.layers) or min(self.layers, default=0) < -1:
-            raise OptionError(f"an EAGLE-3 head reads different layers, 0 the first, got {list(self.layers)}")
-        if not 0 <= self.draft_vocab <= self.vocab_size:
-            raise OptionError(f"the draft's vocabulary has 1 to {self.vocab_size} ids, got {self.draft_vocab}")
-        if not isinstance(self.more_layers, int) or self.more_layers < 0:
-            raise OptionError(f"more_layers of an EAGLE-3 head must be 0 or more, got {self.more_layers!r}")
-        if self.draft_vocab and not self.own_output:
-            raise OptionError("a head with fewer ids than the target needs an LM head of its own")
+        LayerConfig.__post_init__(self)
+        for name in ("more_layers", "rope_start"):
+            if not is_whole(value := getattr(self, name), 0):
+                raise OptionError(f"{name} of an EAGLE-3 head must be 0 or more, got {value!r}")
         if self.fc_norm and self.norm_before_fc:
             raise OptionError("layers are normed together or each for itself, not both")
 
-    @property
-    def merged(self) -> int:
-        """How many layers are read."""
-        return len(self.layers) or _USUAL_LAYERS
-
-    def at_usual_layers(self, count: int) -> Eagle3Config:
-        """The same with the layers that EAGLE reads of a target with so many, where none are named: those whose output
-        enters layers 2, the middle one and the third last.
-
-        Raises:
-            OptionError: it has too few.
-        """
-        if not self.layers and count < _LEAST_LAYERS:
-            raise OptionError(
-                f"of a target with {count} layers there are no three that are usual; name those to read, 0 the first",
-                field="layers",
-            )
-        return self if self.layers else replace(self, layers=(1, count // 2 - 1, count - 4))
+    def usual_of(self, count: int) -> tuple[int, ...]:
+        """Those whose output enters layers 2, the middle one and the third last."""
+        return (1, count // 2 - 1, count - 4) if count > 6 else ()
 
 
-class _Attention(nn.Module):
-    """Reads vectors of so many entries: the first layer's embedding and vector side by side."""
-
-    def __init__(self, config: Eagle3Config, entries: int) -> None:
-        super().__init__()
-        mixed, keys = config.heads * config.head, config.kv_heads * config.head
-        self.q_proj = nn.Linear(entries, mixed, bias=False)
-        self.k_proj = nn.Linear(entries, keys, bias=False)
-        self.v_proj = nn.Linear(entries, keys, bias=False)
-        self.o_proj = nn.Linear(mixed, config.width, bias=False)
-        self.q_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
-        self.k_norm = nn.RMSNorm(config.head, config.eps) if config.query_norms else None
-
-
-class _Layer(nn.Module):
-    """An ordinary decoder layer, but for what its attention reads."""
-
-    def __init__(self, config: Eagle3Config, entries: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.self_attn = _Attention(config, entries)
-        self.head = config.head
-        self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
-        self.mlp = GatedMlp(config.width, config.inner)
-
-    def run(self, x: Tensor, entering: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """The residual stream `[rows, width]` behind the layer, of that before it and what its attention reads."""
-        attention, rows = self.self_attn, len(x)
-        query, key, value = (
-            product(entering).view(rows, -1, self.head)
-            for product in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if attention.q_norm is not None and attention.k_norm is not None:
-            query, key = attention.q_norm(query), attention.k_norm(key)
-        x = x + attention.o_proj(attend(rotation(query), rotation(key), value))
-        added: Tensor = self.mlp(self.post_attention_layernorm(x))
-        return x + added
-
-
-class _First(_Layer):
+class _First(DecoderLayer):
     """The layer that reads embedding and vector."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, 2 * config.width)
+        super().__init__(config, 2 * config.width, norms=config.query_norms)
         self.hidden_norm = nn.RMSNorm(config.width, config.eps)
 
 
@@ -198,7 +99,9 @@ class Eagle3Head(LayerHead):
         self.input_norm = nn.RMSNorm(many * width, config.eps) if config.norm_before_fc else None
         self.midlayer = _First(config)
         numbers = range(1, 1 + config.more_layers)
-        self.layers = nn.ModuleDict({str(number): _Layer(config, width) for number in numbers})
+        self.layers = nn.ModuleDict(
+            {str(number): DecoderLayer(config, width, norms=config.query_norms) for number in numbers}
+        )
         self.norm = nn.RMSNorm(width, config.eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         ids = config.draft_vocab or config.vocab_size

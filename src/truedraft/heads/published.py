@@ -29,9 +29,9 @@ from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of
 from truedraft.heads.base import Head, HeadRecord, tensors_in
 from truedraft.heads.block import BlockHead
-from truedraft.heads.block_folders import load_block_folder, published_kind
+from truedraft.heads.block_folders import block_kind, load_block_folder
 from truedraft.heads.eagle import Eagle3Head
-from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
+from truedraft.heads.eagle_folders import eagle_kind, load_eagle_folder
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.medusa_folders import is_vllm_medusa, load_vllm_medusa
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
@@ -57,12 +57,25 @@ def published_tree() -> RankTree:
     return RankTree(tuple(tuple(map(int, path)) for path in _PUBLISHED.split()))
 
 
-def load_published(path: Path, kind: type[Head]) -> Any:
-    """Heads of a kind of ours that another project published; None where a path has none."""
+def kind_in(path: Path) -> str | None:
+    """The kind of heads that a path says it holds, ours or published ones; None: none."""
+    own, layered = object_of(path / _CONFIG).get("kind"), eagle_kind(path) or block_kind(path)
+    if isinstance(own, str) or layered is not None:
+        return own if layered is None else layered.kind
+    if _is_original(path) or is_vllm_medusa(path):
+        return MedusaHeads.kind
+    return RedrafterHead.kind if _is_apple(path) else None
+
+
+def load_published(path: Path, kind: type[Head], *, ids_in_d2t: bool = False) -> Any:
+    """Heads of a kind of ours that another project published; None where a path has none.
+
+    With `ids_in_d2t` a table of ids is read in place of one of offsets, as damaged folders have it.
+    """
     if issubclass(kind, Eagle3Head):
-        return load_eagle_folder(path, kind) if is_eagle_folder(path) else None
+        return None if eagle_kind(path) is None else load_eagle_folder(path, kind, ids_in_d2t=ids_in_d2t)
     if issubclass(kind, BlockHead):
-        return None if published_kind(path) is None else load_block_folder(path, kind)
+        return None if block_kind(path) is None else load_block_folder(path, kind, ids_in_d2t=ids_in_d2t)
     if issubclass(kind, MedusaHeads):
         if _is_original(path):
             return _load_original(path, kind)

@@ -89,8 +89,9 @@ def difference_over_prompts(tokens: Sequence[float], calls: Sequence[float], bef
 def sign_flips(differences: Numbers) -> float:
     """How likely paired differences would have so large a sum if either sign of each were as likely, `[prompts]`.
 
-    By random signs; one-sided, and never 0. A way that is as good as another is called better with at most the
-    probability that is asked for, however the differences are distributed.
+    By random signs; one-sided, and never 0. Of two ways that could be exchanged on each prompt, none is called better
+    with more than the probability that is asked for, however large the differences are: either sign of each is as
+    likely then. Where only their mean is 0 and they are skewed, that holds for many prompts alone.
     """
     signs = np.random.default_rng(0).integers(0, 2, (_FLIPS, len(differences))) * 2 - 1
     as_large = (signs @ differences >= differences.sum() - 1e-9).sum()

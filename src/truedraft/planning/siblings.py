@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core.proposal import DrawKind
+from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.drafters.base import Drafter
 from truedraft.theory import replay_factor
 
@@ -65,7 +66,10 @@ class Draws(ABC):
 
     @abstractmethod
     def survival(self, place: int, depth: int) -> Numbers:
-        """The probability `[depth]` that a step at a place accepts its first 1, 2, ... drafted tokens."""
+        """The probability `[depth]` that a step at a place accepts its first 1, 2, ... drafted tokens.
+
+        Of draws by ranks it is `[nodes + 1, depth]`, for each number of nodes.
+        """
 
 
 class ChainDraws(Draws):
@@ -109,16 +113,17 @@ class ChainDraws(Draws):
 
 
 class TreeDraws(Draws):
-    """Draws without replacement, as many at every node of a depth; one at each is a chain.
+    """Draws without replacement, as many at every node of a depth or by their ranks; one at each is a chain.
 
     Args:
-        branching: how many at depth 0, 1, ...
+        branching: how many at depth 0, 1, ...; the most of `ranks`.
         seed: of the rejected draws that stand for all.
+        ranks: the draws of the largest tree, the best ones first; None is as many at every node of a depth.
     """
 
-    def __init__(self, branching: Sequence[int], seed: int) -> None:
+    def __init__(self, branching: Sequence[int], seed: int, ranks: RankTree | None = None) -> None:
         super().__init__()
-        self._branching = branching
+        self._branching, self._ranks = branching, ranks
         self._random = np.random.default_rng(abs(seed))
 
     def _nothing(self) -> Numbers:
@@ -133,7 +138,25 @@ class TreeDraws(Draws):
 
     def survival(self, place: int, depth: int) -> Numbers:
         places = self._places[place : place + depth]
-        return np.cumprod([each[width - 1] for each, width in zip(places, self._branching, strict=False)])
+        if self._ranks is None:
+            return np.cumprod([each[width - 1] for each, width in zip(places, self._branching, strict=False)])
+        return self._by_nodes(places)
+
+    def _by_nodes(self, places: Sequence[Numbers]) -> Numbers:
+        """`[nodes + 1, depth]`: the same of the first 0, 1, ... draws.
+
+        A node is the accepted one of its depth with the product, over its path, of the chances of its ranks.
+        """
+        assert self._ranks is not None
+        chances = [np.diff(each, prepend=0.0) for each in places]
+        found = np.zeros((len(self._ranks) + 1, len(places)))
+        accepted: dict[RankPath, float] = {(): 1.0}
+        for number, path in enumerate(self._ranks.paths, 1):
+            found[number] = found[number - 1]
+            if len(path) <= len(places):
+                accepted[path] = accepted[path[:-1]] * chances[len(path) - 1][path[-1]]
+                found[number, len(path) - 1] += accepted[path]
+        return found
 
 
 def draws_of(drafter: Drafter, seed: int) -> Draws:
@@ -142,7 +165,7 @@ def draws_of(drafter: Drafter, seed: int) -> Draws:
         return TreeDraws((1,) * max(1, drafter.limits.depth), seed)
     if drafter.kinds == {DrawKind.INDEPENDENT}:
         return ChainDraws(drafter.branching[0])
-    return TreeDraws(drafter.branching, seed)
+    return TreeDraws(drafter.branching, seed, drafter.ranks)
 
 
 def _tiny(p: Tensor | None, token: int) -> float:

@@ -9,106 +9,37 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from truedraft.core.rank_tree import RankTree
-from truedraft.core.top_k import TopK
 from truedraft.drafters.base import Drafter, StepOutcome
 from truedraft.drafters.draft_model import DraftModel
+from truedraft.drafters.heads.block import DFlash, DSpark
 from truedraft.drafters.heads.calibration import GREEDY, SAMPLED
 from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.medusa import Medusa
+from truedraft.drafters.heads.peagle import PEagle
 from truedraft.drafters.heads.redrafter import Redrafter
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_names
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
-from truedraft.files import object_of, user_path
-from truedraft.heads import Eagle3Head, Head, MedusaHeads, RedrafterHead
-from truedraft.heads.eagle_folders import is_eagle_folder, load_eagle_folder
-from truedraft.heads.published import load_published
+from truedraft.files import user_path
+from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
+from truedraft.heads.layers import LayerConfig, LayerHead
+from truedraft.heads.peagle import PEagleHead
+from truedraft.heads.published import kind_in, load_published
 from truedraft.models.base import LanguageModel
-from truedraft.models.loading import load_model
-from truedraft.models.translated import TranslatedModel
-from truedraft.planning.traces import AnswerTrace, trace_answers, trace_behind
+from truedraft.planning.cases import CONFIG, Case, Pair, Source, Variant, behind, instead
+from truedraft.planning.traces import trace_answers
 
-_CONFIG = "config.json"
 _USUAL_THETA = 10_000.0  # where a config.json names none
 _DRAFTED = 4  # tokens of a draft model's chain
-
-
-@dataclass(frozen=True)
-class Case:
-    """A drafter beside answers of its target.
-
-    Attributes:
-        path: where the drafter lies.
-        target: that it drafts for.
-        part: the head or draft model.
-        chain: makes the drafter of it that drafts one chain.
-        prompts: as they were given, text or ids, one for each trace.
-        traces: the target's answers, with what `layers` show.
-        layers: of the target, whose vectors the traces hold.
-        mended: variants without which it could not be loaded.
-    """
-
-    path: Path
-    target: LanguageModel
-    part: Any
-    chain: Callable[[Any], Drafter]
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    traces: tuple[AnswerTrace, ...] = ()
-    layers: tuple[int, ...] = ()
-    mended: tuple[Variant, ...] = ()
-
-    def of(self, part: Any) -> Case:
-        """The same with another head or draft model."""
-        return replace(self, part=part)
-
-    def showing(self, change: Callable[[StepOutcome], StepOutcome]) -> Case:
-        """The same, where the target showed something else."""
-        return replace(self, traces=tuple(replace(each, seen=tuple(map(change, each.seen))) for each in self.traces))
-
-
-class Pair(NamedTuple):
-    """What is compared, on the same tokens.
-
-    Attributes:
-        given: the case as it was.
-        changed: the variant.
-        better: what takes the place of the case where the variant is better.
-    """
-
-    given: Case
-    changed: Case
-    better: Case
-
-
-def _instead(given: Case, changed: Case) -> Pair:
-    return Pair(given, changed, changed)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way in which a drafter may have to be read.
-
-    Attributes:
-        name: of the variant.
-        meaning: what is wrong with the drafter as it is given if this is better.
-        fix: what to do then, by the case as it is better.
-        make: of the case as it is given what is to be compared.
-    """
-
-    name: str
-    meaning: str
-    fix: Callable[[Case], str]
-    make: Callable[[Case], Pair]
 
 
 @dataclass(frozen=True)
@@ -118,25 +49,42 @@ class Kind:
     Attributes:
         noun: what reports call one.
         chain: of a head or draft model, what drafts one chain as long as it was made for, chosen by rank.
-        load: the head or draft model in a folder; None where there is none of this kind.
         variants: that are tried.
-        rescue: where a folder cannot be loaded, what else it may be, and the variant that says so; None where it is
-            nothing else.
-        fixed: writes a better one into a folder; None where nothing is written.
+        head: of the part; None of a draft model.
     """
 
     noun: str
     chain: Callable[[Any], Drafter]
-    load: Callable[[Path, LanguageModel], Any]
     variants: Sequence[Variant]
-    rescue: Callable[[Path, LanguageModel], tuple[Any, Variant] | None] = lambda path, target: None
-    fixed: Callable[[Any, Path], None] | None = None
+    head: type[Head] | None = None
+
+    def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
+        """The head or draft model at a path, and the variants without which it cannot be loaded.
+
+        Raises:
+            TruedraftError: it cannot be loaded.
+        """
+        if self.head is None:
+            return Source(path).draft(target), ()
+        mended: tuple[Variant, ...] = ()
+        try:
+            head: Any = self.head.load(path)
+        except ModelError as error:
+            try:  # a published folder whose table cannot be of offsets
+                head, mended = load_published(path, self.head, ids_in_d2t=True), (_IDS,)
+            except ModelError:
+                raise error from None
+            if head is None:
+                raise
+        if issubclass(self.head, LayerHead):
+            head.config = head.config.at_usual_layers(target.shown_layers)
+        return head, mended
 
 
 # ------------------------------------------------------------------------------- heads
 
 
-def _changed(
+def changed(
     head: Any, sizes: Mapping[str, Any], without: str = "$.", weights: Mapping[str, Tensor] | None = None
 ) -> Any:
     """A head with other sizes, without the weights that a pattern finds, and with others in place of its own.
@@ -147,16 +95,16 @@ def _changed(
     """
     kept = {name: each for name, each in head.state_dict().items() if not re.search(without, name)}
     config = replace(head.config, **dict(sizes))
-    return type(head).with_weights(config, kept | dict(weights or {}), Path(_CONFIG)).with_record(head.record)
+    return type(head).with_weights(config, kept | dict(weights or {}), Path(CONFIG)).with_record(head.record)
 
 
 def _part(change: Callable[[Any], Any]) -> Callable[[Case], Pair]:
     """Makes a variant that is another head."""
-    return lambda case: _instead(case, case.of(change(case.part)))
+    return lambda case: instead(case, case.of(change(case.part)))
 
 
 def _flipped(name: str) -> Callable[[Case], Pair]:
-    return _part(lambda head: _changed(head, {name: not getattr(head.config, name)}))
+    return _part(lambda head: changed(head, {name: not getattr(head.config, name)}))
 
 
 def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
@@ -165,30 +113,30 @@ def _with(without: str, **sizes: Any) -> Callable[[Case], Pair]:
     def change(head: Any) -> Any:
         if all(getattr(head.config, name) == value for name, value in sizes.items()):
             raise OptionError("it is so as it is")
-        return _changed(head, sizes, without)
+        return changed(head, sizes, without)
 
     return _part(change)
 
 
 def _set(name: str) -> Callable[[Case], str]:
-    return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {_CONFIG}"
+    return lambda case: f"set {name} to {json.dumps(getattr(case.part.config, name))} in {CONFIG}"
 
 
 def _layer_ids(case: Case) -> str:
     layers = list(case.part.config.layers)
     return (
-        f"set eagle_aux_hidden_state_layer_ids to {[number + 1 for number in layers]} (what enters a layer), in "
-        f"truedraft's own folder layers to {layers} (what leaves it)"
+        f"name layers {[number + 1 for number in layers]} in {CONFIG} of EAGLE and speculators (what enters a "
+        f"layer), in truedraft's, z-lab's and DeepSpec's {layers} (what leaves it)"
     )
 
 
-def _at_layers(change: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[Case], Pair]:
+def _at_layers(change: Callable[[Sequence[int], int, LayerConfig], Sequence[int]]) -> Callable[[Case], Pair]:
     def make(case: Case) -> Pair:
         now, most = case.part.config.layers, case.target.shown_layers
-        layers = tuple(change(now, most))
-        if layers == now or min(layers) < 0 or max(layers) >= most:
+        layers = tuple(change(now, most, case.part.config))
+        if not layers or layers == now or min(layers) < 0 or max(layers) >= most:
             raise OptionError(f"there are no layers {list(layers)} beside {list(now)}")
-        return _instead(case, case.of(_changed(case.part, {"layers": layers})))
+        return instead(case, case.of(changed(case.part, {"layers": layers})))
 
     return make
 
@@ -206,7 +154,7 @@ def _thetas(change: Callable[[Case, float | None], Pair]) -> list[Variant]:
     def at_usual(case: Case) -> Pair:
         return change(case, None if _theta_of(case.target) == _USUAL_THETA else _USUAL_THETA)
 
-    told, at = "its rotation has another theta than in training", f"in {_CONFIG}"
+    told, at = "its rotation has another theta than in training", f"in {CONFIG}"
     return [
         Variant("rope theta of the target", told, lambda case: f"set rope_theta to {_theta_of(case.target):g} {at}",
                 lambda case: change(case, _theta_of(case.target))),
@@ -218,7 +166,7 @@ def _at_theta(case: Case, theta: float | None) -> Pair:
     rope = case.part.config.rope
     if theta in (None, rope["rope_theta"]):
         raise OptionError("it has this theta")
-    return _instead(case, case.of(_changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
+    return instead(case, case.of(changed(case.part, {"rope": {**rope, "rope_theta": theta}})))
 
 
 def _ids_moved(sign: int) -> Callable[[Case], Pair]:
@@ -230,50 +178,27 @@ def _ids_moved(sign: int) -> Callable[[Case], Pair]:
         ids = head.draft_ids + sign * torch.arange(len(head.draft_ids))
         if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size or len(ids.unique()) < len(ids):
             raise OptionError("its table does not name as many ids when it is read so")
-        return _changed(head, {}, weights={"draft_ids": ids})
+        return changed(head, {}, weights={"draft_ids": ids})
 
     return _part(change)
 
 
-def _inputs_exchanged(head: Any) -> Any:
+def inputs_exchanged(head: Any) -> Any:
+    """An EAGLE-3 head whose attention reads vector and embedding in the other order."""
     names = [f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"]
     state = head.state_dict()
-    return _changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
-
-
-class _Wide:
-    """A target to a head that computes in float32 beside it; its own weights stay as they are."""
-
-    dtype = torch.float32
-
-    def __init__(self, target: LanguageModel) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def unembed(self, vectors: Tensor) -> Tensor:
-        return self._target.unembed(vectors.to(self._target.dtype)).float()
-
-    def likeliest(self, vectors: Tensor, count: int) -> TopK:
-        return TopK.of(self.unembed(vectors), count)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._target.embed(tokens).float()
-
-    def shared_heads(self, blocks: Any) -> None:
-        """None: the target's own way is in its dtype."""
+    return changed(head, {}, weights={name: state[name].roll(head.config.width, 1).contiguous() for name in names})
 
 
 def _in_float32(case: Case) -> Pair:
-    if case.target.dtype is torch.float32:
+    if case.wide or case.target.dtype is torch.float32:
         raise OptionError("it computes in float32")
 
     def widened(seen: StepOutcome) -> StepOutcome:
         hidden = None if seen.hidden is None else seen.hidden.float()
         return replace(seen, hidden=hidden, layers=tuple(each.float() for each in seen.layers))
 
-    return _instead(case, replace(case.showing(widened), target=cast(LanguageModel, _Wide(case.target))))
+    return instead(case, replace(case.showing(widened), wide=True))
 
 
 def _before_final_norm(case: Case) -> Pair:
@@ -282,7 +207,7 @@ def _before_final_norm(case: Case) -> Pair:
     if last not in case.layers:
         raise OptionError("the target shows no vector before its final norm")
     place = case.layers.index(last)
-    return _instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
+    return instead(case, case.showing(lambda seen: replace(seen, hidden=seen.layers[place])))
 
 
 _WIDE = Variant(
@@ -297,21 +222,34 @@ _RAW = Variant(
     lambda _: "train it on the vectors that enter the LM head, or fold the norm into its first layer",
     _before_final_norm,
 )
+_TIED = "the LM head in its folder is not the one that it was trained with"
 _IDS = Variant(
     "d2t as ids",
     "its table d2t holds ids, and readers take it for offsets",
     lambda _: "store d2t[j] - j: the draft's token j is the target's token j + d2t[j]",
     _ids_moved(-1),
 )
-_EAGLE = (
+_LAYERS = (
     Variant("layers one earlier", "the layers that it reads are numbered one too high", _layer_ids,
-            _at_layers(lambda layers, _: [each - 1 for each in layers])),
+            _at_layers(lambda layers, *_: [each - 1 for each in layers])),
     Variant("layers one later", "the layers that it reads are numbered one too low", _layer_ids,
-            _at_layers(lambda layers, _: [each + 1 for each in layers])),
+            _at_layers(lambda layers, *_: [each + 1 for each in layers])),
     Variant("layers reversed", "the layers that it reads are listed the wrong way round", _layer_ids,
-            _at_layers(lambda layers, _: layers[::-1])),
-    Variant("usual layers", "it was trained on the three usual layers, and others are named", _layer_ids,
-            _at_layers(lambda _, count: (1, count // 2 - 1, count - 4))),
+            _at_layers(lambda layers, *_: layers[::-1])),
+    Variant("usual layers", "it was trained on the usual layers, and others are named", _layer_ids,
+            _at_layers(lambda _, count, config: config.usual_of(count))),
+    Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
+            lambda _: "take embed_tokens out of the weights, or put the target's there",
+            _with(r"^embed_tokens\.", own_embedding=False)),
+    Variant("LM head of the target", _TIED, lambda _: "take lm_head out of the weights, or put the target's rows there",
+            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
+    Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
+            lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
+    _IDS,
+    *_thetas(_at_theta),
+    _WIDE,
+)  # fmt: skip
+_EAGLE = (
     Variant("norm_before_residual", "its residual stream begins on the wrong side of hidden_norm",
             _set("norm_before_residual"), _flipped("norm_before_residual")),
     Variant("norm_output", "what it gives to its next step is on the wrong side of its last norm",
@@ -320,19 +258,15 @@ _EAGLE = (
             _with(r"^fc_norm\.", fc_norm=False)),
     Variant("without norm_before_fc", "it was trained without a norm before fc", _set("norm_before_fc"),
             _with(r"^input_norm\.", norm_before_fc=False)),
-    Variant("embedding of the target", "the embedding in its folder is not the one that it was trained with",
-            lambda _: "take embed_tokens out of the weights, or put the target's there",
-            _with(r"^embed_tokens\.", own_embedding=False)),
-    Variant("LM head of the target", "the LM head in its folder is not the one that it was trained with",
-            lambda _: "take lm_head out of the weights, or put the target's rows there",
-            _with(r"^lm_head\.|^draft_ids$", own_output=False, draft_vocab=0)),
     Variant("inputs exchanged", "its attention reads vector and embedding in the other order",
-            lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(_inputs_exchanged)),
-    Variant("d2t as offsets", "its table d2t holds offsets and was read as ids",
-            lambda _: "store d2t[j] + j where ids are wanted", _ids_moved(1)),
-    _IDS,
-    *_thetas(_at_theta),
-    _WIDE,
+            lambda _: "exchange the halves of the columns of q_proj, k_proj and v_proj", _part(inputs_exchanged)),
+    *_LAYERS,
+)  # fmt: skip
+_BLOCK = (
+    Variant("sample_from_anchor", "its rows guess the token at another place than in training",
+            lambda case: f"set sample_from_anchor to {json.dumps(case.part.config.from_anchor)} in {CONFIG}, in "
+            "truedraft's own folder from_anchor", _flipped("from_anchor")),
+    *_LAYERS,
 )  # fmt: skip
 
 
@@ -344,10 +278,9 @@ def _later_heads(head: Any) -> Any:
         for name, (_, number, rest) in names.items()
         if int(number)
     }
-    return _changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
+    return changed(head, {"heads": head.config.heads - 1}, r"^heads\.", moved)
 
 
-_TIED = "the LM head in its folder is not the one that it was trained with"
 _MEDUSA = (
     Variant("heads one later", "its first head guesses the next token itself, which the target gives anyway",
             lambda _: "leave the first head out, and number the others from 0", _part(_later_heads)),
@@ -369,15 +302,20 @@ _REDRAFTER = (
 # ------------------------------------------------------------------------------- prompts
 
 
-def _plain(case: Case, prompt: str | tuple[int, ...]) -> Sequence[int]:
+Form: TypeAlias = Callable[[Case, int], Sequence[int]]
+"""Writes the prompt of a trace, by its number, in some way."""
+
+
+def _plain(case: Case, number: int) -> Sequence[int]:
+    prompt = case.prompts[number]
     return encode_prompt(case.target, prompt if isinstance(prompt, str) else list(prompt))
 
 
-def _as_chat(of: Callable[[Case], Any]) -> Callable[[Case, str | tuple[int, ...]], Sequence[int]]:
+def _as_chat(of: Callable[[Case], Any]) -> Form:
     """Writes a prompt as the one message of a user, by a model's chat template."""
 
-    def form(case: Case, prompt: str | tuple[int, ...]) -> Sequence[int]:
-        tokenizer = of(case)
+    def form(case: Case, number: int) -> Sequence[int]:
+        tokenizer, prompt = of(case), case.prompts[number]
         if tokenizer is None or not isinstance(prompt, str):
             raise OptionError("there is no text or no tokenizer to write it by a template")
         return list(tokenizer.chat([{"role": "user", "content": prompt}]))
@@ -385,16 +323,17 @@ def _as_chat(of: Callable[[Case], Any]) -> Callable[[Case, str | tuple[int, ...]
     return form
 
 
-def _other_bos(case: Case, ids: Sequence[int]) -> Sequence[int]:
+def _other_bos(case: Case, number: int) -> Sequence[int]:
     """With the token that begins texts where it is missing, without it where it stands."""
+    ids = case.traces[number].prompt
     bos = None if case.target.tokenizer is None else case.target.tokenizer.backend.bos_token_id
     if bos is None:
         raise OptionError("no token begins texts")
     return ids[1:] if ids[0] == bos and len(ids) > 1 else (bos, *ids)
 
 
-def _written(form: Callable[[Case, int], Sequence[int]]) -> Callable[[Case], Pair]:
-    """Makes a variant that is another way to write prompts, by the numbers of traces.
+def _written(form: Form) -> Callable[[Case], Pair]:
+    """Makes a variant that is another way to write prompts.
 
     Other prompts have other answers, which may be easier to guess. So both answers are replayed behind both: what
     hangs on the answers, and that each is its own prompt's, is the same on both sides.
@@ -418,85 +357,53 @@ def _written(form: Callable[[Case, int], Sequence[int]]) -> Callable[[Case], Pai
     return make
 
 
-def behind(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> AnswerTrace:
-    """An answer behind another prompt, with what the target shows the drafter there."""
-    return trace_behind(case.target, prompt, trace, case.chain(case.part).features, case.layers)
-
-
-def _prompted(form: Callable[[Case, str | tuple[int, ...]], Sequence[int]]) -> Callable[[Case], Pair]:
-    return _written(lambda case, number: form(case, case.prompts[number]))
-
-
-_PLAIN = Variant(
-    "prompts without chat template",
-    "it was trained on text without the chat template",
-    lambda _: "train it on prompts that the target's chat template writes, or do without the template",
-    _prompted(_plain),
-)
-_CHAT = Variant(
-    "prompts by the target's chat template",
-    "it was trained on chats, and prompts come without the chat template",
-    lambda _: "serve chats: --chat, or /v1/chat/completions",
-    _prompted(_as_chat(lambda case: case.target.tokenizer)),
-)
-_BOS = Variant(
-    "first token (BOS) there or not",
-    "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
-    lambda _: "make the tokenizer's add_bos_token what it was in training, or train again as prompts are served",
-    _written(lambda case, number: _other_bos(case, case.traces[number].prompt)),
-)
-_FORMS = (_PLAIN, _CHAT, _BOS)
+_FORMS = (
+    Variant("prompts without chat template", "it was trained on text without the chat template",
+            lambda _: "train it on prompts that the target's chat template writes, or do without the template",
+            _written(_plain)),
+    Variant("prompts by the target's chat template",
+            "it was trained on chats, and prompts come without the chat template",
+            lambda _: "serve chats: --chat, or /v1/chat/completions",
+            _written(_as_chat(lambda case: case.target.tokenizer))),
+    Variant("first token (BOS) there or not",
+            "it was trained on texts that begin otherwise: with BOS where it is missing, without it where it stands",
+            lambda _: "make the tokenizer's add_bos_token what it was in training, or train as prompts are served",
+            _written(_other_bos)),
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------- draft models
 
 
-def _loaded(path: Path, target: LanguageModel, dtype: torch.dtype | None = None) -> LanguageModel:
-    """A draft model as the target runs, or plainly in another dtype."""
-    return load_model(path, dtype=dtype or target.dtype, device=target.device, fast_paths=dtype is None)
-
-
-def _draft(path: Path, target: LanguageModel) -> LanguageModel:
-    """A draft model, in the target's ids where its tokenizer is another."""
-    model = _loaded(path, target)
-    ours, theirs = model.tokenizer, target.tokenizer
-    same = ours is None or theirs is None or ours.same_vocabulary(theirs)
-    return model if same else TranslatedModel(model, target)
-
-
-def _refiled(case: Case, without: str, files: Mapping[str, Any]) -> Pair:
-    """A draft of the same folder without the files that a pattern finds, and with other JSON objects."""
-    if not case.path.is_dir():
-        raise OptionError("it is no folder of this machine")
-    with tempfile.TemporaryDirectory() as folder:
-        for file in case.path.resolve().iterdir():
-            if not re.search(without, file.name) and file.name not in files:
-                (Path(folder) / file.name).symlink_to(file)
-        for name, content in files.items():
-            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
-        return _instead(case, case.of(_draft(Path(folder), case.target)))
+def _redrafted(case: Case, **changes: Any) -> Pair:
+    """A draft of the same folder that is read otherwise, beside what other variants changed."""
+    source = replace(case.source, **changes)
+    return instead(case, replace(case, source=source, part=source.draft(case.target)))
 
 
 def _same_ids(case: Case) -> Pair:
     """A draft whose tokenizer is another, as if its ids were the target's."""
     if case.part.shared_ids is None:
         raise OptionError("it has the target's tokenizer")
-    return _refiled(case, r"token|vocab|merges|spiece|tekken", {})
+    return _redrafted(case, without=r"token|vocab|merges|spiece|tekken")
 
 
 def _draft_theta(case: Case, theta: float | None) -> Pair:
-    config = object_of(case.path / _CONFIG)
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", _USUAL_THETA)}
-    if not config or theta is None or rope.get("rope_theta") in (theta, None):
+    config = case.source.config
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", _USUAL_THETA)} | given
+    several = any(isinstance(each, dict) for each in given.values())  # of layers of several kinds
+    if not config or theta in (None, rope["rope_theta"]) or several:
         raise OptionError("it has this theta, or none")
     parameters = {"rope_type": "default"} | rope | {"rope_theta": theta}
-    return _refiled(case, "$.", {_CONFIG: config | {"rope_theta": theta, "rope_parameters": parameters}})
+    changed_config = config | {"rope_theta": theta, "rope_parameters": parameters}
+    return _redrafted(case, files={**case.source.files, CONFIG: changed_config})
 
 
 def _wide_draft(case: Case) -> Pair:
-    if case.target.dtype is torch.float32:
+    if torch.float32 in (case.target.dtype, case.source.dtype):
         raise OptionError("it computes in float32")
-    return _instead(case, case.of(_loaded(case.path, case.target, torch.float32)))
+    return _redrafted(case, dtype=torch.float32)
 
 
 _DRAFT = (
@@ -504,7 +411,7 @@ _DRAFT = (
             lambda _: "copy the target's tokenizer files into its folder", _same_ids),
     Variant("prompts by its own chat template", "it was trained on chats by another template than the target's",
             lambda _: "train it on the target's template, or serve the target with the draft's",
-            _prompted(_as_chat(lambda case: case.part.tokenizer))),
+            _written(_as_chat(lambda case: case.part.tokenizer))),
     *_thetas(_draft_theta),
     Variant("float32", "its numbers are too large or too far apart for the target's dtype, or badly quantised",
             lambda _: "load it in float32, or fetch weights in the dtype in which it was published", _wide_draft),
@@ -512,33 +419,6 @@ _DRAFT = (
 
 
 # ------------------------------------------------------------------------------- kinds
-
-
-def _of_head(kind: type[Head]) -> Callable[[Path, LanguageModel], Any]:
-    """Loads heads of a kind, ours or published ones."""
-
-    def load(path: Path, target: LanguageModel) -> Any:
-        if object_of(path / _CONFIG).get("kind") == kind.kind:
-            return kind.load(path)
-        return load_published(path, kind)
-
-    return load
-
-
-def _eagle_in(path: Path, target: LanguageModel) -> Any:
-    head = _of_head(Eagle3Head)(path, target)
-    if head is not None:
-        head.config = head.config.at_usual_layers(target.shown_layers)
-    return head
-
-
-def _eagle_with_ids(path: Path, target: LanguageModel) -> tuple[Any, Variant] | None:
-    """A published folder whose table cannot be of offsets."""
-    if not is_eagle_folder(path):
-        return None
-    head = load_eagle_folder(path, Eagle3Head, ids_in_d2t=True)
-    head.config = head.config.at_usual_layers(target.shown_layers)
-    return head, _IDS
 
 
 def _medusa_chain(heads: Any) -> Drafter:
@@ -550,17 +430,14 @@ def _redrafter_chain(head: Any) -> Drafter:
     return Redrafter(head, beams=1, length=head.reach, nodes=head.reach, sampled=False)
 
 
-def _save_head(head: Any, folder: Path) -> None:
-    head.save(folder, head.record)
-
-
 KINDS: dict[str, Kind] = {
-    "eagle": Kind("an EAGLE-3 head", Eagle3, _eagle_in, (*_EAGLE, *_FORMS), _eagle_with_ids, _save_head),
-    "medusa": Kind("Medusa heads", _medusa_chain, _of_head(MedusaHeads), (*_MEDUSA, *_FORMS), fixed=_save_head),
-    "redrafter": Kind(
-        "a recurrent head", _redrafter_chain, _of_head(RedrafterHead), (*_REDRAFTER, *_FORMS), fixed=_save_head
-    ),
-    "draft": Kind("a draft model", lambda m: DraftModel(m, _DRAFTED), _draft, (*_DRAFT, *_FORMS)),
+    "eagle": Kind("an EAGLE-3 head", Eagle3, (*_EAGLE, *_FORMS), Eagle3Head),
+    "p-eagle": Kind("a P-EAGLE head", PEagle, (*_EAGLE, *_FORMS), PEagleHead),
+    "dflash": Kind("a DFlash head", DFlash, (*_BLOCK, *_FORMS), DFlashHead),
+    "dspark": Kind("a DSpark head", DSpark, (*_BLOCK, *_FORMS), DSparkHead),
+    "medusa": Kind("Medusa heads", _medusa_chain, (*_MEDUSA, *_FORMS), MedusaHeads),
+    "redrafter": Kind("a recurrent head", _redrafter_chain, (*_REDRAFTER, *_FORMS), RedrafterHead),
+    "draft": Kind("a draft model", lambda model: DraftModel(model, _DRAFTED), (*_DRAFT, *_FORMS)),
 }
 """By the word that `--drafter` has for each; a draft model is what nothing else is."""
 
@@ -572,30 +449,23 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
         ModelNotFoundError: there is nothing there.
         ModelError: it cannot be loaded.
     """
+    word, path = place_of(typed)
+    kind = KINDS.get(word or kind_in(path) or "draft")
+    if kind is None:
+        raise CompositionError(f"{str(path)!r} holds none of what is examined: {', '.join(KINDS)}")
+    part, mended = kind.load(path, target)
+    return kind, _with_layers(Case(Source(path), target, part, kind.chain, mended=mended))
+
+
+def place_of(typed: str) -> tuple[str | None, Path]:
+    """The word of its kind, if one stands before it, and where a drafter lies; what ships is `embedded:NAME`."""
     word, _, rest = typed.partition(":")
-    named = word if word in KINDS and rest else None
-    path = _place(rest if named else typed)
-    for word in [named] if named else KINDS:
-        kind, mended = KINDS[word], tuple[Variant, ...]()
-        try:
-            part = kind.load(path, target)
-        except ModelError:
-            found = kind.rescue(path, target)
-            if found is None:
-                raise
-            part, mended = found[0], (found[1],)
-        if part is not None:
-            return kind, _with_layers(Case(path, target, part, kind.chain, mended=mended))
-    raise CompositionError(f"{str(path)!r} does not hold {KINDS[word].noun}; name its kind, one of {', '.join(KINDS)}")
-
-
-def _place(typed: str) -> Path:
-    """Where something lies; what ships is `embedded:NAME`."""
-    prefix, _, name = typed.partition(":")
-    if prefix != "embedded":
-        path = user_path(typed, ModelNotFoundError)
-        return path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
-    return embedded_folder(name) if name in embedded_names() else embedded_heads(name)
+    if word in KINDS and rest:
+        return word, place_of(rest)[1]
+    if word == "embedded":
+        return None, embedded_folder(rest) if rest in embedded_names() else embedded_heads(rest)
+    path = user_path(typed, ModelNotFoundError)
+    return None, path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
 
 
 def _with_layers(case: Case) -> Case:
@@ -605,5 +475,5 @@ def _with_layers(case: Case) -> Case:
         return case
     wanted = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
     if features.layers:
-        wanted |= {1, most // 2 - 1, most - 4}
+        wanted |= set(case.part.config.usual_of(most))
     return replace(case, layers=tuple(sorted(each for each in wanted if 0 <= each < most)))

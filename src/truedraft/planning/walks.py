@@ -33,6 +33,7 @@ from torch import Tensor
 from truedraft.core.budget import Budget, nodes_of
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.rank_tree import RankTree
 from truedraft.core.token_view import TokenView
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.errors import DrafterError, OptionError, TruedraftError
@@ -76,7 +77,8 @@ class Walk:
     Attributes:
         fewest: `[places, depth]`, int64: nodes that a budget must have to hold the true continuation down to a depth;
             `NEVER` where none does.
-        survival: `[places, depth]`: the probability that it is accepted so far if the nodes are there.
+        survival: `[places, depth]`: the probability that it is accepted so far if the nodes are there; of draws by
+            ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
         depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
         sizes: `[places]`: nodes of the whole proposal, or the budget that it takes.
         drafted: `[places, nodes + 1]`: nodes within a budget of 0, 1, ..., where draws that agree may leave some of it;
@@ -100,7 +102,10 @@ class Walk:
     def steps(self, budgets: Sequence[int]) -> Steps:
         """Decoding with so many nodes at most, for each of some numbers of nodes."""
         wanted = np.asarray(budgets, np.int64)[:, None]
-        reach = self.survival * (self.fewest[None] <= wanted[..., None])  # [sizes, places, depth]
+        survival = self.survival
+        if survival.ndim == 3:
+            survival = survival[np.minimum(wanted[:, 0], len(survival) - 1)]
+        reach = survival * (self.fewest[None] <= wanted[..., None])  # [sizes, places, depth]
         nodes = np.minimum(wanted, self.sizes[None])
         places = np.arange(self.tokens)
         # P(exactly a accepted) = P(a or more) - P(a + 1 or more), for a = 0, 1, ...
@@ -353,6 +358,8 @@ class _Life:
 
     def _of_draws(self, drafter: Drafter) -> Walk:
         """Tokens that are drawn: what as many levels as a step may draft bring, each of which a budget has or not."""
+        if drafter.ranks is not None and draws_several(drafter):
+            return self._of_ranks(drafter.ranks)
         branching, places = drafter.branching or (1,) * drafter.limits.depth, len(self._held)
         length = len(branching)
         levels = np.array([nodes_of(branching[:depth]) for depth in range(1, length + 1)])
@@ -368,6 +375,23 @@ class _Life:
         taken = np.concatenate([[0], levels])[allowed]
         drafted = self._drafted(depths) if drafter.limits.width > 1 else None
         return Walk(fewest, survival, depths, taken, drafted, self._guessed)
+
+    def _of_ranks(self, ranks: RankTree) -> Walk:
+        """Draws by ranks, of which a budget of n nodes gets the first n."""
+        places, most = len(self._held), len(ranks)
+        allowed = np.array([self._allowed(place) for place in range(places)], np.int64).clip(max=ranks.depth)
+        survival = np.zeros((most + 1, places, ranks.depth))
+        for place in range(places):
+            depth = int(allowed[place])
+            own = self._survival[place] if self._survival else self._draws.survival(place, depth)
+            depth = min(depth, own.shape[1])
+            survival[:, place, :depth] = own[:, :depth]
+        lengths = np.array([0, *map(len, ranks.paths)])  # of the root and of each path
+        fits = lengths[None] <= allowed[:, None]
+        depths = np.minimum(np.maximum.accumulate(lengths)[None], allowed[:, None])
+        fewest = np.where(np.arange(ranks.depth)[None] < allowed[:, None], 1, NEVER)
+        sizes = np.where(allowed > 0, most, 0)
+        return Walk(fewest, survival, depths, sizes, fits.cumsum(axis=1) - 1, self._guessed)
 
     def _drafted(self, depths: Numbers) -> Numbers:
         """Nodes of the proposals down to some depths `[places, budgets]`."""

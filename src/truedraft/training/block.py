@@ -131,6 +131,8 @@ class Blocks(Chains):
     ) -> Iterator[UnrolledStep]:
         head, device = self.head, self._model.device
         spans = [chains_of(each, 0) for each in answers]
+        if not any(spans):
+            return
         texts = [[*each.prompt, *each.answer] for each in answers]
         starts = list(itertools.accumulate(map(len, texts), initial=0))
         tokens = torch.tensor([id_ for text in texts for id_ in text], device=device)

@@ -28,6 +28,7 @@ from truedraft.models.architecture import (
 )
 from truedraft.models.huggingface import fingerprint_of, weights_hash
 from truedraft.models.loading import load_model, resolve_source
+from truedraft.options import check_share
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.evaluate import (
     EngineEvaluation,
@@ -59,8 +60,10 @@ from truedraft.training.losses import (
     TotalVariation,
     distillation_gradient,
 )
+from truedraft.training.on_policy import OwnText
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
+from truedraft.training.processes import Processes
 from truedraft.training.report import Card, base_name, evaluation_facts, made_by, pair_facts, training_facts
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.answered import Source, Writing
@@ -81,6 +84,7 @@ if TYPE_CHECKING:
 _HELD_OUT_FRACTION = 0.05
 _EVALUATED_TOKENS = 65_536
 _TRAINED = 0.85  # of a budget: by then training is over; the rest is for measuring
+_STREAM = "train.bin"  # in the working folder
 _BYTES = 12  # of a written token on disk: as a number in JSON, and in the stream
 _GOOD_PASSES, _MOST_PASSES = 4, 40  # over a text
 _PROMPTS, _PROMPT_TOKENS = 32, 64  # of held-out text, on which the engine is measured
@@ -95,27 +99,39 @@ class StreamObjective:
         model: in training.
         loss: between the distributions.
         target: learned from; None where the loss looks at the text alone.
+        own_text: writes some of the text anew; None leaves it.
     """
 
-    def __init__(self, model: PreTrainedModel, loss: DistillationLoss, target: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: DistillationLoss,
+        target: PreTrainedModel | None = None,
+        own_text: OwnText | None = None,
+    ) -> None:
         self._model = model
         self._loss = loss
         self._target = target
+        self._own_text = own_text
 
-    def accumulate(self, batch: torch.Tensor, scale: float) -> dict[str, float]:
+    def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the batch [sequences, length + 1].
 
-        Answers with the mean loss and, with a target, `alpha` of the batch's first chunk.
+        Answers with the mean loss and, with a target, `alpha` of the batch's first chunk, of each process's part.
         """
+        whole, batch = len(batch), batch if own is None else batch[own]
+        share = len(batch) / whole
+        if self._own_text is not None:
+            batch = self._own_text(batch)
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         target = None
         if self._target is not None:
             with torch.no_grad():
                 target = self._target(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
         logits = self._model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)  # [tokens, vocab]
-        gradient, values = distillation_gradient(logits, target, labels, self._loss, scale)
+        gradient, values = distillation_gradient(logits, target, labels, self._loss, scale * share)
         logits.backward(gradient)
-        return values
+        return {name: value * share for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,8 @@ class DraftConfig(DraftSizeOptions):
 
     The default loss is half forward KL, which learns from everything the target knows, and half total variation,
     which is what speculative sampling pays for.
+
+    `on_policy` is the share of sequences whose second half the draft writes itself.
     """
 
     loss: DistillationLoss = field(default_factory=lambda: Mixture(((0.5, ForwardKL()), (0.5, TotalVariation()))))
@@ -134,11 +152,15 @@ class DraftConfig(DraftSizeOptions):
     curriculum: Curriculum = field(default_factory=Curriculum)
     tokens: int = 400_000
     writing: WritingConfig = field(default_factory=WritingConfig)
+    on_policy: float = 0.0
     seed: int = 0
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
 
     def __post_init__(self) -> None:
+        check_share("on_policy", self.on_policy)
+        if self.on_policy and not self.loss.reads_target:
+            raise OptionError("needs a loss that compares distributions, not one of the text", field="on_policy")
         if self.heads % self.kv_heads:
             raise OptionError(f"the heads ({self.heads}) must be a multiple of the kv heads ({self.kv_heads})")
         if self.width % (2 * self.heads):
@@ -186,7 +208,8 @@ def train_draft(
 ) -> DraftResult:
     """Distil a draft for the target into the folder `out`, an ordinary model folder.
 
-    Called again after an interruption, it goes on from the last checkpoint in `out/work`.
+    Called again after an interruption, it goes on from the last checkpoint in `out/work`. Of several processes
+    (`Processes`) the main one does all but the steps, and all give back what it found.
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
@@ -208,6 +231,9 @@ def train_draft(
     tokenizer = load_tokenizer(resolve_source(str(target)))
     if not data:
         raise DataError("no training data was given: name at least one text file")
+    processes = Processes.here()
+    if not processes.main:
+        return _train_beside(target, out / WORK, tokenizer, config.device)
     source = Source.read(data, held_out, tokenizer)
     with alone_in(out / WORK):
         target_model = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
@@ -218,6 +244,7 @@ def train_draft(
         train, test = _streams(source, _written(target, source, writing, config.device), tokenizer, out / WORK)
         _check_amount(config, train, told.on_note)
         loop = stream_loop(config, target_model, draft, train, out / WORK)
+        processes.from_main((config, len(train)))
         progress = train_told(loop, told, _values, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
@@ -227,7 +254,18 @@ def train_draft(
         except ModelError as error:
             told.on_note(f"the draft does not say which target it is for: {error}")
         _card(target, data, draft, result, config.device).write(out)
-    return result
+        return processes.from_main(result)
+
+
+def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizerBase, device: str) -> DraftResult:
+    """Take the steps with the main process, once it has the text and knows how many they are."""
+    processes = Processes.here()
+    given: tuple[DraftConfig, int] = processes.from_main(None)
+    config, tokens = replace(given[0], device=device), given[1]
+    target_model = load_causal_lm(target, dtype=torch.bfloat16, device=device).eval()
+    draft = starting_draft(config, target_model, tokenizer)
+    stream_loop(config, target_model, draft, read_stream(work / _STREAM)[:tokens], work).run()
+    return processes.from_main(None)
 
 
 def _values(record: StepRecord) -> str:
@@ -396,12 +434,13 @@ def stream_loop(
         more["target"] = weights_hash(target.requires_grad_(False))
     if target is None or config.start_from is not None:
         more["start_from"] = weights_hash(draft)
+    own_text = OwnText(draft, config.on_policy, config.seed) if config.on_policy else None
     use_training_attention(draft)
     phases = config.curriculum.phases(stream, config.schedule, seed=config.seed)
     return TrainingLoop(
         draft,
         MixedOptimizer(draft, config.optimizer),
-        StreamObjective(draft, config.loss, target),
+        StreamObjective(draft, config.loss, target, own_text),
         phases,
         config.schedule,
         RunFolder(folder, _identity(config, **more), config.device, config.checkpoint_every_s),
@@ -409,11 +448,14 @@ def stream_loop(
 
 
 def _identity(config: DraftConfig, **more: str) -> Identity:
-    """What decides a draft; of how its text was written nothing, for the hash of the text is there."""
+    """What decides a draft; of how its text was written nothing, for the hash of the text is there.
+
+    A training without text of its own goes on from checkpoints of older versions, which did not know of it.
+    """
     return {
         name: value
         for name, value in identity_of(config, **more).items()
-        if name.partition(".")[0] not in ("tokens", "writing")
+        if name.partition(".")[0] not in ("tokens", "writing", "" if config.on_policy else "on_policy")
     }
 
 
@@ -488,8 +530,8 @@ def _streams(
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     """The token streams to train on and to measure on."""
     answers = [[*record.prompt, *record.answer] for record in written]
-    write_stream(source.texts, tokenizer, folder / "train.bin", answers)
-    train = read_stream(folder / "train.bin")
+    write_stream(source.texts, tokenizer, folder / _STREAM, answers)
+    train = read_stream(folder / _STREAM)
     if source.held_out:
         write_stream(source.held_out, tokenizer, folder / "held_out.bin")
         return train, read_stream(folder / "held_out.bin")

@@ -379,7 +379,7 @@ class ChainObjective:
     ) -> None:
         self._unrolled, self._text, self._loss, self._decay = unrolled, text, loss, decay
 
-    def accumulate(self, batch: Tensor, scale: float) -> dict[str, float]:
+    def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over some answers, given by their windows and
         numbers `[count, 3]`."""
         head = self._unrolled.head
@@ -391,7 +391,7 @@ class ChainObjective:
         ends = [(np.array(own), chains_of(each, 0).stop) for each, own in texts]
         counts = [int(sum((own < end - step).sum() for own, end in ends)) for step in range(head.reach)]
         sums = torch.zeros(head.reach, device=next(head.parameters()).device)
-        for group in read_together(texts, sums.device):
+        for group in read_together(texts if own is None else texts[own], sums.device):
             together, pairs = [each for each, _ in group], [own for _, own in group]
             leaving: list[Tensor] = []
             gradients: list[Tensor] = []

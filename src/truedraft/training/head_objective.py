@@ -75,7 +75,12 @@ class HeadLoss:
         self._weights = [decay**place for place in range(head.reach)]
 
     def gradient(
-        self, vectors: Tensor, places: Tensor, target_at: Callable[[slice], TargetRows], scale: float
+        self,
+        vectors: Tensor,
+        places: Tensor,
+        target_at: Callable[[slice], TargetRows],
+        scale: float,
+        of: int | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """The gradient in `vectors` of `scale` times the loss; that in outputs of the heads' own is added to theirs.
 
@@ -84,11 +89,13 @@ class HeadLoss:
             places: `[positions]`, rising rows; place k is about row `place + 1 + k`.
             target_at: what is learned at a slice of the rows.
             scale: of the gradient.
+            of: positions that means are over, where these are a part of them.
 
         Returns:
             The gradient, as `vectors`; and for the log the loss and the mean loss at each place, in nats.
         """
         reach, rows = len(self._weights), places.tolist()
+        count = len(rows) if of is None else of
         sums = torch.zeros(reach, device=vectors.device)
 
         def losses(some: list[Tensor], here: slice) -> Iterator[Tensor]:
@@ -99,10 +106,10 @@ class HeadLoss:
                 logits = self._head.place_logits(place, some[place], self._lm_head)  # [some positions, vocab]
                 loss = target.losses(logits, places[here] + 1 + place - first, self._loss).sum()
                 sums[place] += loss.detach()
-                yield loss * (weight * scale / len(rows))
+                yield loss * (weight * scale / count)
 
         gradient = gradient_in_chunks(vectors, losses)
-        means = (sums / len(rows)).tolist()
+        means = (sums / count).tolist()
         total = sum(weight * loss for weight, loss in zip(self._weights, means, strict=True))
         word = self._head.place_word
         return gradient, {"loss": total} | {f"{word}_{place}": loss for place, loss in enumerate(means, start=1)}
@@ -136,14 +143,18 @@ class HeadsObjective:
         self._target = target
         self._loss = loss
 
-    def accumulate(self, batch: Tensor, scale: float) -> dict[str, float]:
+    def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over the positions of the windows `[count, 2]`."""
-        rows = self._collated(batch)
+        rows = self._collated(batch)  # all windows, for what is drawn in feeding is drawn for all
         hidden = rows.hidden[rows.places].float()  # [positions, width]
         with torch.no_grad():
             tokens = self._feed(rows, hidden)
+        first, last = (None, None) if own is None else (int(batch[:at, 1].sum()) for at in (own.start, own.stop))
+        hidden, tokens, places = (each[first:last] for each in (hidden, tokens, rows.places))
         vectors = self._head.unroll(hidden, self._lm_head.embed(tokens.T))  # [reach, positions, exit_width]
-        gradient, values = self._loss.gradient(vectors, rows.places, lambda some: self._target.rows(rows, some), scale)
+        gradient, values = self._loss.gradient(
+            vectors, places, lambda some: self._target.rows(rows, some), scale, len(rows.places)
+        )
         vectors.backward(gradient)
         return values
 

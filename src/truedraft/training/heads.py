@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,13 +23,19 @@ from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.evaluate import EngineRound, foretold, measure_in_engine
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
+from truedraft.training.processes import Processes
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, write_answers
 from truedraft.training.texts.answered import Writing
 from truedraft.training.texts.data import read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
 from truedraft.training.texts.questions import SELF, names_of, opening_of
-from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
+from truedraft.training.texts.self_distillation import (
+    SelfDistillationData,
+    WindowSampler,
+    WrittenAnswer,
+    read_answers,
+)
 from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import (
     TRAINED,
@@ -115,7 +121,8 @@ def train_heads(
     """Train heads for the target into the folder `out`, on what the target itself writes.
 
     Called again after an interruption, it goes on: behind the answers on disk, then from the last checkpoint in
-    `out/work`. In stage 2 the new target is written to `out/target`, and the heads in `out` are for that.
+    `out/work`. In stage 2 the new target is written to `out/target`, and the heads in `out` are for that. Of several
+    processes (`Processes`) the main one does all but the steps, and all give back what it found.
 
     Args:
         target: an embedded name, a folder, or a name on the Hugging Face hub.
@@ -139,6 +146,9 @@ def train_heads(
     """
     from truedraft.training import joint  # which trains heads, too
 
+    processes = Processes.here()
+    if not processes.main:
+        return _train_beside(str(target), out / WORK, config.device)
     job = _job_for(target, data, held_out, config, callbacks or Callbacks(), budget or TimeBudget())
     if config.stage == 2 and job.budget.limited:
         raise OptionError("minutes are a limit for stage 1; stage 2 takes as long as its steps and joint steps do")
@@ -157,7 +167,20 @@ def train_heads(
         else:
             result = HeadResult(out, *train_stage_1(job, text, out, out / WORK))
         write_head_card(result, config.head.kind, job.target, job.data, config.device)
-        return result
+        return processes.from_main(result)
+
+
+def _train_beside(target: str, work: Path, device: str) -> HeadResult:
+    """Take the steps with the main process, once it has the text and knows how many they are."""
+    processes = Processes.here()
+    given: tuple[Any, ...] = processes.from_main(None)
+    prompts, config, fingerprint = given
+    job = HeadJob(target, prompts, replace(config, device=device))
+    lm_head = lm_head_of(target, device)
+    head = starting_head(job, lm_head, fingerprint)
+    train, tree = (read_answers(work, name, lm_head.weight.shape[1]) for name in (TRAIN_TEXT, TREE_TEXT))
+    _loop(job, head, lm_head, TargetText(train, tree, fingerprint), work).run()
+    return processes.from_main(None)
 
 
 def _job_for(
@@ -260,6 +283,8 @@ def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
     from truedraft.training.joint import check_adapters, rank_for
 
     config = job.config
+    if config.stage == 2:
+        Processes.here().refuse_several("stage 2 trains target and heads")
     sizes = config.sizes(model.head_width, model.vocab_size)
     with torch.device("meta"):
         reads_tokens = config.head(sizes).reads_tokens
@@ -339,6 +364,7 @@ def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tupl
     head = starting_head(job, lm_head, text.fingerprint)
     job = replace(job, config=_within_budget(job, text, head.reach, work))
     loop = _loop(job, head, lm_head, text, work)
+    Processes.here().from_main((job.prompts, job.config, text.fingerprint))  # see `_train_beside`
     effort = run(job, loop, text)
     held_out = _measured_on(job, text.tree, effort)
     return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), held_out, out, effort), effort

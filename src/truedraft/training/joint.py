@@ -157,8 +157,9 @@ class JointObjective:
         self._of_heads = of_heads
         self._heads_share = heads_share
 
-    def accumulate(self, batch: Tensor, scale: float) -> dict[str, float]:
+    def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over blocks `[sequences, length + 1]`."""
+        assert own is None, "one process trains both"
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         before = self._backbone.logits_before(inputs)
         logits, hidden = self._backbone.run(inputs)

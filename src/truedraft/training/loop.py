@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ import torch
 from truedraft.errors import ChangedOptionsError, TrainingError
 from truedraft.files import written_whole
 from truedraft.machine import describe_machine
+from truedraft.training.processes import Processes
 from truedraft.training.workspace import write_whole, writing
 
 CHECKPOINT = "checkpoint.pt"
@@ -52,10 +53,11 @@ _WEIGHTS = ("target", "start_from")
 class Objective(Protocol):
     """What a step minimises."""
 
-    def accumulate(self, batch: torch.Tensor, scale: float) -> dict[str, float]:
+    def accumulate(self, batch: torch.Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the batch's mean loss to the parameters' gradients.
 
-        The batch is what the sampler gave; the answer holds means over its labels, for the log.
+        The batch is what the sampler gave; the answer holds means over its labels, for the log. With `own` both are the
+        shares of these sequences in them: shares of all sequences add up to the whole.
         """
 
 
@@ -72,6 +74,9 @@ class Sampler(Protocol):
 
 class Optimizer(Protocol):
     """What updates the parameters from their gradients."""
+
+    peak: float
+    """The highest rate."""
 
     def step(self, multiplier: float) -> float:
         """Update, and clear the gradients; returns their norm. The rates are the peak rates times the multiplier."""
@@ -137,6 +142,7 @@ class StepRecord:
     multiplier: float
     gradient_norm: float
     values: dict[str, float]
+    learning_rate: float = 0.0  # the highest
 
     def as_line(self) -> str:
         """One JSON object."""
@@ -303,7 +309,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The folder of one training: its checkpoint, its log, and the record of what it is.
+    """The folder of one training: its checkpoint, its log, and the record of what it is; the main process writes it.
 
     Args:
         path: is made if it does not exist.
@@ -323,10 +329,13 @@ class RunFolder:
         self.checkpoint = path / CHECKPOINT
         self.checkpoint_every_s = checkpoint_every_s
         self._identity = dict(identity)
+        self._writes = Processes.here().main
         if self.checkpoint.exists():
             state = read_checkpoint(self.checkpoint)
             before = state.get("identity") or self._identity
             refuse_another_run(before, self._identity, step=state["progress"]["step"], folder=path)
+        if not self._writes:
+            return
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             for torn in path.glob(f"{CHECKPOINT}.*"):  # what a kill left of one
@@ -335,26 +344,31 @@ class RunFolder:
 
     def append(self, record: StepRecord) -> None:
         """Add a line to the log."""
-        with writing(self.path / LOG), (self.path / LOG).open("a") as log:
-            log.write(record.as_line() + "\n")
+        if self._writes:
+            with writing(self.path / LOG), (self.path / LOG).open("a") as log:
+                log.write(record.as_line() + "\n")
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint; a kill leaves the old one or the new one."""
-        with writing(self.checkpoint), written_whole(self.checkpoint) as file:
-            torch.save({**state, "identity": self._identity}, file)  # which hides failures of files that it opens
+        if self._writes:
+            with writing(self.checkpoint), written_whole(self.checkpoint) as file:
+                torch.save({**state, "identity": self._identity}, file)  # which hides failures of files that it opens
 
     def resume(self) -> dict[str, Any] | None:
         """The checkpoint, with the log cut to it; None where there is none, and then no log either."""
-        log = self.path / LOG
-        if not self.checkpoint.exists():
-            log.unlink(missing_ok=True)
-            return None
-        state = read_checkpoint(self.checkpoint)
-        if log.exists():  # without steps that will be run again, and a last line that a full disk or a kill cut short
-            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            step = state["progress"]["step"]
-            write_whole(log, "".join(line for line in lines if json.loads(line)["step"] < step))
+        state = read_checkpoint(self.checkpoint) if self.checkpoint.exists() else None
+        if self._writes:
+            self._cut_log(0 if state is None else state["progress"]["step"])
         return state
+
+    def _cut_log(self, step: int) -> None:
+        """Drop the lines of steps that will be run again, and a last one that a full disk or a kill cut short."""
+        log = self.path / LOG
+        if not step:
+            log.unlink(missing_ok=True)
+        elif log.exists():
+            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            write_whole(log, "".join(line for line in lines if json.loads(line)["step"] < step))
 
 
 class TrainingLoop:
@@ -373,6 +387,7 @@ class TrainingLoop:
         progress: where it stands.
         autocast: whether products are in bfloat16.
         clock: seconds, for the time between checkpoints.
+        processes: that train together; the main one measures.
     """
 
     def __init__(
@@ -395,6 +410,7 @@ class TrainingLoop:
         self.progress = Progress()
         self.autocast = True
         self.clock: Callable[[], float] = time.perf_counter
+        self.processes = Processes.here()
 
     @property
     def total_steps(self) -> int:
@@ -418,7 +434,8 @@ class TrainingLoop:
             until: the step to stop at.
             on_step: called after each step.
             on_checkpoint: called after each checkpoint.
-            time_is_up: asked after each step; where it says so, a checkpoint is written and the training stops.
+            time_is_up: asked after each step; where it says so, a checkpoint is written and the training stops, in all
+                processes.
         """
         last = self.total_steps if until is None else min(until, self.total_steps)
         self._resume()
@@ -433,7 +450,10 @@ class TrainingLoop:
                 self.folder.append(record)
                 if on_step is not None:
                     on_step(record)
-                step, now, stopped = self.progress.step, self.clock(), time_is_up()
+                step, now = self.progress.step, self.clock()
+                stopped = self.processes.anywhere(time_is_up())
+                if self.processes.anywhere(interrupts.waiting):
+                    interrupts.waiting = True  # in all of them
                 if step == last or stopped or interrupts.waiting or now - saved >= self.folder.checkpoint_every_s:
                     self._save()
                     saved = self.clock()
@@ -448,7 +468,11 @@ class TrainingLoop:
         return Saved(self.progress.step, self.total_steps, record.tokens, record.values["loss"], left_s, where)
 
     def trial(self, steps: int = 3) -> tuple[float, int]:
-        """Seconds of a step, and bytes of a checkpoint: trains a little and saves nothing, so it is of no use later."""
+        """Seconds of a step, and bytes of a checkpoint: trains a little and saves nothing, so it is of no use later.
+
+        Of several processes the one that asks takes its part alone.
+        """
+        self.processes = replace(self.processes, together=False)
         self.model.train()
         took: list[float] = []
         while len(took) < min(steps, self.total_steps) and self.progress.elapsed_s < _TRIED_S:
@@ -462,27 +486,31 @@ class TrainingLoop:
         phase, within = self._locate(step)
         passes = phase.sequences_per_step // phase.sequences_per_pass
         first = within * phase.sequences_per_step
+        own = self.processes.part(phase.sequences_per_pass)
         sums: dict[str, float] = {}
-        for index in range(passes):
+        for index in range(0 if own is not None and own.start == own.stop else passes):
             batch = phase.sampler.batch(first + index * phase.sequences_per_pass, phase.sequences_per_pass)
             batch = batch.to(next(self.model.parameters()).device)
             with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.autocast):
-                values = self.objective.accumulate(batch, 1.0 / passes)
+                values = self.objective.accumulate(batch, 1.0 / passes, own)
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value / passes
+        sums = self.processes.summed(sums)
         if not all(map(_is_finite, sums.values())):
             raise TrainingError(f"the loss is not finite at step {step}: lower the learning rate")
+        self.processes.sum_gradients(self.model.parameters())
         multiplier = self.schedule(step)
         norm = self.optimizer.step(multiplier)
         self.progress.step += 1
         self.progress.tokens += phase.tokens_per_step
         self.progress.elapsed_s += time.perf_counter() - started
-        return StepRecord(step, self.progress.tokens, self.progress.elapsed_s, multiplier, norm, sums)
+        so_far, rate = self.progress, multiplier * self.optimizer.peak
+        return StepRecord(step, so_far.tokens, so_far.elapsed_s, multiplier, norm, sums, rate)
 
     def _measure(self, record: StepRecord, last: int) -> None:
         """Add what is measured now and then to the record of a step."""
-        wanted = self.measurement
-        if wanted is not None and (self.progress.step == last or self.progress.step % wanted.every == 0):
+        wanted, step = self.measurement, self.progress.step
+        if wanted is not None and self.processes.main and (step == last or step % wanted.every == 0):
             self.model.eval()
             with torch.no_grad():
                 record.values.update(wanted.values())

@@ -23,6 +23,7 @@ from truedraft.training.evaluate import EngineEvaluation, EngineRound, measure_i
 from truedraft.training.loop import Callbacks
 from truedraft.training.ngram_counts import count_ngrams
 from truedraft.training.options import NgramSizeOptions, TextOptions
+from truedraft.training.processes import Processes
 from truedraft.training.report import Card, base_name, evaluation_facts, made_by
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.answered import Source, Writing
@@ -136,7 +137,7 @@ def train_ngrams(
         TrainingError: the target failed, or files cannot be written.
     """
     config, told, budget = config or NgramConfig(), callbacks or Callbacks(), budget or TimeBudget()
-    _refuse_no_text(target, data)
+    _refuse_early(target, data)
     tokenizer = load_tokenizer(target)
     source, words = _source(data, held_out, tokenizer)
     _refuse_prompts(source, config)
@@ -180,7 +181,8 @@ def _refuse_prompts(source: Source, config: NgramConfig) -> None:
         raise DataError("the data holds prompts, which the target answers first: add --answers, or give texts alone")
 
 
-def _refuse_no_text(target: str | Path, data: Sequence[Path]) -> None:
+def _refuse_early(target: str | Path, data: Sequence[Path]) -> None:
+    Processes.here().refuse_several("a table is counted")
     if not data and str(target) != _EMBEDDED_TARGET:
         raise DataError(
             f"there is no text to count for {str(target)!r}; name at least one file like what it will be used for with "

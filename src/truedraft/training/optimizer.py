@@ -34,6 +34,9 @@ class MixedOptimizer:
         model: whose parameters are updated, those that require gradients.
         config: rates and decays.
         tables: further matrices that are for AdamW, as embeddings are: output layers, and adapters of a low rank.
+
+    Attributes:
+        peak: the highest rate.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, tables: Iterable[torch.Tensor] = ()) -> None:
@@ -58,6 +61,7 @@ class MixedOptimizer:
             adam = torch.optim.AdamW(others, lr=config.vector_rate, betas=config.betas, weight_decay=0.0)
             made.append((config.vector_rate, adam))
         self._peaks = tuple(peak for peak, _ in made)
+        self.peak = max(self._peaks, default=0.0)
         self._optimizers = tuple(optimizer for _, optimizer in made)
 
     def step(self, multiplier: float) -> float:
@@ -85,10 +89,14 @@ class SeparateOptimizers:
 
     Args:
         parts: no parameter belongs to two of them.
+
+    Attributes:
+        peak: the highest rate of all.
     """
 
     def __init__(self, *parts: MixedOptimizer) -> None:
         self._parts = parts
+        self.peak = max(part.peak for part in parts)
 
     def step(self, multiplier: float) -> float:
         """Update all parts; returns the norm that all gradients together had before clipping."""

@@ -121,6 +121,11 @@ class HeadResult:
     effort: Effort
     joint: JointReport | None = None
 
+    @property
+    def evaluations(self) -> Sequence[EngineEvaluation]:
+        """Acceptance, measured in the engine."""
+        return self.report.evaluations
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         joint = {} if self.joint is None else {"joint": self.joint.as_dict()}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from support.layer_heads import Records, answers_of
 from support.mtp_checkpoints import SHAPES, SPECULATORS, WEIGHTS, MtpReference
 from support.tiny_models import PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams, load_model
@@ -27,14 +28,8 @@ GREEDY = SamplingParams(max_tokens=16)
 SEEDED = SamplingParams(max_tokens=16, temperature=1.0, seed=5)
 
 
-class Recorded(Mtp):
-    """Notes each request's text and what was proposed behind it."""
-
-    def propose(self, batch: Sequence[DraftRequest], budgets: Any, noise: Any) -> list[Proposal]:
-        proposals = super().propose(batch, budgets, noise)
-        self.seen = getattr(self, "seen", [])
-        self.seen += [(list(each.tokens), own) for each, own in zip(batch, proposals, strict=True)]
-        return proposals
+class Recorded(Records, Mtp):
+    pass
 
 
 @cache
@@ -47,8 +42,7 @@ def loaded(folder: Path) -> HuggingFaceModel:
 
 
 def answers(model: HuggingFaceModel, drafter: Any, params: SamplingParams) -> list[Any]:
-    prompts = [list(each) for each in PROMPTS]
-    return [each.token_ids for each in Engine(model, drafter, controller="fixed").generate(prompts, params)]
+    return answers_of(Engine(model, drafter, controller="fixed"), params)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -58,13 +52,12 @@ def test_drafts_are_those_of_the_page(name: str, tmp_path: Path) -> None:
     drafter = Recorded(MtpHead.of(model))
     assert answers(model, drafter, GREEDY) == answers(model, None, GREEDY)
     chosen = drafter.facts["reads"], drafter.facts["returns"]
-    drafted = [(text, own) for text, own in drafter.seen if len(own.tree)]
-    for text, proposal in drafted[::6]:
+    for text, proposal in drafter.drafted[::6]:
         path: list[int] = []
         for token in proposal.tree.host_ids:
             assert token == int(slow.logits(text, path, *chosen).argmax()), f"behind {text} {path}"
             path.append(token)
-    assert len(drafted) > 20
+    assert len(drafter.drafted) > 20
     assert answers(model, Mtp(drafter.head, branching=(2, 1)), SEEDED) == answers(model, None, SEEDED)
 
 
@@ -98,8 +91,7 @@ def test_caches_hold_what_a_fresh_computation_would(tmp_path: Path) -> None:
     engine = Engine(model, Portfolio({"mtp": drafter, "prompt-lookup": PromptLookup()}), controller="in-turn")
     prompts = [list(PROMPTS[0]) * 3, list(PROMPTS[1])]
     for params in (GREEDY, SEEDED):
-        found, plain = (each.generate(prompts, params) for each in (engine, Engine(model)))
-        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+        assert answers_of(engine, params, prompts) == answers_of(Engine(model), params, prompts)
     assert drafter.compared > 8
 
 
@@ -110,7 +102,7 @@ def test_what_it_reads_is_measured_on_the_targets_own_tokens(tmp_path: Path) -> 
     drafter = Mtp(MtpHead.of(model))
     drafter.check(model)
     text = [7919 * place % VOCAB for place in range(1, 9)]
-    text += model_greedy(model, text, 32)
+    text += Engine(model).generate(text, SamplingParams(max_tokens=32)).token_ids
     for reads, found in drafter.facts["log_probs"]["reads"].items():
         logs = [slow.logits(text[:end], (), reads, reads).log_softmax(-1)[text[end]] for end in range(8, 40)]
         assert found == pytest.approx(float(torch.stack(logs).mean()), abs=1e-4)
@@ -169,7 +161,3 @@ def test_a_model_without_such_a_layer_says_so(tmp_path: Path) -> None:
         from_spec("mtp", model)
     with pytest.raises(ModelNotFoundError, match="there is no folder"):
         from_spec(f"mtp:{tmp_path / 'none'}", model)
-
-
-def model_greedy(model: HuggingFaceModel, prompt: list[int], count: int) -> list[int]:
-    return list(Engine(model).generate(prompt, SamplingParams(max_tokens=count)).token_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads.test_eagle import GREEDY, SIZES, as_transformers_runs_it, plain_answers, target
+from drafters.heads.test_eagle import SIZES
 from support.eagle_reference import PEagleReference, random_eagle
+from support.layer_heads import GREEDY, Records, answers_of, as_transformers_runs_it, plain_answers, target
 from support.tiny_models import PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
-from truedraft.core.proposal import Proposal
-from truedraft.drafters import DraftRequest, PEagle, from_spec
-from truedraft.errors import ModelError, OptionError
-from truedraft.heads import Eagle3Head, HeadRecord
-from truedraft.heads.eagle_folders import write_eagle_folder, write_speculators_folder
+from truedraft.drafters import PEagle, from_spec
+from truedraft.errors import OptionError
+from truedraft.heads.eagle_folders import write_speculators_folder
 from truedraft.heads.peagle import PEagleConfig, PEagleHead
 
 SEEDED = SamplingParams(max_tokens=16, temperature=1.0, seed=5)
@@ -31,33 +29,23 @@ def head(**changes: Any) -> PEagleHead:
     return made
 
 
-class Recorded(PEagle):
-    """Notes each request's text and what was proposed behind it, and counts forwards."""
-
-    def propose(self, batch: Sequence[DraftRequest], budgets: Any, noise: Any) -> list[Proposal]:
-        proposals = super().propose(batch, budgets, noise)
-        self.seen = getattr(self, "seen", [])
-        self.seen += [(list(each.tokens), own) for each, own in zip(batch, proposals, strict=True)]
-        return proposals
+class Recorded(Records, PEagle):
+    pass
 
 
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab": 40}, {"own_embedding": True}, {"norm_output": True}], ids=str)
 @torch.inference_mode()
 def test_chains_are_what_the_page_says(changes: dict[str, Any]) -> None:
     made = head(**changes)
-    drafter, reference = (
-        Recorded(made),
-        PEagleReference(as_transformers_runs_it(), head(**changes | {"norm_output": False})),
-    )
-    engine = Engine(target(), drafter, controller="fixed")
-    answers = engine.generate([list(each) for each in PROMPTS], GREEDY)
-    assert [each.token_ids for each in answers] == plain_answers(GREEDY)
-    drafted = [(text, own.tree.host_ids) for text, own in drafter.seen if len(own.tree)]
+    drafter = Recorded(made)
+    reference = PEagleReference(as_transformers_runs_it(), head(**changes | {"norm_output": False}))
+    assert answers_of(Engine(target(), drafter, controller="fixed"), GREEDY) == plain_answers(GREEDY)
+    drafted = [(text, own.tree.host_ids) for text, own in drafter.drafted]
     for text, ids in drafted[::5]:
         assert ids == [int(each.argmax()) for each in reference.ahead(text, len(ids))], f"behind {text}"
     assert sum(len(ids) == 4 for _, ids in drafted) > 20
-    seeded = Engine(target(), PEagle(made), controller="fixed").generate([list(PROMPTS[0])], SEEDED)
-    assert seeded[0].token_ids == plain_answers(SEEDED, PROMPTS[:1])[0]
+    seeded = Engine(target(), PEagle(made), controller="fixed")
+    assert answers_of(seeded, SEEDED, PROMPTS[:1]) == plain_answers(SEEDED, PROMPTS[:1])
 
 
 @torch.inference_mode()
@@ -80,8 +68,7 @@ def test_nodes_at_one_depth_share_the_pages_distribution() -> None:
 def test_the_likeliest_tree_takes_the_largest_products_of_the_depths() -> None:
     made = head()
     drafter, reference = Recorded(made, nodes=6, beams=3), PEagleReference(as_transformers_runs_it(), made)
-    answers = Engine(target(), drafter, controller="fixed").generate([list(each) for each in PROMPTS], GREEDY)
-    assert [each.token_ids for each in answers] == plain_answers(GREEDY)
+    assert answers_of(Engine(target(), drafter, controller="fixed"), GREEDY) == plain_answers(GREEDY)
     for text, proposal in [each for each in drafter.seen if len(each[1].tree) == 6][::8]:
         logs = [each.log_softmax(-1) for each in reference.ahead(text, 4)]
         tree = proposal.tree
@@ -92,18 +79,8 @@ def test_the_likeliest_tree_takes_the_largest_products_of_the_depths() -> None:
         assert scores[0] == pytest.approx(best, abs=1e-4)
 
 
-def test_folders_come_back_bit_for_bit_and_are_no_eagle_heads(tmp_path: Path) -> None:
-    made = head(own_embedding=True, draft_vocab=40)
-    made.save(tmp_path / "ours", HeadRecord("tiny", None), dtype=torch.float32)
-    write_speculators_folder(made, tmp_path / "theirs", target="org/target")
-    for folder in (tmp_path / "ours", tmp_path / "theirs"):
-        kept = PEagleHead.load(folder)
-        assert kept.config == made.config
-        assert all(each.equal(kept.state_dict()[name]) for name, each in made.state_dict().items())
-        with pytest.raises(ModelError, match="holds a P-EAGLE head, not an EAGLE-3 head; use p-eagle:"):
-            Eagle3Head.load(folder)
-    assert from_spec(f"p-eagle:{tmp_path / 'theirs'}", target()).limits.depth == 4
-    with pytest.raises(ModelError, match="this format is of heads of one layer"):
-        write_eagle_folder(made, tmp_path / "flat")
+def test_a_folder_drafts_as_far_as_it_says(tmp_path: Path) -> None:
+    write_speculators_folder(head(own_embedding=True, draft_vocab=40), tmp_path, target="org/target")
+    assert from_spec(f"p-eagle:{tmp_path}", target()).limits.depth == 4
     with pytest.raises(OptionError, match=f"the mask token is an id below {VOCAB}, got 300"):
         head(mask_token=300)

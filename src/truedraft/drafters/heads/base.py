@@ -213,6 +213,12 @@ def refuse_other_target(head: Head, target: LanguageModel) -> None:
             f"this head guesses the id {int(ids.max())}, and {target.name} has {target.vocab_size} ids; take a head "
             "that was trained for it"
         )
+    mask: int | None = getattr(config, "mask", None)
+    if mask is not None and head.reads_tokens and mask >= target.vocab_size:
+        raise CompositionError(
+            f"this head reads the target's embedding of the id {mask} as its mask, and {target.name} has "
+            f"{target.vocab_size} ids; take a head that was trained for it"
+        )
     if record.fingerprint is not None and record.fingerprint != target.fingerprint:
         raise CompositionError(
             f"these {what} were trained for {record.target_name} (fingerprint {record.fingerprint}), and the target is "

@@ -5,11 +5,12 @@ Their trees grow level by level, whether each level is a forward of its own (EAG
 
 from __future__ import annotations
 
+import heapq
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
@@ -260,21 +262,29 @@ def running(head: HeadT, target: LanguageModel) -> HeadT:
     return packed(own, bits_for(own))
 
 
-def drawn_shape(nodes: int, depth: int) -> tuple[int, ...]:
-    """How many draws at each depth bring most, of trees of so many nodes and so deep at most.
+@lru_cache
+def drawn_tree(nodes: int, depth: int) -> RankTree:
+    """The draws that bring most, of so many and so deep at most, the best ones first (as in Sequoia, 2402.12374).
 
-    As if every draw were accepted with a probability of a half: of b draws one is with 1 - 2^-b, and then those below
-    it are looked at. Worked example: 16 nodes and a depth of 5 are (3, 2, 1), of 3 + 6 + 6 nodes.
+    A draw of rank r is the first of its node that is accepted with probability `_chance(r)`, whatever its depth. A path
+    is worth the product over its ranks, and no path more than the one that it continues. Worked example: the best four
+    are (0), (0, 0), (0, 0, 0) and (1), of 0.48, 0.23, 0.11 and 0.10.
     """
+    worth: dict[RankPath, float] = {}
+    waiting: list[tuple[float, RankPath]] = [(-_chance(0), (0,))]
+    while len(worth) < nodes:
+        less, path = heapq.heappop(waiting)
+        worth[path] = -less
+        above, rank = path[:-1], path[-1]
+        heapq.heappush(waiting, (less / _chance(rank) * _chance(rank + 1), (*above, rank + 1)))
+        if len(path) < depth:
+            heapq.heappush(waiting, (less * _chance(0), (*path, 0)))
+    return RankTree.counted(worth)
 
-    def brings(left: int, siblings: int, deeper: int) -> tuple[float, tuple[int, ...]]:
-        best: tuple[float, tuple[int, ...]] = (0.0, ())
-        for width in range(1, left // siblings + 1 if deeper else 1):
-            below, shape = brings(left - siblings * width, siblings * width, deeper - 1)
-            best = max(best, ((1.0 - 0.5**width) * (1.0 + below), (width, *shape)))
-        return best
 
-    return brings(nodes, 1, depth)[1]
+def _chance(rank: int) -> float:
+    """Measured on EAGLE-3 at temperature 1: 0.46 to 0.6 of the first draws, 0.1 of the second, 0.05, 0.035, 0.027."""
+    return 0.48 if rank == 0 else 0.1 * 0.65 ** (rank - 1)
 
 
 class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
@@ -282,7 +292,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     What it drafted is dropped after each verdict, and committed tokens are read with the target's own vectors. Requests
     get a chain, or a tree of so many draws at each node; with `nodes` greedy ones get the likeliest tree
-    (`LikeliestTree`), and sampled ones a tree of draws of that size (`drawn_shape`). What sampled requests get is drawn
+    (`LikeliestTree`), and sampled ones a tree of draws of that size (`drawn_tree`). What sampled requests get is drawn
     from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it never guesses have
     no probability there.
 
@@ -324,7 +334,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 raise OptionError(f"drafter {self.name!r} takes branching or nodes, not both")
             check_nodes("nodes", nodes)
             check_nodes("beams", beams)
-            self.branching, beams = drawn_shape(nodes, length), min(beams, nodes)
+            self.ranks, beams = drawn_tree(nodes, length), min(beams, nodes)
+            self.branching = self.ranks.branching
             widest, most = max(beams, *self.branching), nodes
         depth = length if nodes is not None else len(self.branching)
         if self.levels is not None and depth > head.reach:
@@ -429,7 +440,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 trees.append(chosen[-1])
             else:
                 within = within.cut(len(self.branching))
-                drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, self._running[0].device))
+                device = self._running[0].device
+                drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, device, ranks=self.ranks))
                 trees.append(drawn[-1])
         if level := [each for each in chosen if not each.budget.is_zero]:
             self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))

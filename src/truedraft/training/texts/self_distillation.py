@@ -196,6 +196,11 @@ class AnswerFiles:
         return covered
 
 
+def read_answers(folder: Path, name: str, width: int) -> SelfDistillationData:
+    """Files that were written before, and that nobody goes on with; arguments as of `AnswerFiles`."""
+    return AnswerFiles(folder, name, width, _json_object(folder / f"{name}.json")).read()
+
+
 def _parsed(content: bytes, path: Path) -> Iterator[WrittenAnswer]:
     for number, line in enumerate(content.splitlines(), start=1):
         try:

@@ -20,7 +20,7 @@ from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
 from truedraft.errors import CacheError
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
-from truedraft.models.backends.graphs.replay import CudaGraphs, Outputs, Recorder, Runner
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.llama import Linears, Llama
 from truedraft.models.packed_linear import joined
@@ -54,6 +54,7 @@ class GraphBackend(Backend):
             recorder = CudaGraphs(self._device)
         self._runner = Runner(self._forward, self._inputs, recorder)
         self.least_rows = 1
+        self.shown_layers = len(llama.layers)
         self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "one arena of keys")
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
@@ -87,7 +88,8 @@ class GraphBackend(Backend):
             placed = [PlacedSegment(segment, self._slot_of(segment)) for segment in segments]
             for part in placed:
                 arena.clean(part.slot, part.end)
-            return ForwardOutput(*self._run(placed))
+            logits, hidden, *shown = self._run(placed, tuple(layers))
+            return ForwardOutput(logits, hidden, tuple(shown))
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """Run a plan that was made elsewhere, of which only the segments are used."""
@@ -97,23 +99,22 @@ class GraphBackend(Backend):
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._decoder.unembed(vectors)
 
-    def _run(self, placed: Sequence[PlacedSegment]) -> Outputs:
+    def _run(self, placed: Sequence[PlacedSegment], layers: Layers) -> Outputs:
         """Rows of all segments, in their order."""
         arena, patterns = self._arena, self._decoder.patterns
         short = [part for part in placed if part.count <= _MOST_SHARED_TOKENS]
+        together = ArenaBatch.shared(short, arena.capacity, patterns) if short else None
+        outputs = () if together is None else self._runner.run(together, arena.generation, layers)
         if len(short) == len(placed):
-            return self._runner.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
+            return outputs
         rows: dict[int, Outputs] = {}  # by slot
         for part in placed:
             if part.count > _MOST_SHARED_TOKENS:
-                rows[part.slot] = self._runner.run_once(ArenaBatch.lone(part, arena.capacity, patterns))
-        if short:
-            logits, hidden = self._runner.run(ArenaBatch.shared(short, arena.capacity, patterns), arena.generation)
-            counts = [len(part.segment.rows) for part in short]
-            each = zip(logits.split(counts), hidden.split(counts), strict=True)
-            rows.update(zip([part.slot for part in short], each, strict=True))
-        logits, hidden = (torch.cat(parts) for parts in zip(*(rows[part.slot] for part in placed), strict=True))
-        return logits, hidden
+                rows[part.slot] = self._runner.run_once(ArenaBatch.lone(part, arena.capacity, patterns), layers)
+        counts = [len(part.segment.rows) for part in short]
+        each = zip(*(output.split(counts) for output in outputs), strict=True)
+        rows.update(zip([part.slot for part in short], each, strict=True))
+        return tuple(torch.cat(parts) for parts in zip(*(rows[part.slot] for part in placed), strict=True))
 
     def _slot_of(self, segment: Segment) -> int:
         slot = segment.cache.storage
@@ -124,8 +125,8 @@ class GraphBackend(Backend):
     def _inputs(self, bucket: Bucket) -> Inputs:
         return Inputs(bucket, len(self._decoder.patterns), self._arena.nowhere, self._device)
 
-    def _forward(self, inputs: Inputs) -> Outputs:
-        return self._decoder.forward(inputs, self._arena)
+    def _forward(self, inputs: Inputs, layers: Layers) -> Outputs:
+        return self._decoder.forward(inputs, self._arena, layers)
 
 
 class Decoder:
@@ -157,15 +158,17 @@ class Decoder:
         """Make the table of positions hold so many; it moves when it grows."""
         self._rotary.reach(positions - 1)
 
-    def forward(self, inputs: Inputs, arena: Arena) -> Outputs:
+    def forward(self, inputs: Inputs, arena: Arena, layers: Layers = ()) -> Outputs:
         """One forward.
 
         Args:
             inputs: loaded.
             arena: keys and values, with room for the new tokens, clean behind them.
+            layers: whose output is shown.
 
         Returns:
-            Logits `[wanted, ids]` and the vectors `[wanted, width]` that enter the LM head, padding included.
+            Logits `[wanted, ids]`, the vectors `[wanted, width]` that enter the LM head, and what each of the layers
+            gives, likewise; padding included.
         """
         numbers = inputs.numbers
         x = embedding(numbers.tokens.index_select(0, numbers.source), self._embedding)  # [rows, width]
@@ -174,10 +177,13 @@ class Decoder:
             pattern: additive_mask(visible(inputs, number), self._group, x.dtype)
             for number, pattern in enumerate(self.patterns)
         }
+        shown = {}
         for call, layer in enumerate(self._layers):
             x = layer.run(x, rotation, partial(_attend, arena, call, inputs, masks[layer.pattern], layer.scaling))
+            if call in layers:
+                shown[call] = x.index_select(0, numbers.wanted)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, numbers.wanted))
-        return self._lm_head(hidden), hidden
+        return self._lm_head(hidden), hidden, *(shown[layer] for layer in layers)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         """The LM head's logits `[rows, ids]` for vectors `[rows, up to width]`, whose further entries are zeros."""

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs
 
-Outputs: TypeAlias = tuple[Tensor, Tensor]
-"""Logits `[wanted, ids]` and vectors before the LM head `[wanted, width]`."""
+Outputs: TypeAlias = tuple[Tensor, ...]
+"""Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and what some layers give, each likewise."""
 
-Forward: TypeAlias = Callable[[Inputs], Outputs]
+Layers: TypeAlias = tuple[int, ...]
+Forward: TypeAlias = Callable[[Inputs, Layers], Outputs]
 MakeInputs: TypeAlias = Callable[[Bucket], Inputs]
 
 
@@ -48,8 +49,9 @@ class Recorder(ABC):
 class Runner:
     """Runs batches through a forward, as it is or recorded.
 
-    The forward of a bucket is recorded when it comes back, and replayed from then on. Many shapes, such as the ends of
-    prompts, occur once, and recording costs far more than running: so the first batch of a bucket runs as it is.
+    The forward of a bucket that shows the same layers is recorded when it comes back, and replayed from then on. Many
+    shapes, such as the ends of prompts, occur once, and recording costs far more than running: so the first batch of a
+    bucket runs as it is.
 
     Args:
         forward: what runs.
@@ -63,56 +65,56 @@ class Runner:
         self._inputs = inputs
         self._recorder = recorder
         self._most = most
-        self._seen: set[Bucket] = set()
-        self._kept: OrderedDict[Bucket, tuple[Inputs, Recording]] = OrderedDict()
+        self._seen: set[tuple[Bucket, Layers]] = set()
+        self._kept: OrderedDict[tuple[Bucket, Layers], tuple[Inputs, Recording]] = OrderedDict()
         self._generation = 0
 
     @property
     def buckets(self) -> list[Bucket]:
         """Buckets whose recordings are kept, the one used longest ago first."""
-        return list(self._kept)
+        return [bucket for bucket, _ in self._kept]
 
-    def run_once(self, batch: ArenaBatch) -> Outputs:
+    def run_once(self, batch: ArenaBatch, layers: Layers = ()) -> Outputs:
         """Load a batch and run it as it is, operation by operation; returns what `run` does."""
-        logits, hidden = self._forward(self._loaded(batch))
-        return logits[: batch.wanted], hidden[: batch.wanted]
+        return tuple(each[: batch.wanted] for each in self._forward(self._loaded(batch), layers))
 
-    def run(self, batch: ArenaBatch, generation: int) -> Outputs:
+    def run(self, batch: ArenaBatch, generation: int, layers: Layers = ()) -> Outputs:
         """Load a batch and run it.
 
         Args:
             batch: what is fed.
             generation: of the addresses that the forward reads and writes besides its inputs; recordings made under
                 another one are void.
+            layers: whose output is shown.
 
         Returns:
             The rows that were asked for, without padding. They belong to the caller.
         """
         if generation != self._generation:
             self._forget(generation)
-        if self._recorder is None or batch.bucket not in self._seen:
-            self._seen.add(batch.bucket)
-            return self.run_once(batch)
-        if batch.bucket in self._kept:
-            self._kept.move_to_end(batch.bucket)
-            inputs, recording = self._kept[batch.bucket]
+        shape = batch.bucket, layers
+        if self._recorder is None or shape not in self._seen:
+            self._seen.add(shape)
+            return self.run_once(batch, layers)
+        if shape in self._kept:
+            self._kept.move_to_end(shape)
+            inputs, recording = self._kept[shape]
             inputs.load(batch)
         else:
-            recording = self._record(batch, self._recorder)
+            recording = self._record(batch, layers, self._recorder)
         recording.replay()
-        logits, hidden = recording.outputs
         # Copies: the next replay overwrites the outputs, and a drafter may keep them for longer.
-        return logits[: batch.wanted].clone(), hidden[: batch.wanted].clone()
+        return tuple(each[: batch.wanted].clone() for each in recording.outputs)
 
     def _loaded(self, batch: ArenaBatch) -> Inputs:
         inputs = self._inputs(batch.bucket)
         inputs.load(batch)
         return inputs
 
-    def _record(self, batch: ArenaBatch, recorder: Recorder) -> Recording:
+    def _record(self, batch: ArenaBatch, layers: Layers, recorder: Recorder) -> Recording:
         inputs = self._loaded(batch)
-        recording = recorder.record(lambda: self._forward(inputs))
-        self._kept[batch.bucket] = (inputs, recording)
+        recording = recorder.record(lambda: self._forward(inputs, layers))
+        self._kept[batch.bucket, layers] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
         return recording

@@ -1,62 +1,57 @@
-"""Block drafters, held to a slow reference that is written from the papers' pages, row by row."""
+"""What heads with layers of their own draft, held to slow references that are written from the papers, row by row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from support.backends import native_backend
-from support.block_reference import BlockReference, as_transformers_runs_it, random_block
+from support.block_reference import BlockReference
+from support.eagle_reference import EagleReference
+from support.layer_heads import (
+    GREEDY,
+    Records,
+    answers_of,
+    as_transformers_runs_it,
+    on_all_backends,
+    plain_answers,
+    random_head,
+    target,
+)
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
-from truedraft.core.proposal import Proposal
-from truedraft.drafters import DFlash, DraftRequest, DSpark, Portfolio, PromptLookup
+from truedraft.drafters import DFlash, DSpark, Eagle3, Portfolio, PromptLookup
 from truedraft.errors import CompositionError, OptionError
-from truedraft.heads import BlockConfig, BlockHead, DFlashHead, DSparkHead, HeadRecord
-from truedraft.models.backends.native.build import built
-from truedraft.models.backends.stock import StockBackend
-from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config, Eagle3Head, HeadRecord
 
-SIZES = BlockConfig(48, VOCAB, (0, 1), 4, 96, 2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT)
+SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head": 16, "inner": 64, "most_positions": CONTEXT}
+EAGLE = Eagle3Config(48, VOCAB, (0, 1), **SIZES, reach=3)
+BLOCK = BlockConfig(48, VOCAB, (0, 1), **SIZES, block=4, mask_id=96, depth=2)
 MARKOV: dict[str, Any] = {
     "from_anchor": True, "markov": 8, "confidence": True, "confidence_reads_token": True, "block": 3,
 }  # fmt: skip
 REDUCED: dict[str, Any] = {"draft_vocab": 40, "own_output": True}
-BACKENDS = {"stock": StockBackend, "native": native_backend}
-VARIANTS: dict[str, tuple[type[BlockHead], dict[str, Any]]] = {
-    "DFlash": (DFlashHead, {}),
-    "DFlash, fewer ids": (DFlashHead, REDUCED),
-    "DSpark": (DSparkHead, MARKOV),
-    "DSpark, fewer ids": (DSparkHead, MARKOV | REDUCED),
-    "gated": (DSparkHead, MARKOV | {"markov_kind": "gated"}),
-    "recurrent": (DSparkHead, MARKOV | {"markov_kind": "rnn", "confidence_reads_token": False}),
+HEADS: dict[str, tuple[Any, Any]] = {
+    "EAGLE-3": (Eagle3Head, EAGLE),
+    "EAGLE-3, fewer ids": (Eagle3Head, replace(EAGLE, **REDUCED)),
+    "DFlash": (DFlashHead, BLOCK),
+    "DFlash, fewer ids": (DFlashHead, replace(BLOCK, **REDUCED)),
+    "DSpark": (DSparkHead, replace(BLOCK, **MARKOV)),
+    "DSpark, fewer ids": (DSparkHead, replace(BLOCK, **MARKOV | REDUCED)),
+    "gated": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "gated"})),
+    "recurrent": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "rnn", "confidence_reads_token": False})),
 }
-GREEDY = SamplingParams(max_tokens=24)
-needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
-
-
-def target(backend: str = "stock") -> HuggingFaceModel:
-    return HuggingFaceModel(as_transformers_runs_it(), None, "tiny", BACKENDS[backend])
 
 
 def head(name: str, **changes: Any) -> Any:
-    kind, options = VARIANTS[name]
-    return random_block(kind, replace(SIZES, **options, **changes))
+    kind, config = HEADS[name]
+    return random_head(kind, replace(config, **changes))
 
 
-class Records:
-    """Notes each request's text and what was proposed behind it."""
-
-    def propose(self, batch: Sequence[DraftRequest], budgets: Any, noise: Any) -> list[Proposal]:
-        proposals = super().propose(batch, budgets, noise)  # type: ignore[misc]
-        self.seen = getattr(self, "seen", [])
-        self.seen += [(list(each.tokens), own) for each, own in zip(batch, proposals, strict=True)]
-        self.depths = [*getattr(self, "depths", []), *(each.depth for each in budgets)]
-        return proposals
+class Eagle(Records, Eagle3):
+    pass
 
 
 class Flash(Records, DFlash):
@@ -67,21 +62,21 @@ class Spark(Records, DSpark):
     pass
 
 
-def drafter(made: BlockHead, **options: Any) -> Any:
-    return (Spark if isinstance(made, DSparkHead) else Flash)(made, **options)
+def drafter(made: Any, **options: Any) -> Any:
+    kinds: dict[Any, Any] = {Eagle3Head: Eagle, DFlashHead: Flash, DSparkHead: Spark}
+    return kinds[type(made)](made, **options)
 
 
-def plain_answers(params: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Any]:
-    return [each.token_ids for each in Engine(target()).generate([list(each) for each in prompts], params)]
+def page(made: Any) -> Any:
+    return (EagleReference if isinstance(made, Eagle3Head) else BlockReference)(as_transformers_runs_it(), made)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", list(HEADS)[1:])
 @torch.inference_mode()
 def test_chains_are_what_the_page_says(name: str) -> None:
     made = head(name)
-    reference, drafts = BlockReference(as_transformers_runs_it(), made), drafter(made)
-    answers = Engine(target(), drafts, controller="fixed").generate([list(each) for each in PROMPTS], GREEDY)
-    assert [each.token_ids for each in answers] == plain_answers(GREEDY)
+    reference, drafts = page(made), drafter(made)
+    assert answers_of(Engine(target(), drafts, controller="fixed"), GREEDY) == plain_answers(GREEDY)
     for text, proposal in drafts.seen[::9]:
         path: list[int] = []
         for token in proposal.tree.host_ids:
@@ -90,13 +85,13 @@ def test_chains_are_what_the_page_says(name: str) -> None:
     assert len(drafts.seen) > 20 and max(len(own.tree) for _, own in drafts.seen) == 3
 
 
-@pytest.mark.parametrize("backend", ["stock", pytest.param("native", marks=needs_library)])
-@pytest.mark.parametrize("name", ["DFlash", "DSpark, fewer ids", "recurrent"])
+@on_all_backends
+@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent"])
 @pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}], ids=["chain", "tree"])
 @torch.inference_mode()
 def test_draws_of_sampled_requests_have_the_pages_distributions(name: str, backend: str, options: Any) -> None:
     made = head(name)
-    reference, drafts = BlockReference(as_transformers_runs_it(), made), drafter(made, **options)
+    reference, drafts = page(made), drafter(made, **options)
     engine = Engine(target(backend), drafts, controller="fixed", entropy=3)
     engine.generate([list(each) for each in PROMPTS], SamplingParams(max_tokens=12, temperature=0.8))
     for text, proposal in drafts.seen[::9]:
@@ -110,14 +105,14 @@ def test_draws_of_sampled_requests_have_the_pages_distributions(name: str, backe
     assert max(len(own.tree) for _, own in drafts.seen) == (10 if options else 3)
 
 
-@pytest.mark.parametrize("name", ["DFlash", "DSpark"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash", "DSpark"])
 @torch.inference_mode()
 def test_the_likeliest_tree_has_the_largest_products_of_a_search_by_hand(name: str) -> None:
     made = head(name)
-    reference, drafts = BlockReference(as_transformers_runs_it(), made), drafter(made, nodes=7, beams=3)
-    answers = Engine(target(), drafts, controller="fixed").generate([list(each) for each in PROMPTS], GREEDY)
-    assert [each.token_ids for each in answers] == plain_answers(GREEDY)
-    for text, proposal in drafts.seen[:40:9]:
+    reference, drafts = page(made), drafter(made, nodes=7, beams=3)
+    assert answers_of(Engine(target(), drafts, controller="fixed"), GREEDY) == plain_answers(GREEDY)
+    whole = [each for each, depth in zip(drafts.seen, drafts.depths, strict=True) if depth == 3]
+    for text, proposal in whole[:40:9]:
         found: dict[tuple[int, ...], float] = {}
         opened: list[tuple[int, ...]] = [()]
         for _ in range(3):
@@ -132,13 +127,14 @@ def test_the_likeliest_tree_has_the_largest_products_of_a_search_by_hand(name: s
         assert paths == set(sorted(found, key=lambda path: -found[path])[:7])
 
 
-@pytest.mark.parametrize("name", ["DFlash, fewer ids", "DSpark, fewer ids"])
+@pytest.mark.parametrize("shape", [{}, {"nodes": 7, "beams": 3}], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "DFlash, fewer ids", "DSpark, fewer ids"])
 @torch.inference_mode()
-def test_seeded_and_shaped_answers_are_those_of_plain_decoding(name: str) -> None:
+def test_seeded_and_shaped_answers_are_those_of_plain_decoding(name: str, shape: dict[str, int]) -> None:
     for options in ({"temperature": 1.0, "seed": 5}, {"logit_bias": {7: 3.0}, "presence_penalty": 0.5}):
         params = SamplingParams(max_tokens=24, **options)  # type: ignore[arg-type]
-        answers = Engine(target(), drafter(head(name)), controller="fixed").generate([list(PROMPTS[0])], params)
-        assert answers[0].token_ids == plain_answers(params, PROMPTS[:1])[0]
+        engine = Engine(target(), drafter(head(name), **shape), controller="fixed")
+        assert answers_of(engine, params, PROMPTS[:1]) == plain_answers(params, PROMPTS[:1])
 
 
 @pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}, {"nodes": 7, "beams": 3}], ids=str)
@@ -146,7 +142,7 @@ def test_seeded_and_shaped_answers_are_those_of_plain_decoding(name: str) -> Non
 def test_the_confidence_head_ends_drafts_by_what_was_known_before_each_draw(options: dict[str, Any]) -> None:
     """A token is drawn where the product down to it is as large as asked for, whatever the token then is."""
     made, least = head("DSpark"), 0.3
-    reference = BlockReference(as_transformers_runs_it(), made)
+    reference = page(made)
     drafts = drafter(made, min_acceptance=least, **options)
     temperature = 0.0 if "nodes" in options else 1.0
     params = SamplingParams(max_tokens=16, temperature=temperature)
@@ -165,37 +161,38 @@ def test_the_confidence_head_ends_drafts_by_what_was_known_before_each_draw(opti
     assert len(found) > 1
 
 
+@pytest.mark.parametrize("name", ["EAGLE-3", "DSpark"])
 @torch.inference_mode()
-def test_tokens_that_others_drafted_are_read_with_the_targets_vectors() -> None:
+def test_tokens_that_others_drafted_are_read_with_the_targets_vectors(name: str) -> None:
     """Beside prompt lookup, and at steps in which nothing is drafted: later chains are those of the page."""
-    made = head("DSpark")
-    drafts = drafter(made)
-    engine = Engine(target(), Portfolio({"dspark": drafts, "prompt-lookup": PromptLookup()}), controller="in-turn")
-    prompt = list(PROMPTS[0]) * 3
-    answer = engine.generate([prompt], GREEDY)[0]
-    assert answer.token_ids == plain_answers(GREEDY, [prompt])[0]
-    reference = BlockReference(as_transformers_runs_it(), made)
-    drafted = [(text, own) for text, own in drafts.seen if len(own.tree)]
-    for text, proposal in drafted:
+    made = head(name)
+    reference, drafts, prompts = page(made), drafter(made), [list(PROMPTS[0]) * 3]
+    engine = Engine(target(), Portfolio({"head": drafts, "prompt-lookup": PromptLookup()}), controller="in-turn")
+    assert answers_of(engine, GREEDY, prompts) == plain_answers(GREEDY, prompts)
+    for text, proposal in drafts.drafted:
         assert proposal.tree.host_ids[0] == int(reference.logits(text, ()).argmax())
-    assert len(drafted) > 3
+    assert len(drafts.drafted) > 3
 
 
-def test_what_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash"])
+def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(CompositionError, match=r"reads layers 0, 7, and tiny shows 3"):
-        Engine(target(), drafter(head("DFlash", layers=(0, 7))))
+        Engine(target(), drafter(head(name, layers=(0, 7))))
     with pytest.raises(CompositionError, match="guesses the id 119, and tiny has 97 ids"):
-        Engine(
-            target(), drafter(random_block(DFlashHead, replace(SIZES, vocab_size=200, draft_vocab=60, own_output=True)))
-        )
-    with pytest.raises(OptionError, match="'dflash' takes branching or nodes"):
-        drafter(head("DFlash"), nodes=8, branching=(2, 1))
+        Engine(target(), drafter(head(name, vocab_size=200, draft_vocab=60, own_output=True)))
+    with pytest.raises(OptionError, match="takes branching or nodes"):
+        drafter(head(name), nodes=8, branching=(2, 1))
+    with pytest.raises(OptionError, match="layers are not named"):
+        drafter(head(name, layers=()))
+
+
+def test_what_does_not_fit_a_block_is_refused() -> None:
+    with pytest.raises(CompositionError, match="embedding of the id 150 as its mask, and tiny has 97 ids"):
+        Engine(target(), drafter(head("DFlash", vocab_size=200, mask_id=150)))
     with pytest.raises(OptionError, match="guesses 3 tokens at once, and 4 are asked for"):
         drafter(head("DFlash"), num_speculative_tokens=4)
-    with pytest.raises(OptionError, match="layers are not named"):
-        drafter(head("DFlash", layers=()))
     with pytest.raises(OptionError, match="goes by a confidence head"):
-        drafter(random_block(DSparkHead, replace(SIZES, markov=8)), min_acceptance=0.5)
+        drafter(head("DSpark", confidence=False, confidence_reads_token=False), min_acceptance=0.5)
 
 
 SENSELESS: dict[str, tuple[dict[str, Any], str]] = {
@@ -216,18 +213,10 @@ SENSELESS: dict[str, tuple[dict[str, Any], str]] = {
 def test_sizes_that_make_no_head_are_refused(name: str) -> None:
     changes, said = SENSELESS[name]
     with pytest.raises(OptionError, match=said):
-        replace(SIZES, **changes)
+        replace(BLOCK, **changes)
 
 
-def test_the_usual_layers_are_those_of_the_published_heads() -> None:
-    """DFlash for Qwen3-4B, of 36 layers, reads the outputs of layers 1, 9, 17, 25 and 33."""
-    assert replace(SIZES, layers=()).at_usual_layers(36).layers == (1, 9, 17, 25, 33)
-    assert SIZES.at_usual_layers(36) is SIZES
-    with pytest.raises(OptionError, match="of a target with 7 layers there are no five"):
-        replace(SIZES, layers=()).at_usual_layers(7)
-
-
-@pytest.mark.parametrize("name", ["DFlash", "DSpark, fewer ids"])
+@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "DFlash", "DSpark, fewer ids"])
 def test_a_folder_holds_what_was_saved(name: str, tmp_path: Any) -> None:
     made = head(name)
     made.save(tmp_path, HeadRecord("tiny", "f"), dtype=torch.float32)

@@ -1,0 +1,151 @@
+"""Processes that train together, as `accelerate launch` or `torchrun` began them.
+
+Each reads its part of the batch of each step, and what they find is added up, so that they learn what one process
+learns, up to the order of sums in float32. The main process does all else, the others wait for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from truedraft.errors import MissingExtraError, OptionError, TrainingError
+
+_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as launchers say it
+_Given = TypeVar("_Given")
+_PATIENCE = timedelta(days=14)  # of who waits: the target may write for days
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Of one training.
+
+    Attributes:
+        rank: of this process, from 0.
+        count: of all.
+        together: whether they are added up; otherwise a process takes its part alone, to see how long that takes.
+    """
+
+    rank: int = 0
+    count: int = 1
+    together: bool = False
+
+    @classmethod
+    def here(cls) -> Processes:
+        """Those that this process has joined."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        return cls(distributed.get_rank(), distributed.get_world_size(), together=True)
+
+    @property
+    def main(self) -> bool:
+        """Whether this one writes, measures and tells."""
+        return self.rank == 0
+
+    def part(self, count: int) -> slice | None:
+        """Which of so many sequences this process reads, which may be none; None is all of them.
+
+        Worked example: of 5 sequences the first of two processes reads 0 and 1, and the second 2 to 4.
+        """
+        if self.count == 1:
+            return None
+        return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
+
+    def from_main(self, value: _Given | None) -> _Given:
+        """What the main process gave, once it has come there; the others give None."""
+        found: list[Any] = [value]
+        if self.together:
+            with _talking():
+                distributed.broadcast_object_list(found)
+        given: _Given = found[0]
+        return given
+
+    def anywhere(self, value: bool) -> bool:
+        """Whether it is so in any process."""
+        return any(self._of_all(value))
+
+    def summed(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The sums of what the processes found; one that found nothing has no names."""
+        sums: dict[str, float] = {}
+        for each in self._of_all(dict(values)):
+            for name, value in each.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    def sum_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let each gradient be the sum of those of all processes; where none has one there stays none."""
+        if not self.together:
+            return
+        trained = [each for each in parameters if each.requires_grad]
+        found = zip(*self._of_all([each.grad is not None for each in trained]), strict=True)
+        for weight, has_one in zip(trained, found, strict=True):
+            if any(has_one):
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
+                with _talking():
+                    distributed.all_reduce(weight.grad)
+
+    def refuse_several(self, what: str) -> None:
+        """Refuse work that one process does.
+
+        Raises:
+            OptionError: there are several.
+        """
+        if self.count > 1:
+            raise OptionError(f"{what} in one process, and {self.count} were launched: start it without a launcher")
+
+    def _of_all(self, value: Any) -> list[Any]:
+        found = [value] * self.count
+        if self.together:
+            with _talking():
+                distributed.all_gather_object(found, value)
+        return found if self.together else [value]
+
+
+@contextmanager
+def _talking() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError("another process of this training has ended; it says why") from error
+
+
+@contextmanager
+def joined(device: str) -> Iterator[str]:
+    """Join the processes that this one was launched beside, inside the block: by gloo on CPUs, NCCL on GPUs.
+
+    Args:
+        device: that was asked for.
+
+    Returns:
+        The device of this process.
+
+    Raises:
+        MissingExtraError: there are several, and accelerate is not installed.
+        OptionError: several were asked for, and one was launched.
+    """
+    if all(int(os.environ.get(name, "1")) < 2 for name in _COUNTS):
+        if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+            raise OptionError(
+                "`accelerate launch` was asked for several processes and began one, as it does on CPUs: give it "
+                "--multi_gpu, which begins several on CPUs, too"
+            )
+        yield device
+        return
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise MissingExtraError(
+            "training in several processes needs accelerate: pip install 'truedraft[train]'; or start one process"
+        ) from error
+    state = PartialState(cpu=device.startswith("cpu"), timeout=_PATIENCE)
+    try:
+        yield str(state.device)
+    finally:
+        state.destroy_process_group()

@@ -1,0 +1,275 @@
+"""EAGLE-3 heads and block drafters in other projects' folders: round trips, and each kind of damage in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.eagle_reference import random_eagle
+from support.layer_heads import random_head
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError
+from truedraft.heads import (
+    BlockConfig,
+    DFlashHead,
+    DSparkHead,
+    Eagle3Config,
+    Eagle3Head,
+    HeadRecord,
+    block_folders,
+    eagle_folders,
+)
+from truedraft.heads.block_folders import write_dflash_folder, write_dspark_folder
+from truedraft.heads.eagle_folders import write_eagle_folder
+from truedraft.heads.peagle import PEagleConfig, PEagleHead
+
+SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head": 16, "inner": 64}
+EAGLE = Eagle3Config(48, 97, (0, 2, 5), **SIZES, draft_vocab=40)
+EAGLE_1 = replace(EAGLE, rope_start=1, reach=7)  # `speculators` counts positions from 1
+PEAGLE = PEagleConfig(48, 97, (0, 2, 5), **SIZES, draft_vocab=40, own_embedding=True, more_layers=2, mask_token=9)
+DFLASH = BlockConfig(48, 97, (0, 2, 5), block=4, mask_id=96, depth=2, **SIZES)
+DSPARK = replace(DFLASH, from_anchor=True, markov=8, confidence=True, confidence_reads_token=True)
+REDUCED: dict[str, Any] = {"draft_vocab": 40, "own_output": True}
+
+
+def eagle(config: Any) -> Any:
+    return random_eagle(config)
+
+
+def peagle(config: Any) -> Any:
+    return random_head(PEagleHead, config)
+
+
+def dflash(config: Any) -> Any:
+    return random_head(DFlashHead, config)
+
+
+def dspark(config: Any) -> Any:
+    return random_head(DSparkHead, config)
+
+
+def named(head: Any, folder: Path) -> None:
+    eagle_folders.write_speculators_folder(head, folder, target="org/target", family="LlamaForCausalLM")
+
+
+HEADS: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any, Path], None]]] = {
+    "EAGLE": (eagle, EAGLE, write_eagle_folder),
+    "EAGLE-3.1": (eagle, replace(EAGLE, fc_norm=True, norm_output=True), write_eagle_folder),
+    "speculators, eagle": (eagle, EAGLE_1, named),
+    "norms before, an embedding": (
+        eagle, replace(EAGLE_1, norm_before_residual=True, norm_before_fc=True, own_embedding=True), named,
+    ),
+    "all ids": (eagle, replace(EAGLE_1, draft_vocab=0), named),
+    "norms of queries, theta": (
+        eagle, replace(EAGLE_1, query_norms=True, rope={"rope_type": "default", "rope_theta": 7e5}), named,
+    ),
+    "speculators, p-eagle": (peagle, PEAGLE, named),
+    "z-lab": (dflash, DFLASH, lambda head, folder: write_dflash_folder(head, folder, target_layers=9)),
+    "DeepSpec": (
+        dspark, replace(DSPARK, own_output=True, own_embedding=True, markov_kind="gated"),
+        lambda head, folder: write_dspark_folder(head, folder, target_layers=9),
+    ),
+    "speculators, dflash": (dflash, replace(DFLASH, **REDUCED), block_folders.write_speculators_folder),
+    "speculators, all ids": (dflash, DFLASH, block_folders.write_speculators_folder),
+    "speculators, dspark": (
+        dspark, replace(DSPARK, markov_kind="rnn", **REDUCED), block_folders.write_speculators_folder,
+    ),
+}  # fmt: skip
+
+
+def written(name: str, folder: Path) -> tuple[Any, Path]:
+    make, config, write = HEADS[name]
+    head = make(config)
+    write(head, folder)
+    return head, folder
+
+
+def record_in(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return record
+
+
+def change(folder: Path, weights: Callable[[dict[str, Tensor]], object] = lambda each: None, **record: Any) -> None:
+    """Write a folder again with other weights, or other words in its config.json; None takes one away."""
+    found = load_file(folder / "model.safetensors")
+    weights(found)
+    save_file(found, folder / "model.safetensors")
+    about = record_in(folder) | record
+    about = {name: each for name, each in about.items() if each is not None}
+    (folder / "config.json").write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
+    head, folder = written(name, tmp_path / "once")
+    kept = type(head).load(folder)
+    assert kept.config == head.config and kept.state_dict().keys() == head.state_dict().keys()
+    assert all(each.equal(kept.state_dict()[key]) for key, each in head.state_dict().items())
+    assert not kept.training and not any(each.requires_grad for each in kept.parameters())
+    assert "it is used because its sizes fit" in (kept.record.note or "")
+    assert kept.record.target_name == ("org/target" if HEADS[name][2] is named else "")
+    HEADS[name][2](kept, tmp_path / "again")
+    for file in ("config.json", "model.safetensors"):
+        assert (folder / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+        assert (folder / file).stat().st_mode & 0o777 == 0o644, "others may read it"
+
+
+def test_what_is_written_is_as_the_projects_have_it(tmp_path: Path) -> None:
+    """z-lab's and DeepSpec's layers are numbered by their outputs, as here; in others 2 is what layer 1 gives."""
+    numbers = {}
+    for name in HEADS:
+        about = record_in(written(name, tmp_path / name)[1])
+        inner = about.get("eagle_config") or about.get("dflash_config") or about
+        (numbers[name],) = (each for word, each in inner.items() if word.endswith("layer_ids"))
+        layer = about.get("transformer_layer_config", about)
+        assert layer["rope_parameters"]["rope_theta"] == HEADS[name][1].rope["rope_theta"]
+        if layer is about:  # readers with a transformers before 5
+            assert (about["rope_theta"], about["rope_scaling"]) == (10000.0, None)
+    assert all(each == ([0, 2, 5] if name in ("z-lab", "DeepSpec") else [1, 3, 6]) for name, each in numbers.items())
+    assert load_file(tmp_path / "EAGLE" / "model.safetensors")["d2t"][:3].tolist() == [1, 2, 3]
+    assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators, eagle" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("name", "count", "usual"), [("EAGLE", 32, (1, 15, 28)), ("z-lab", 36, (1, 9, 17, 25, 33))])
+def test_layers_that_nobody_names_are_the_usual_ones_of_the_target(name: str, count: int, usual: Any) -> None:
+    """Of EAGLE what enters layers 2, 16 and 29; DFlash for Qwen3-4B, of 36 layers, reads the outputs of these five."""
+    config = HEADS[name][1]
+    assert replace(config, layers=()).merged == len(usual)
+    assert replace(config, layers=()).at_usual_layers(count).layers == usual
+    assert config.at_usual_layers(count) is config
+    with pytest.raises(OptionError, match=f"of a target with 6 layers there are no {len(usual)}"):
+        replace(config, layers=()).at_usual_layers(6)
+
+
+def test_what_a_configuration_may_leave_out_is_what_its_project_takes(tmp_path: Path) -> None:
+    folder = written("EAGLE", tmp_path / "eagle")[1]
+    change(folder, eagle_config=None, rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
+    config = Eagle3Head.load(folder).config
+    assert config.layers == () and config.rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    folder = written("speculators, dspark", tmp_path / "nested")[1]
+    layer = record_in(folder)["transformer_layer_config"]
+    del layer["rms_norm_eps"], layer["max_position_embeddings"], layer["rope_parameters"]
+    copies = {"verifier_norm.weight": torch.ones(48), "verifier_lm_head.weight": torch.ones(40, 48)}
+    verifier = {"verifier": {"name_or_path": "org/target"}}
+    change(
+        folder, lambda weights: weights.update(copies), transformer_layer_config=layer, sample_from_anchor=None,
+        confidence_head_with_markov=None, enable_confidence_head=None, speculators_config=verifier,
+    )  # fmt: skip
+    kept = DSparkHead.load(folder)
+    assert kept.config.eps == 1e-6 and kept.config.most_positions == 32768 and kept.config.rope["rope_theta"] == 10000.0
+    assert kept.config.from_anchor and kept.config.confidence_reads_token and kept.record.target_name == "org/target"
+    newer = written("z-lab", tmp_path / "flat")[1]
+    inside = {"block_size": 4, "mask_token_id": 96, "target_layer_ids": [0, 2, 5]}
+    change(newer, block_size=None, dflash_config=inside, rope_parameters=None, rope_theta=1e6)
+    assert DFlashHead.load(newer).config.block == 4 and DFlashHead.load(newer).config.rope["rope_theta"] == 1e6
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda weights: weights.pop(name)
+
+
+def put(name: str, weight: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda weights: weights.update({name: weight})
+
+
+ZLAB, NESTED = "z-lab", "speculators, dspark"
+BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
+    "a tensor is missing": ("EAGLE", without("midlayer.mlp.up_proj.weight"), "lacks midlayer.mlp.up_proj.weight"),
+    "no Markov head": (NESTED, without("markov_head.markov_w2.weight"), "lacks markov_head.markov_w2.weight"),
+    "one is too many": ("EAGLE", put("midlayer.extra", torch.ones(3)), "holds midlayer.extra, unknown"),
+    "another shape": ("EAGLE", put("fc.weight", torch.ones(48, 96)), r"fc.weight .* has the shape \[48, 96\]"),
+    "several kinds": ("EAGLE", put("fc.weight", torch.ones(48, 144).half()), "numbers of several kinds"),
+    "ids for offsets": ("EAGLE", put("d2t", torch.arange(40) * 2 + 1), "it holds offsets"),
+    "two tables that differ": ("EAGLE", put("t2d", torch.ones(97, dtype=torch.bool)), "d2t and t2d .* different ids"),
+    "too few offsets": ("EAGLE", put("d2t", torch.ones(3, dtype=torch.int64)), "no list of 40 whole numbers"),
+}
+SENSELESS: list[tuple[str, dict[str, Any], str]] = [
+    ("EAGLE", {"hidden_size": None}, "does not name 'hidden_size'"),
+    ("EAGLE", {"hidden_act": "gelu"}, "activation is 'gelu'"),
+    ("EAGLE", {"target_hidden_size": 64}, "48 wide, and its target 64"),
+    ("EAGLE", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1.0, 2.0, 3.5]}}, "reads different layers"),
+    ("EAGLE", {"eagle_config": [1]}, "names what makes no head"),
+    ("EAGLE", {"speculators_config": {"verifier": [1]}}, "names what makes no head"),
+    ("EAGLE", {"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "no parameters of a rotation"),
+    ("EAGLE", {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "no parameters of a rotation"),
+    ("EAGLE", {"draft_vocab_size": 40.0}, "has 1 to 97 ids, got 40.0"),
+    ("EAGLE", {"rms_norm_eps": "x"}, "eps of an EAGLE-3 head must be a number"),
+    ("EAGLE", {"architectures": 5}, "is not of an EAGLE-3 head"),
+    ("speculators, eagle", {"transformer_layer_config": [1]}, "names what makes no head"),
+    (ZLAB, {"hidden_size": None}, "does not name 'hidden_size'"),
+    (ZLAB, {"hidden_size": True}, "width of a block drafter must be 1 or more, got True"),
+    (ZLAB, {"block_size": None}, "does not name 'block_size'"),
+    (ZLAB, {"attention_bias": True}, "attention has biases"),
+    (ZLAB, {"layer_types": ["sliding_attention"] * 2}, "a window of the context"),
+    (ZLAB, {"layer_types": ["full_attention", "chunked_attention"]}, "a window of the context"),
+    (ZLAB, {"layer_types": None, "use_sliding_window": True}, "a window of the context"),
+    (ZLAB, {"num_target_layers": 6}, "reads layer 5 of 6, the last"),
+    (ZLAB, {"max_position_embeddings": "x"}, "most_positions of a block drafter must be 1 or more, got 'x'"),
+    (NESTED, {"markov_head_type": "lstm"}, "vanilla, gated, rnn"),
+    (NESTED, {"aux_hidden_state_layer_ids": [0, 1, 2]}, r"got \[-1, 0, 1\]"),
+    (NESTED, {"mask_token_id": None}, "does not name 'mask_token_id'"),
+    (NESTED, {"speculators_model_type": []}, "is not of a DSpark head"),
+]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_damaged_weights_are_told_in_a_sentence(name: str, tmp_path: Path) -> None:
+    made, weights, said = BROKEN[name]
+    head, folder = written(made, tmp_path / "head")
+    change(folder, weights)
+    with pytest.raises(ModelError, match=said) as caught:
+        type(head).load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("made", "record", "said"), SENSELESS, ids=str)
+def test_a_senseless_configuration_is_told_in_a_sentence(
+    made: str, record: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    head, folder = written(made, tmp_path / "head")
+    change(folder, **record)
+    with pytest.raises(ModelError, match=said) as caught:
+        type(head).load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_kind_is_named(tmp_path: Path) -> None:
+    folder = written("speculators, dspark", tmp_path / "head")[1]
+    with pytest.raises(ModelError, match="holds a DSpark head, not a DFlash head; use dspark:"):
+        DFlashHead.load(folder)
+    with pytest.raises(ModelError, match="is not of an EAGLE-3 head"):
+        Eagle3Head.load(folder)
+    masks = written("speculators, p-eagle", tmp_path / "masks")[1]
+    with pytest.raises(ModelError, match="holds a P-EAGLE head, not an EAGLE-3 head; use p-eagle:"):
+        Eagle3Head.load(masks)
+    PEagleHead.load(masks).save(tmp_path / "ours", HeadRecord("tiny", None))
+    with pytest.raises(ModelError, match="holds a P-EAGLE head, not an EAGLE-3 head; use p-eagle:"):
+        Eagle3Head.load(tmp_path / "ours")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"has neither model\.safetensors nor"):
+        DSparkHead.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "head", "said"),
+    [
+        (write_eagle_folder, eagle(EAGLE_1), "whose positions count from 0"),
+        (write_eagle_folder, eagle(replace(EAGLE, norm_before_fc=True)), "normed behind fc alone"),
+        (write_eagle_folder, peagle(PEAGLE), "of one layer"),
+        (named, eagle(replace(EAGLE, own_output=False, draft_vocab=0)), "LM head of their own"),
+        (HEADS["z-lab"][2], dflash(replace(DFLASH, **REDUCED)), "train with --draft-vocab 0"),
+        (HEADS["DeepSpec"][2], dspark(DSPARK), "copies of the target's embedding"),
+        (block_folders.write_speculators_folder, dspark(replace(DSPARK, own_output=True)), "as DeepSpec reads it"),
+    ],
+)
+def test_a_format_without_a_place_for_something_refuses_it(write: Any, head: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        write(head, tmp_path)
+    assert not list(tmp_path.iterdir())
