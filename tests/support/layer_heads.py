@@ -63,7 +63,7 @@ def random_head(kind: type[Head], config: Any) -> Head:
 
 
 class Records:
-    """A drafter, mixed in, that notes texts, what was proposed behind them, by which noise, and how deep it might be."""
+    """A drafter, mixed in, that notes texts, what was proposed behind them, by which noise, and how deep."""
 
     def propose(self, batch: Sequence[DraftRequest], budgets: Any, noise: Any) -> list[Proposal]:
         proposals = super().propose(batch, budgets, noise)  # type: ignore[misc]
