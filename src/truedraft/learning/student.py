@@ -28,11 +28,12 @@ _log = logging.getLogger("truedraft.learning")
 
 _WINDOWS, _WINDOW = 16, 8  # of a step: stretches of answers, and positions of each
 _NEWEST = 0.05  # that a step has in the mean of the weights, which is steadier than they are
+_TAKEN, _MORE = 0.6, 1.4  # of the way from where it began to that mean (2109.01903), and by how much that changes
 _PASSES = 8  # over what came
 _LEAST_ANSWERS = 4  # before anything is learned
 _STEPS = 24  # between two candidates
 _WATCH = 96  # answers after which a promotion is not doubted any more
-_OLD = 24  # older answers that a candidate must not be worse on
+_OLD = 24  # of the oldest answers, and of those before the newest, that a candidate must not be worse on
 _ALLOWED = 0.01  # by more than this share
 _IDS, _OTHERS = 8192, 2048  # a larger vocabulary is narrowed, to the traffic's ids and so many others
 
@@ -92,12 +93,14 @@ class Student:
 
     def _start_over(self) -> None:
         """Let the shadow be what is served."""
-        self._average = copy.deepcopy(self.served.head).float()
+        self._began = copy.deepcopy(self.served.head).float()
+        self._average = copy.deepcopy(self._began)
         self._shadow = copy.deepcopy(self._average).requires_grad_(True).train()
         rates = OptimizerConfig(self._rate, self._rate, matrix_weight_decay=0.0)
         # Muon's own products would take twice the time of such a small step.
         self._optimizer = MixedOptimizer(self._shadow, rates, self._shadow.parameters())
         self._steps = 0
+        self._taken = _TAKEN
 
     def work(self) -> bool:
         """Do a little: a step of training, or the replay of an answer, in turn; returns whether there was any."""
@@ -162,7 +165,11 @@ class Student:
         if self._trial is not None or self._steps < _STEPS or len(fresh) < ENOUGH:
             return
         self._steps = 0
-        head = copy.deepcopy(self._average).to(self._dtype).eval().requires_grad_(False)
+        head = copy.deepcopy(self._began)
+        with torch.no_grad():
+            for weight, mean in zip(head.parameters(), self._average.parameters(), strict=True):
+                weight.lerp_(mean, self._taken)  # what is left out keeps what it was good at
+        head = head.to(self._dtype).eval().requires_grad_(False)
         self._since += 1
         self.trials += 1
         self._trial = Comparison(Candidate(head), self.served, trial_level(self._level, self._since))
@@ -190,7 +197,8 @@ class Student:
             for answer in comparison.waiting(fresh)
         ]
         if self._trial is not None and self._trial.gains:
-            wanted += [(answer, [self._trial.new, self.served, self.origin]) for answer in old[-_OLD:]]
+            compared = [self._trial.new, self.served, self.origin]
+            wanted += [(answer, compared) for some in _older(old) for answer in some]
         for answer, candidates in wanted:
             left = {each.number: each for each in candidates if each.number not in answer.scores}
             if left:
@@ -210,16 +218,19 @@ class Student:
         if trial is None:
             return
         if trial.gains:
-            older = old[-_OLD:]
-            if all(each.number in answer.scores for answer in older for each in (trial.new, self.served, self.origin)):
+            compared = trial.new, self.served, self.origin
+            if all(each.number in answer.scores for some in _older(old) for answer in some for each in compared):
                 self._trial = None
-                if self._keeps(trial.new, older):
+                if all(self._keeps(trial.new, some) for some in _older(old)):
                     self._promote(trial.new)
+                else:
+                    self._taken /= _MORE
         elif trial.loses:
             self._trial = None
             self._start_over()
         elif trial.hopeless:
             self._trial = None
+            self._taken = min(1.0, self._taken * _MORE)
 
     def _keeps(self, candidate: Candidate, older: Sequence[Answered]) -> bool:
         """Whether a candidate brings as much on older answers as what is served, and as what it all began with."""
@@ -253,3 +264,8 @@ class Student:
             self._versions.name(candidate.version)
         _log.info("version %d of the %s is served from now on", candidate.version, candidate.head.plural)
         self._serve(candidate.head)
+
+
+def _older(old: list[Answered]) -> tuple[list[Answered], list[Answered]]:
+    """The first of them, and the last: a change of traffic may lie between."""
+    return old[:_OLD], old[-_OLD:]
