@@ -99,6 +99,15 @@ def test_texts_side_by_side_are_as_one_by_one() -> None:
     assert together[2].chains.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]  # of 6, 6 and 2 rows at first
 
 
+def test_answers_without_a_chain_teach_nothing() -> None:
+    """One token behind a prompt of one."""
+    made, records = unrolled(), [WrittenAnswer([7], [token], 0.0, False) for token in (3, 5)]
+    data = SelfDistillationData(records, np.zeros((2, 48), dtype=np.uint16))
+    objective = ChainObjective(made, data, ForwardKL(), 0.8)
+    assert objective.accumulate(torch.tensor([[0, 1, 0], [1, 1, 1]]), 1.0)["loss"] == 0.0
+    assert all(weight.grad is None for weight in made.head.parameters())
+
+
 def test_the_gradient_is_that_of_the_loss() -> None:
     """Along a direction, by differences, for all weights, of two answers that are not equally long."""
     made = unrolled()

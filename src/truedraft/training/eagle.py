@@ -291,6 +291,9 @@ class Unrolled(Chains):
         self, answers: Sequence[WrittenAnswer], pairs: Sequence[Sequence[int]] | None = None
     ) -> Iterator[UnrolledStep]:
         del pairs  # all, which share their first steps
+        spans = [chains_of(each, 0) for each in answers]
+        if not any(spans):
+            return
         head, config, device = self.head, self.head.config, self._model.device
         texts = [[*each.prompt, *each.answer] for each in answers]
         starts = list(itertools.accumulate(map(len, texts), initial=0))
@@ -306,7 +309,6 @@ class Unrolled(Chains):
         embedded = self.lm_head.embed(read) if head.embed_tokens is None else head.embed_tokens(read)
         embedded = embedded.to(vectors[0].dtype)
         x = head.fuse(vectors)[rows]
-        spans = [chains_of(each, 0) for each in answers]
         about = [start + row + 1 for start, span in zip(starts, spans, strict=False) for row in span]
         target = functional.log_softmax(logits[torch.tensor(about, device=device)].float(), -1)
         known = target if head.draft_ids is None else target[:, head.draft_ids]
