@@ -389,7 +389,7 @@ def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
     """Faults that no variant is: numbers that are none, and a draft model that reads other ids.
 
     A draft may be weak and know little more than how frequent tokens are, which ids exchanged among as frequent ones
-    hardly change; so one that is accepted at times reads the right ones.
+    hardly change; so one that is accepted at times and does better than chance reads the right ones.
     """
     if isinstance(case.part, Head):
         broken = [name for name, each in case.part.state_dict().items() if not each.isfinite().all()]
@@ -401,13 +401,12 @@ def _seen_at_once(case: Case, replayed: Replayed) -> list[Fault]:
     if not np.isfinite(own).all():
         told = "it gives numbers that are none, as an overflow of float16 does"
         return [Fault("numbers that are none", told, "load it in bfloat16 or float32")]
-    if replayed.tokens_per_call.value >= _HARDLY:
-        return []
     generator = torch.Generator().manual_seed(0)
     near = torch.cat([each[torch.randperm(len(each), generator=generator)] for each in ids.split(_NEAR)])
     others = _losses(case, near)
     mean, beside, chance = own.mean(), others.mean(), math.log(case.target.vocab_size)
-    if mean < min(chance, _AS_OTHERS * beside) and sign_flips(others - own) < _FALSE_ALARM:
+    known = mean < _AS_OTHERS * beside and sign_flips(others - own) < _FALSE_ALARM
+    if mean < chance and (known or replayed.tokens_per_call.low >= _HARDLY):
         return []
     told = (
         f"it knows the target's answers hardly better ({mean:.1f} nats a token) than with their ids exchanged "
