@@ -162,7 +162,7 @@ class Metrics(Collector):
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
 
     def _cache_config(self) -> Metric:
-        """Caches here are by the token; a block is what prefixes are kept by, which is what routers ask its size for."""
+        """Caches here are by the token; a block is what prefixes are kept by, for whose sake routers ask for its size."""
         blocks = self._service.engine.cache_tokens // BLOCK
         family = GaugeMetricFamily(
             f"{_FLEET}cache_config_info",

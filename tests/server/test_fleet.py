@@ -1,0 +1,161 @@
+"""What routers, autoscalers and Kubernetes read of a server: gauges, health, and the manifests that name them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from threading import Event
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import yaml
+
+from server.conftest import Running, serving
+from server.test_load import PROMPT, get, post, wait_for
+from truedraft import Engine, load_model
+from truedraft.cli.session import StackOptions
+from truedraft.core.tree import chain_shape
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.options import MachineOptions
+from truedraft.server import ServerOptions
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+LONG = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+
+
+def gauges(running: Running) -> dict[str, tuple[float, dict[str, str]]]:
+    """Value and labels of each of vLLM's names, which are followed by the same number under our own."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = {each.name: each for each in text_string_to_metric_families(get(running.url, "/metrics")[1])}
+    found = {}
+    for name in filter(lambda name: name.startswith("vllm:"), families):
+        (sample,), own = families[name].samples, families.get(name.replace("vllm:", "truedraft:"))
+        assert families[name].type == "gauge" and (own is None or own.samples[0].value == sample.value)
+        found[name.removeprefix("vllm:")] = sample.value, sample.labels
+    return found
+
+
+def token_bytes(target: LanguageModel) -> int:
+    """Keys and values of one token, by the shapes that a forward gives."""
+    with target.trying() as cache, torch.inference_mode():
+        target.forward([Segment(cache, torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
+        cache.commit((0,))
+        return sum(keys.nbytes + values.nbytes for keys, values in cache.entries())
+
+
+@pytest.mark.parametrize("bound", ["places", "memory"])
+def test_the_load_is_told_by_the_names_that_routers_read(bound: str) -> None:
+    """Two of four requests run, for there are two places, or memory for two: the others wait, wherever they do."""
+    target = load_model("embedded:target")
+    each = token_bytes(target)
+    limit = None if bound == "places" else 900 * each  # each is granted its prompt and 300 tokens
+    engine = Engine(
+        target, None, max_batch=2 if limit is None else 8, max_cache_bytes=limit, prefix_cache_bytes=1 << 24
+    )
+    with serving(engine) as running, ThreadPoolExecutor(4) as pool:
+        step, all_there, told = engine.step, Event(), Event()
+
+        def held() -> bool:
+            (told if len(engine._scheduler.running) == 2 else all_there).wait(60)
+            return step()
+
+        engine.step = held  # type: ignore[method-assign]
+        asked = [pool.submit(post, running.url, LONG) for _ in range(4)]
+        wait_for(lambda: running.service.running + running.service.waiting == 4)
+        all_there.set()
+        wait_for(lambda: len(engine._scheduler.running) == 2)
+        busy = gauges(running)
+        told.set()
+        assert [reply.result(60)[0] for reply in asked] == [200] * 4
+        wait_for(lambda: running.service.is_idle)
+        idle = gauges(running)
+    assert {name: value for name, (value, _) in busy.items() if name.startswith("num_")} == {
+        "num_requests_running": 2,
+        "num_requests_waiting": 2,
+    }
+    room = 2 * target.context_length if limit is None else 900
+    value, labels = busy["cache_config_info"]
+    blocks = int(labels["num_gpu_blocks"])
+    assert value == 1 and labels["block_size"] == "64" and 0.9 * room <= 64 * blocks <= room
+    used = busy["kv_cache_usage_perc"][0]
+    assert (0.6 < used <= 1) if limit is not None else (0 < used < 2 * 400 / room)
+    assert engine.cache_bytes > 0, "prefixes are kept"
+    assert idle["kv_cache_usage_perc"][0] == idle["num_requests_running"][0] == idle["num_requests_waiting"][0] == 0
+
+
+def test_a_step_that_hangs_is_told_until_it_ends(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_engine(), hung_after_s=0.5) as running, ThreadPoolExecutor(1) as pool:
+        step, ends = running.engine.step, Event()
+        monkeypatch.setattr(running.engine, "step", lambda: ends.wait(60) and step())
+        asked = pool.submit(post, running.url, LONG)
+        wait_for(lambda: get(running.url, "/health")[0] == 503)
+        assert "a step has not ended after" in get(running.url, "/health")[1] and get(running.url, "/ready")[0] == 503
+        ends.set()
+        assert asked.result(60)[0] == 200 and get(running.url, "/health") == (200, '{"status":"ok"}')
+
+
+@pytest.mark.parametrize("fails", ["step", "forward"])
+@pytest.mark.plants_failures
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_device_that_computes_no_more_is_told_and_other_failures_are_not(
+    fails: str, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("planted")
+
+    with serving(make_engine()) as running:
+        with monkeypatch.context() as planted:
+            planted.setattr(running.engine if fails == "step" else running.engine.target, fails, failing)
+            assert post(running.url, LONG)[0] == 500
+            assert get(running.url, "/health")[0] == get(running.url, "/ready")[0] == 200
+            planted.setattr(running.engine.target, "device", torch.device("meta"))  # of which no number can be read
+            assert post(running.url, LONG)[0] == 500
+        for path in ("/health", "/ready"):
+            status, told = get(running.url, path)
+            assert status == 503 and "the device computes no more (" in told
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def test_manifests_are_those_of_the_published_schemas(file: Path) -> None:
+    checker = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, of the group dev")
+    for manifest in yaml.safe_load_all(file.read_text()):
+        for version in ("1.30", checker.latest_version()):
+            checker.validate(manifest, version, strict=True)
+        with pytest.raises(checker.ValidationError):
+            checker.validate(manifest | {"spec": manifest["spec"] | {"misspelt": 1}}, version, strict=True)
+
+
+def test_manifests_and_the_board_name_what_there_is(make_engine: Callable[..., Engine]) -> None:
+    found = {each["kind"]: each for file in MANIFESTS for each in yaml.safe_load_all(file.read_text())}
+    pod = found["Deployment"]["spec"]["template"]
+    server = pod["spec"]["containers"][0]
+    options = dict(word.split("=") for word in server["args"])
+    known = {each.name for kind in (StackOptions, ServerOptions, MachineOptions) for each in fields(kind)}
+    assert {name.removeprefix("--").replace("-", "_") for name in options} <= known
+    ports = {each["name"]: each["containerPort"] for each in server["ports"]}
+    assert str(ports["http"]) == pod["metadata"]["annotations"]["prometheus.io/port"] == "8000"
+    wait = server["lifecycle"]["preStop"]["sleep"]["seconds"] + float(options["--drain-s"]) + 5
+    assert pod["spec"]["terminationGracePeriodSeconds"] > wait
+    labels = pod["metadata"]["labels"].items()
+    for selected in (found["Deployment"]["spec"]["selector"]["matchLabels"], found["Service"]["spec"]["selector"]):
+        assert selected.items() <= labels
+    aim = found["HorizontalPodAutoscaler"]["spec"]
+    assert aim["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
+    board = json.loads((DEPLOY / "grafana.json").read_text())
+    named = set(re.findall(r"truedraft:\w+", json.dumps([each["targets"] for each in board["panels"]])))
+    named |= {each["pods"]["metric"]["name"].replace("_", ":", 1) for each in aim["metrics"]}
+    with serving(make_engine(), price_per_hour=1.0) as running:
+        probes = [server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")]
+        assert [get(running.url, path)[0] for path in probes] == [200] * 3
+        assert post(running.url, LONG)[0] == 200
+        there = set(re.findall(r"^[\w:]+", get(running.url, "/metrics")[1], re.MULTILINE))
+    assert named <= there, named - there
