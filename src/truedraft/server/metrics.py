@@ -162,14 +162,11 @@ class Metrics(Collector):
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
 
     def _cache_config(self) -> Metric:
-        """Caches here are by the token; a block is what prefixes are kept by, for whose sake routers ask for its size."""
-        blocks = self._service.engine.cache_tokens // BLOCK
-        family = GaugeMetricFamily(
-            f"{_FLEET}cache_config_info",
-            "Tokens that prefixes are kept by, and how many such blocks there is room for.",
-            labels=("model_name", "block_size", "num_gpu_blocks"),
-        )
-        family.add_metric((self._model, str(BLOCK), str(blocks)), 1.0)
+        """Caches here are by the token; routers cut prompts into blocks, and prefixes are kept by these."""
+        labels = {"block_size": str(BLOCK), "num_gpu_blocks": str(self._service.engine.cache_tokens // BLOCK)}
+        meaning = "Tokens that prefixes are kept by, and how many such blocks there is room for."
+        family = GaugeMetricFamily(f"{_FLEET}cache_config_info", meaning, labels=("model_name", *labels))
+        family.add_metric((self._model, *labels.values()), 1.0)
         return family
 
     def _learned(self) -> Iterator[Metric]:

@@ -439,8 +439,8 @@ class Service:
                     busy = self.engine.step()
                 except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
                     _log.exception("a step failed")
-                    self._fail_all(self.api_error(error))
                     self._look_at_device()
+                    self._fail_all(self.api_error(error))
                     busy = False
                 ended = self._hand_over()
                 self._step_began = None
