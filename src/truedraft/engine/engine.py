@@ -176,14 +176,12 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens whose keys and values of the target `max_cache_bytes` hold; where that is None, those of `max_batch`
-        requests as long as the model's context."""
+        """Tokens of the target that `max_cache_bytes` hold; where that is None, those of `max_batch` whole contexts."""
         return self._memory.room(self.max_batch)
 
     @property
     def cache_usage(self) -> float:
-        """Share of `cache_tokens` that is taken by requests that run, from 0 to 1. What drafters hold and what is kept
-        for later requests counts as free, because requests get it where they need it."""
+        """Share of `cache_tokens` that requests which run take, from 0 to 1; what they can have back counts as free."""
         return self._memory.share_taken(list(self._scheduler.running), self.max_batch)
 
     @property

@@ -250,7 +250,7 @@ class CacheMemory:
         """Of that room, what requests that run were granted, or without a limit have; what can be had back is free."""
         if self.limit is None:
             return sum(len(each.tokens) for each in running) / self.room(requests)
-        return self._bytes(running, ()) / self.limit
+        return min(self._bytes(running, ()) / self.limit, 1.0)  # they are granted more before one has to go
 
     def used(self, running: Iterable[Request]) -> int:
         """Bytes that are allocated now: for running requests, by drafters, and kept."""

@@ -1,7 +1,6 @@
 """`/metrics`: what Prometheus reads. Numbers that vLLM has go by its names, with `truedraft:` before them.
 
-Those that routers and autoscalers of fleets read stand there as `vllm:` besides: the model server protocol of the
-Gateway API inference extension (its proposal 003), and llm-d.
+Those of the model server protocol (proposal 003 of the Gateway API inference extension) are there as `vllm:`, too.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from truedraft.planning.decisions import Decisions, Speedup
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"
-_FLEET = "vllm:"
-"""What comes before the names that routers of several servers look for."""
+_FLEET = "vllm:"  # by which routers of several servers know them
 _RECENT_STEPS = 512
 _RECENT_S = 60.0
 _FRESH_S = 5.0
@@ -140,12 +138,17 @@ class Metrics(Collector):
     def _now(self) -> Iterator[Metric]:
         service, engine = self._service, self._service.engine
         stuck = engine.waiting  # the service has given them to the engine, which has no room for them
-        for prefix in (_PREFIX, _FLEET):
-            running = max(service.running - stuck, 0)
-            yield self._gauge("num_requests_running", "Requests that are answered.", running, prefix)
-            yield self._gauge("num_requests_waiting", "Requests that wait.", service.waiting + stuck, prefix)
-            meaning = "Share of the room for keys and values that requests which run take, from 0 to 1."
-            yield self._gauge("kv_cache_usage_perc", meaning, engine.cache_usage, prefix)
+        for name, meaning, value in (
+            ("num_requests_running", "Requests that are answered.", max(service.running - stuck, 0)),
+            ("num_requests_waiting", "Requests that wait.", service.waiting + stuck),
+            (
+                "kv_cache_usage_perc",
+                "Share of room for keys and values that running requests take.",
+                engine.cache_usage,
+            ),
+        ):
+            yield self._gauge(name, meaning, value)
+            yield self._gauge(name, meaning, value, _FLEET)
         yield self._cache_config()
         yield self._gauge("kv_cache_bytes", "Bytes of keys and values, of target and drafters.", engine.cache_bytes)
         speedup = self._speedup_now()
