@@ -141,11 +141,7 @@ class Metrics(Collector):
         for name, meaning, value in (
             ("num_requests_running", "Requests that are answered.", max(service.running - stuck, 0)),
             ("num_requests_waiting", "Requests that wait.", service.waiting + stuck),
-            (
-                "kv_cache_usage_perc",
-                "Share of room for keys and values that running requests take.",
-                engine.cache_usage,
-            ),
+            ("kv_cache_usage_perc", "Share of the room for tokens that running requests take.", engine.cache_usage),
         ):
             yield self._gauge(name, meaning, value)
             yield self._gauge(name, meaning, value, _FLEET)
