@@ -91,7 +91,9 @@ def test_open_requests_go_on_while_it_stops_and_end_when_it_is_told_twice() -> N
             assert stream.readline().startswith(b"data: ") and cut.readline().startswith(b"data: ")
             process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
-            for asked in (f"{address}/health", request):
+            with urllib.request.urlopen(f"{address}/health", timeout=30) as health:
+                assert health.status == 200, "a server that drains is not to be killed"
+            for asked in (f"{address}/ready", request):
                 with pytest.raises(urllib.error.HTTPError) as refused:
                     urllib.request.urlopen(asked, timeout=30)
                 assert refused.value.code == 503

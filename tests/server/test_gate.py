@@ -71,7 +71,7 @@ def test_only_clients_with_a_key_ask(make_engine: Callable[..., Engine], tmp_pat
         assert post(running.url, BODY, Authorization="Bearer secret-a")[0] == 200
         assert post(running.url, BODY, "/tokenize")[0] == 401
         assert get(running.url, "/v1/models")[0] == 401
-        assert get(running.url, "/health")[0] == get(running.url, "/metrics")[0] == get(running.url, "/")[0] == 200
+        assert [get(running.url, path)[0] for path in ("/health", "/ready", "/metrics", "/")] == [200] * 4
 
 
 def test_prefixes_are_shared_within_a_key_alone(make_engine: Callable[..., Engine], tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def test_a_server_that_is_stopped_ends_what_is_open(make_engine: Callable[..., E
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-        assert get(running.url, "/health")[0] == 503
+        assert get(running.url, "/ready")[0] == 503
         assert post(running.url, {"prompt": PROMPT})[0] == 503
     assert len(results) == 4 and all(
         status == 503 and "ask again" in told["error"]["message"] for status, told in results
@@ -519,7 +519,10 @@ def test_nobody_waits_for_an_engine_that_died(
             wait_for(lambda: running.service.running > 0 and running.service.waiting == 2)
             dies.set()
             assert [each.result(60)[0] for each in asked] == [503] * 3
-        assert post(running.url, body)[0] == 503 and get(running.url, "/health")[0] == 503
+        assert post(running.url, body)[0] == 503
+        for path in ("/health", "/ready"):
+            status, told = get(running.url, path)
+            assert status == 503 and "the thread that steps the engine has ended" in told
 
 
 def test_clients_that_come_back_do_not_pass_one_that_waits(make_engine: Callable[..., Engine]) -> None:

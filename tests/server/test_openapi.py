@@ -27,6 +27,7 @@ PATHS = (
     "/tokenize",
     "/detokenize",
     "/health",
+    "/ready",
     "/metrics",
 )
 

@@ -2,11 +2,12 @@
 
 from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
 from truedraft.cache.buffers import WIDEST_GAP, Buffers, key_span
-from truedraft.cache.family import FamilyState
+from truedraft.cache.family import BLOCK, FamilyState
 from truedraft.cache.prefixes import FEW, PrefixCache
 from truedraft.cache.request import CachePool, RequestCache
 
 __all__ = [
+    "BLOCK",
     "FEW",
     "WIDEST_GAP",
     "Arena",

@@ -174,6 +174,21 @@ class Engine:
         request included, and for what else drafters hold for requests. Exact between steps."""
         return self._memory.used(list(self._scheduler.running))
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the target that `max_cache_bytes` hold; where that is None, those of `max_batch` whole contexts."""
+        return self._memory.room(self.max_batch)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of `cache_tokens` that requests which run take, from 0 to 1; what they can have back counts as free."""
+        return self._memory.share_taken(list(self._scheduler.running), self.max_batch)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun, or gave their room back."""
+        return len(self._scheduler.waiting)
+
     def forwards(self) -> TargetCost | None:
         """V of the target, measured now if nobody did; None for an engine that never drafts, which needs none.
 

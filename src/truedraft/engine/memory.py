@@ -239,6 +239,19 @@ class CacheMemory:
         """Of buffers that wait for the next request, and of what is kept of earlier ones."""
         return sum(pool.kept_bytes for pool in self._distinct_pools) + sum(each.n_bytes for each in self._prefixes)
 
+    def room(self, requests: int) -> int:
+        """Tokens that the target's caches have room for: of the limit, or without one of so many whole contexts."""
+        whole = self._target.context_length
+        if self.limit is None:
+            return requests * whole
+        return self.limit * whole // max(self._pools[id(self._target)].bytes_alone(whole), 1)
+
+    def share_taken(self, running: Sequence[Request], requests: int) -> float:
+        """Of that room, what requests that run were granted, or without a limit have; what can be had back is free."""
+        if self.limit is None:
+            return sum(len(each.tokens) for each in running) / self.room(requests)
+        return min(self._bytes(running, ()) / self.limit, 1.0)  # they are granted more before one has to go
+
     def used(self, running: Iterable[Request]) -> int:
         """Bytes that are allocated now: for running requests, by drafters, and kept."""
         caches = [request.cache for request in running]  # who asks may do so while a step runs

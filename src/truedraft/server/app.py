@@ -37,7 +37,7 @@ from truedraft.server.metrics import Metrics
 from truedraft.server.responses import responses_router
 from truedraft.text.tokenizer import Tokenizer
 
-_OPEN = ("/", "/health", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
+_OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
 """What needs no key: nothing of any request is told there."""
 _ERRORS = {
     400: "The request cannot be used as it is.",
@@ -284,9 +284,16 @@ def _state(front: Front, metrics: Metrics) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """Whether requests are answered: 200, or 503 while the server is being stopped or after its engine died."""
-        fine = service.alive and not service.draining
-        return JSONResponse({"status": "ok" if fine else "stopping"}, 200 if fine else 503)
+        """Whether the engine works: 200, or 503 where only a new process helps, also while the server drains."""
+        return state(service.trouble)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """Whether new requests are taken: 200, or 503 while the server is being stopped or its engine does not work."""
+        return state(service.trouble or ("the server is being stopped" if service.draining else None))
+
+    def state(trouble: str | None) -> Response:
+        return JSONResponse({"status": trouble or "ok"}, 200 if trouble is None else 503)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def numbers() -> PlainTextResponse:  # in a thread, for it looks through the last steps

@@ -1,4 +1,7 @@
-"""`/metrics`: what Prometheus reads. Numbers that vLLM has go by its names, with `truedraft:` before them."""
+"""`/metrics`: what Prometheus reads. Numbers that vLLM has go by its names, with `truedraft:` before them.
+
+Those of the model server protocol (proposal 003 of the Gateway API inference extension) are there as `vllm:`, too.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from truedraft.cache import BLOCK
 from truedraft.core.stats import Counters, StepRecord
 from truedraft.planning.decisions import Decisions, Speedup
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"
+_FLEET = "vllm:"  # by which routers of several servers know them
 _RECENT_STEPS = 512
 _RECENT_S = 60.0
 _FRESH_S = 5.0
@@ -131,17 +136,17 @@ class Metrics(Collector):
         yield self._labelled("drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter", accepted)
 
     def _now(self) -> Iterator[Metric]:
-        service = self._service
-        yield self._gauge("num_requests_running", "Requests that are answered.", service.running)
-        yield self._gauge("num_requests_waiting", "Requests that wait.", service.waiting)
-        yield self._gauge(
-            "kv_cache_bytes", "Bytes of keys and values, of target and drafters.", service.engine.cache_bytes
-        )
-        limit = service.engine.max_cache_bytes
-        if limit is not None:
-            yield self._gauge(
-                "kv_cache_usage_perc", "Of what they may take, from 0 to 1.", service.engine.cache_bytes / limit
-            )
+        service, engine = self._service, self._service.engine
+        stuck = engine.waiting  # the service has given them to the engine, which has no room for them
+        for name, meaning, value in (
+            ("num_requests_running", "Requests that are answered.", max(service.running - stuck, 0)),
+            ("num_requests_waiting", "Requests that wait.", service.waiting + stuck),
+            ("kv_cache_usage_perc", "Share of the room for tokens that running requests take.", engine.cache_usage),
+        ):
+            yield self._gauge(name, meaning, value)
+            yield self._gauge(name, meaning, value, _FLEET)
+        yield self._cache_config()
+        yield self._gauge("kv_cache_bytes", "Bytes of keys and values, of target and drafters.", engine.cache_bytes)
         speedup = self._speedup_now()
         if speedup is not None:
             yield self._gauge("speedup", "Estimated factor over plain decoding, of the last steps.", speedup.factor)
@@ -154,6 +159,14 @@ class Metrics(Collector):
             if self._price is not None and rate > 0.0:
                 cost = self._price / 3600.0 / rate * 1e6
                 yield self._gauge("cost_per_million_tokens", "At that rate, by the price of an hour.", cost)
+
+    def _cache_config(self) -> Metric:
+        """Caches here are by the token; routers cut prompts into blocks, and prefixes are kept by these."""
+        labels = {"block_size": str(BLOCK), "num_gpu_blocks": str(self._service.engine.cache_tokens // BLOCK)}
+        meaning = "Tokens that prefixes are kept by, and how many such blocks there is room for."
+        family = GaugeMetricFamily(f"{_FLEET}cache_config_info", meaning, labels=("model_name", *labels))
+        family.add_metric((self._model, *labels.values()), 1.0)
+        return family
 
     def _learned(self) -> Iterator[Metric]:
         """What a learner did, where there is one."""
@@ -187,8 +200,8 @@ class Metrics(Collector):
         family.add_metric((self._model,), value)
         return family
 
-    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, meaning, labels=("model_name",))
+    def _gauge(self, name: str, meaning: str, value: float, prefix: str = _PREFIX) -> Metric:
+        family = GaugeMetricFamily(prefix + name, meaning, labels=("model_name",))
         family.add_metric((self._model,), value)
         return family
 

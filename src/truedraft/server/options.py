@@ -37,6 +37,7 @@ class ServerOptions:
     )
     share_prefixes: bool = flag("Let clients with different API keys share what their requests begin with.")
     request_timeout_s: float | None = option(None, "End a request after so many seconds.", "S", shown_default="never")
+    hung_after_s: float = option(300.0, "Say at /health that the engine hangs after a step of so many seconds.", "S")
     drain_s: float = option(30.0, "When told to stop, go on for so many seconds with what is open.", "S")
     tls_certificate: Path | None = option(None, "Serve https with this certificate.", "FILE")
     tls_key: Path | None = option(None, "The certificate's private key.", "FILE")

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from truedraft.core.stats import StepRecord
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.batch import StepItem
@@ -225,6 +227,7 @@ class Service:
         max_waiting_bytes: of what waiting requests hold beside their tokens, as pixels.
         forward_s: V of the target, for estimated speed-ups.
         shown_names: by what clients know names that errors may hold.
+        hung_after_s: a step that takes longer hangs, as `trouble` says.
 
     Attributes:
         engine: as given.
@@ -243,6 +246,7 @@ class Service:
         max_waiting_bytes: int = 1 << 30,
         forward_s: ForwardSeconds | None = None,
         shown_names: Mapping[str, str] | None = None,
+        hung_after_s: float = 300.0,
     ) -> None:
         self.engine = engine
         self.forms = FormQueue(engine.forms)
@@ -254,6 +258,9 @@ class Service:
         self._max_per_client = max_per_client
         self._max_waiting_bytes = max_waiting_bytes
         self._shown_names = shown_names
+        self._hung_after_s = hung_after_s
+        self._step_began: float | None = None  # None between steps
+        self._device_lost: str | None = None  # by which error
         self._guard = threading.Lock()  # of what follows
         self._waiting: dict[Client, deque[Stream]] = {}
         self._open: dict[Client, int] = {}
@@ -293,6 +300,20 @@ class Service:
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request would be answered until the process is started anew, in a few words; None where all is well.
+
+        That the service drains is no trouble.
+        """
+        if not self.alive:
+            return "the thread that steps the engine has ended"
+        if self._device_lost is not None:
+            return f"the device computes no more ({self._device_lost})"
+        began = self._step_began
+        took = 0.0 if began is None else time.monotonic() - began
+        return None if took <= self._hung_after_s else f"a step has not ended after {took:.0f} s"
 
     @property
     def running(self) -> int:
@@ -413,14 +434,16 @@ class Service:
         try:
             while not self._stopped:
                 self._admit()
-                began = time.monotonic()
+                self._step_began = began = time.monotonic()
                 try:
                     busy = self.engine.step()
                 except Exception as error:  # a listener's, or a mistake of ours; requests fail on their own
                     _log.exception("a step failed")
+                    self._look_at_device()
                     self._fail_all(self.api_error(error))
                     busy = False
                 ended = self._hand_over()
+                self._step_began = None
                 if ended and busy:
                     self._linger(ended, _LINGERING * (time.monotonic() - began))
                 if not busy and not self.waiting:
@@ -431,6 +454,16 @@ class Service:
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
             self._tell_all(left, stopping())
+
+    def _look_at_device(self) -> None:
+        """Something failed: see whether the device still computes, for after some errors of CUDA it never does."""
+        try:
+            torch.ones(1, device=self.engine.target.device).item()
+        except torch.OutOfMemoryError:  # which passes
+            return
+        except Exception as error:
+            self._device_lost = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            _log.exception("the device computes no more")
 
     def _linger(self, ended: int, most_s: float) -> None:
         """Wait a moment for the requests that the clients of ended answers send next.
@@ -504,6 +537,8 @@ class Service:
                 self._running = [stream for stream in self._running if stream.answer is None]
                 for stream in over:
                     self._leave(stream.client, 1)
+            if any(stream.request.error is not None for stream in over):
+                self._look_at_device()
             for stream in over:
                 self._mean_s = _RECENT * self._mean_s + (1.0 - _RECENT) * (time.monotonic() - stream.began_s)
         if handed and self._loop is not None:

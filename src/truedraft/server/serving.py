@@ -58,6 +58,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         max_per_client=options.max_per_client,
         forward_s=engine.forwards(),
         shown_names=_shown_names(engine, names[0]),
+        hung_after_s=options.hung_after_s,
     )
     template = None if options.chat_template is None else _read("chat_template", options.chat_template)
     front = Front(
