@@ -42,11 +42,11 @@ from truedraft.peers.endpoint import Endpoint
 
 RUNS = ROOT / "runs" / "vllm"
 CLOSE = 0.05
-"""Tokens for each call may differ by this, of ours."""
+"""Tokens for each call, 1 + tokens of a chain * share accepted, may differ by this, of ours."""
 TEMPERATURES = (0.0, 0.8)
 PROMPT_TOKENS = 48
-_COUNTED = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)$", re.MULTILINE)
-_ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+_COUNTED = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+_ERROR = re.compile(r"^(?:\(.*?\) )?(?:ERROR \S+ \S+ )?(?:\[\S+\] )?\s*(\w*(?:Error|Exception): .+)$")
 _FOLLOWS = "Engine core initialization failed"  # behind the error that is meant
 
 
@@ -96,7 +96,7 @@ def checked(
     about |= {"tokens": made["tokens"], "command": made["commands"][-1].replace(f"{ROOT}/", "")}
     try:
         with served(kind, shlex.split(made["commands"][-1])[3:], bench.target, folder) as running:
-            answers, there = greedy(running, prompts, asked.max_tokens)
+            answers, accepted = greedy(running, prompts, asked.max_tokens)
             effort = Effort(asked.minutes, asked.tokens, 0)
             cells = [Cell("vllm", kind, heat, 1.0, 1) for heat in TEMPERATURES]
             found = [certificate(cell, running, bench, effort) for cell in cells]
@@ -104,7 +104,8 @@ def checked(
         told = refusal(RUNS / f"vllm-{kind}.log") or str(error)
         note(f"{kind}: {told}")
         return about | {"refused": told, "by": "vllm"}
-    here = ours(chain(word, kind, made["tokens"]), bench.rounded, prompts, asked.max_tokens)
+    own = ours(chain(word, kind, made["tokens"]), bench.rounded, prompts, asked.max_tokens)
+    there, here = (1.0 + made["tokens"] * each for each in (accepted, own))
     kept = ("temperature", "verdict", "smallest_detectable_tv", "evidence", "allowance", "tokens", "error", "version")
     verdicts = [{name: line[name] for name in kept if name in line} for line in found]
     allowed = verdicts[0].get("allowance", 0.0)
@@ -149,7 +150,7 @@ def served(name: str, more: Sequence[str], target: LanguageModel, folder: Path) 
 
 
 def greedy(running: Running, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[tuple[int, ...]], float]:
-    """Greedy answers, one at a time, and the tokens for each call that the server counted meanwhile.
+    """Greedy answers, one at a time, and the share of drafted tokens that were accepted, by the server's counts.
 
     Raises:
         PeerError: one was not answered.
@@ -160,8 +161,8 @@ def greedy(running: Running, prompts: Sequence[Sequence[int]], tokens: int) -> t
             if isinstance(reply, PeerError):
                 raise reply
             answers.append(reply.token_ids)
-    drafts, accepted = (now - then for now, then in zip(_counts(running), before, strict=True))
-    return answers, 1.0 + accepted / drafts if drafts else 1.0
+    drafted, accepted = (now - then for now, then in zip(_counts(running), before, strict=True))
+    return answers, accepted / drafted if drafted else 0.0
 
 
 def _counts(running: Running) -> tuple[float, float]:
@@ -169,15 +170,15 @@ def _counts(running: Running) -> tuple[float, float]:
 
 
 def counted(metrics: str) -> tuple[float, float]:
-    """Drafts, and accepted tokens, in the text of vLLM's metrics; 0 where it has none."""
+    """Drafted and accepted tokens in the text of vLLM's metrics; 0 where it has none."""
     found = {name: float(value) for name, value in _COUNTED.findall(metrics)}
-    return found.get("drafts", 0.0), found.get("accepted_tokens", 0.0)
+    return found.get("draft", 0.0), found.get("accepted", 0.0)
 
 
 def refusal(log: Path) -> str:
     """The last error of a log that does not follow from another; "" where there is none."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    told = [match[0] for line in lines if (match := _ERROR.search(line)) and _FOLLOWS not in line]
+    told = [match[1] for line in lines if (match := _ERROR.search(line)) and _FOLLOWS not in line]
     return told[-1] if told else ""
 
 
@@ -189,11 +190,11 @@ def chain(word: str, kind: str, tokens: int) -> str:
 
 
 def ours(word: str, target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Tokens for each call of the target here, greedy."""
+    """The share of drafted tokens that are accepted here, greedy."""
     engine, whole = Engine(target, from_spec(word, target), controller="fixed"), Counters()
     for answer in engine.generate([list(ids) for ids in prompts], SamplingParams(tokens, temperature=0.0)):
         whole += answer.stats
-    return whole.mean_acceptance_length
+    return whole.accepted_tokens / whole.draft_tokens if whole.draft_tokens else 0.0
 
 
 def first_gaps(
