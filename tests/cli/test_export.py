@@ -129,7 +129,9 @@ def drafters(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) 
         "eagle": random_eagle(eagle),
         "eagle-all": random_eagle(replace(eagle, draft_vocab=0, own_output=False)),
         "eagle-norms": random_eagle(replace(eagle, fc_norm=True, norm_output=True)),
+        "eagle-queries": random_eagle(replace(eagle, query_norms=True)),
         "p-eagle": random_head(PEagleHead, peagle),
+        "p-eagle-norms": random_head(PEagleHead, replace(peagle, norm_output=True)),
         "medusa": MedusaHeads(MedusaConfig(width, ids, heads=3)),
         "dflash": random_head(DFlashHead, whole),
         "dspark": random_head(DSparkHead, replace(markov, draft_vocab=40, own_output=True)),
@@ -145,7 +147,7 @@ def drafters(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) 
 RAN = [
     ("vllm", "eagle", "eagle3", 3), ("vllm", "eagle-all", "eagle3", 3), ("vllm", "eagle-norms", "eagle3", 3),
     ("vllm", "p-eagle", "eagle3", 3), ("vllm", "medusa", "medusa", 3), ("vllm", "dflash", "dflash", 2),
-    ("vllm", "dspark", "dspark", 3), ("vllm", "dspark-copies", "dspark", 3), ("vllm", "dspark-gated", "dspark", 3),
+    ("vllm", "dspark", "dspark", 3), ("vllm", "dspark-copies", "dspark", 3),
     ("vllm", "draft", "draft_model", 4),
     ("sglang", "eagle", "EAGLE3", 3), ("sglang", "eagle-all", "EAGLE3", 3), ("sglang", "eagle-norms", "EAGLE3", 3),
     ("sglang", "dflash", "DFLASH", 2), ("sglang", "dspark-copies", "DSPARK", 3), ("sglang", "draft", "STANDALONE", 4),
@@ -212,8 +214,15 @@ REFUSED = [
     ("vllm", "eagle:{dflash}", "holds a DFlash head, not an EAGLE-3 head"),
     ("vllm", "nowhere", "there is no folder 'nowhere', and no drafter of that name"),
     ("sglang", "{dspark}", "this format is of heads with copies of the target's embedding and LM head"),
-    ("llamacpp", "{eagle-norms}", "llama.cpp reads EAGLE-3 heads of one layer without fc_norm and norm_output"),
-    ("llamacpp", "{dspark-gated}", "llama.cpp reads plain Markov heads, and this one is gated; --for vllm"),
+    (
+        "llamacpp",
+        "{eagle-norms}",
+        "llamacpp reads eagle heads with fc_norm False, not True, norm_output False, not True; vLLM",
+    ),
+    ("llamacpp", "{dspark-gated}", "llamacpp reads dspark heads with markov_kind vanilla, not gated; SGLang reads"),
+    ("vllm", "{dspark-gated}", "vllm reads dspark heads with markov_kind vanilla, not gated; SGLang reads one"),
+    ("vllm", "{p-eagle-norms}", "vllm reads p-eagle heads with norm_output False, not True; train an EAGLE-3 head"),
+    ("sglang", "{eagle-queries}", "sglang reads eagle heads with query_norms False, not True; vLLM reads it"),
     ("tgi", "{eagle}", "unknown engine 'tgi'; valid: llamacpp, sglang, vllm"),
 ]
 

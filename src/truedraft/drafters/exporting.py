@@ -11,7 +11,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,28 +114,12 @@ def _speculators(head: Any, folder: Path, target: _Target) -> None:
         eagle_folders.write_speculators_folder(_with_output(head, target, folder), folder, **about)
 
 
-def _plain_speculators(head: Any, folder: Path, target: _Target) -> None:
-    unknown = [name for name in ("fc_norm", "norm_output") if getattr(head.config, name)]
-    if unknown or head.config.more_layers:
-        raise ModelError(
-            f"llama.cpp reads EAGLE-3 heads of one layer without {' and '.join(unknown) or 'further ones'}; vLLM runs "
-            "this one: --for vllm"
-        )
-    _speculators(head, folder, target)
-
-
 def _deepspec(head: Any, folder: Path, target: _Target) -> None:
     block_folders.write_dspark_folder(head, folder, target_layers=target.layers)
 
 
 def _dspark(head: Any, folder: Path, target: _Target) -> None:
     (_deepspec if head.config.own_embedding else _speculators)(head, folder, target)
-
-
-def _vanilla_dspark(head: Any, folder: Path, target: _Target) -> None:
-    if head.config.markov_kind != "vanilla":
-        raise ModelError(f"llama.cpp reads plain Markov heads, and this one is {head.config.markov_kind}; --for vllm")
-    _dspark(head, folder, target)
 
 
 def _dflash(head: Any, folder: Path, target: _Target) -> None:
@@ -175,32 +159,43 @@ def _llamacpp(kind: str, folder: Path, tokens: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Attributes: words: of the server's command, by folder and tokens; write: a head; None is of draft models."""
+    """How an engine is given a kind of drafter.
+
+    Attributes:
+        words: of the server's command, by folder and tokens.
+        write: a head; None is of draft models.
+        reads: sizes of heads that it takes only so; it leaves out others, some without a word.
+    """
 
     words: Callable[[Path, int], list[str]]
     write: _Write | None = None
+    reads: Mapping[str, Any] = field(default_factory=dict)
 
 
+_NO_NORMS = {"fc_norm": False, "norm_output": False}
+_NO_QUERY_NORMS = {"query_norms": False}
+_VANILLA = {"markov_kind": "vanilla"}
+_ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
 _WAYS: Mapping[str, Mapping[str, _Way]] = {
     "vllm": {
         _DRAFT: _Way(partial(_vllm, "draft_model")),
         "medusa": _Way(partial(_vllm, "medusa"), _medusa),
         "eagle": _Way(partial(_vllm, "eagle3"), _speculators),
-        "p-eagle": _Way(partial(_vllm, "eagle3", parallel_drafting=True), _speculators),
+        "p-eagle": _Way(partial(_vllm, "eagle3", parallel_drafting=True), _speculators, _NO_NORMS),
         "dflash": _Way(partial(_vllm, "dflash"), _speculators),
-        "dspark": _Way(partial(_vllm, "dspark"), _dspark),
+        "dspark": _Way(partial(_vllm, "dspark"), _dspark, _VANILLA),
     },
     "sglang": {
         _DRAFT: _Way(partial(_sglang_steps, "STANDALONE")),
-        "eagle": _Way(partial(_sglang_steps, "EAGLE3"), _flat_eagle),
+        "eagle": _Way(partial(_sglang_steps, "EAGLE3"), _flat_eagle, _NO_QUERY_NORMS),
         "dflash": _Way(partial(_sglang_block, "DFLASH"), _dflash),
         "dspark": _Way(_sglang_dspark, _deepspec),
     },
     "llamacpp": {
         _DRAFT: _Way(partial(_llamacpp, "draft-simple")),
-        "eagle": _Way(partial(_llamacpp, "draft-eagle3"), _plain_speculators),
+        "eagle": _Way(partial(_llamacpp, "draft-eagle3"), _speculators, _ONE_LAYER),
         "dflash": _Way(partial(_llamacpp, "draft-dflash"), _dflash),
-        "dspark": _Way(partial(_llamacpp, "draft-dspark"), _vanilla_dspark),
+        "dspark": _Way(partial(_llamacpp, "draft-dspark"), _dspark, _VANILLA),
     },
 }
 ENGINES = tuple(_WAYS)
@@ -219,6 +214,11 @@ _NEAREST = {
     **dict.fromkeys(("medusa", "redrafter", "p-eagle"), "train an EAGLE-3 head in its place: truedraft train eagle"),
     **dict.fromkeys(("self", "reencoded"), "train a draft model in its place: truedraft train draft"),
     **dict.fromkeys(("cascade", "portfolio", "auto"), "it runs one drafter; export one of the members by itself"),
+}
+_ELSEWHERE = {
+    "eagle": "vLLM reads it: --for vllm",
+    "p-eagle": _NEAREST["p-eagle"],
+    "dspark": "SGLang reads one that has copies of embedding and LM head; or train one: truedraft train dspark",
 }
 
 
@@ -279,6 +279,13 @@ def _export_head(
     count = _chain(tokens, head.reach, head.reach)
     if isinstance(head, LayerHead) and not head.config.layers:
         head.config = head.config.at_usual_layers(target.layers)
+    unread = [name for name, value in way.reads.items() if getattr(head.config, name) != value]
+    if unread:
+        raise OptionError(
+            f"{engine} reads {head.kind} heads with "
+            + ", ".join(f"{name} {way.reads[name]}, not {getattr(head.config, name)}" for name in unread)
+            + f"; {_ELSEWHERE[head.kind]}"
+        )
     assert way.write is not None
     with new_folder(folder):
         way.write(head, folder, target)
