@@ -12,7 +12,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,71 +130,58 @@ def _medusa(heads: Any, folder: Path, target: _Target) -> None:
     write_vllm_medusa(heads, folder, lm_head=target.lm_head(heads) if tied else None)
 
 
-def _vllm(method: str, folder: Path, tokens: int, **more: Any) -> list[str]:
-    about = {"method": method, "model": str(folder), _TOKENS: tokens, **more}
-    return ["--speculative-config", json.dumps(about)]
-
-
-def _sglang(algorithm: str, folder: Path, tokens: int) -> list[str]:
-    return ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(folder)]
-
-
-def _sglang_steps(algorithm: str, folder: Path, tokens: int) -> list[str]:
-    steps = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
-    return [*_sglang_block(algorithm, folder, tokens), *steps]
-
-
-def _sglang_block(algorithm: str, folder: Path, tokens: int) -> list[str]:
-    return [*_sglang(algorithm, folder, tokens), "--speculative-num-draft-tokens", str(tokens + 1)]
-
-
-def _sglang_dspark(folder: Path, tokens: int) -> list[str]:
-    return [*_sglang("DSPARK", folder, tokens), "--speculative-dspark-block-size", str(tokens)]
-
-
-def _llamacpp(kind: str, folder: Path, tokens: int) -> list[str]:
-    return ["-md", str(folder / _GGUF), "--spec-type", kind, "--spec-draft-n-max", str(tokens)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Way:
     """How an engine is given a kind of drafter.
 
     Attributes:
-        words: of the server's command, by folder and tokens.
+        words: of the server's command: DIR stands for the folder, FILE for the GGUF file in it, K for the tokens, K+1
+            for one more; of vLLM its method, and what else its configuration has.
         write: a head; None is of draft models.
         reads: sizes of heads that it takes only so; it leaves out others, some without a word.
     """
 
-    words: Callable[[Path, int], list[str]]
+    words: str
     write: _Write | None = None
     reads: Mapping[str, Any] = field(default_factory=dict)
 
+    def typed(self, folder: Path, tokens: int) -> list[str]:
+        """The words, with all in its place."""
+        if not self.words.startswith("-"):
+            method, *more = self.words.split()
+            about = {"method": method, "model": str(folder), _TOKENS: tokens, **dict.fromkeys(more, True)}
+            return ["--speculative-config", json.dumps(about)]
+        given = {"DIR": str(folder), "FILE": str(folder / _GGUF), "K": str(tokens), "K+1": str(tokens + 1)}
+        return [given.get(word, word) for word in self.words.split()]
 
+
+_SGLANG = "--speculative-algorithm {} --speculative-draft-model-path DIR "
+_STEPS = _SGLANG + "--speculative-num-steps K --speculative-eagle-topk 1 --speculative-num-draft-tokens K+1"
+_LLAMACPP = "-md FILE --spec-type {} --spec-draft-n-max K"
 _NO_NORMS = {"fc_norm": False, "norm_output": False}
 _NO_QUERY_NORMS = {"query_norms": False}
 _VANILLA = {"markov_kind": "vanilla"}
 _ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
 _WAYS: Mapping[str, Mapping[str, _Way]] = {
     "vllm": {
-        _DRAFT: _Way(partial(_vllm, "draft_model")),
-        "medusa": _Way(partial(_vllm, "medusa"), _medusa),
-        "eagle": _Way(partial(_vllm, "eagle3"), _speculators),
-        "p-eagle": _Way(partial(_vllm, "eagle3", parallel_drafting=True), _speculators, _NO_NORMS),
-        "dflash": _Way(partial(_vllm, "dflash"), _speculators),
-        "dspark": _Way(partial(_vllm, "dspark"), _dspark, _VANILLA),
+        _DRAFT: _Way("draft_model"),
+        "medusa": _Way("medusa", _medusa),
+        "eagle": _Way("eagle3", _speculators),
+        "p-eagle": _Way("eagle3 parallel_drafting", _speculators, _NO_NORMS),
+        "dflash": _Way("dflash", _speculators),
+        "dspark": _Way("dspark", _dspark, _VANILLA),
     },
     "sglang": {
-        _DRAFT: _Way(partial(_sglang_steps, "STANDALONE")),
-        "eagle": _Way(partial(_sglang_steps, "EAGLE3"), _flat_eagle, _NO_QUERY_NORMS),
-        "dflash": _Way(partial(_sglang_block, "DFLASH"), _dflash),
-        "dspark": _Way(_sglang_dspark, _deepspec),
+        _DRAFT: _Way(_STEPS.format("STANDALONE")),
+        "eagle": _Way(_STEPS.format("EAGLE3"), _flat_eagle, _NO_QUERY_NORMS),
+        "dflash": _Way(_SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", _dflash),
+        "dspark": _Way(_SGLANG.format("DSPARK") + "--speculative-dspark-block-size K", _deepspec),
     },
     "llamacpp": {
-        _DRAFT: _Way(partial(_llamacpp, "draft-simple")),
-        "eagle": _Way(partial(_llamacpp, "draft-eagle3"), _speculators, _ONE_LAYER),
-        "dflash": _Way(partial(_llamacpp, "draft-dflash"), _dflash),
-        "dspark": _Way(partial(_llamacpp, "draft-dspark"), _dspark, _VANILLA),
+        _DRAFT: _Way(_LLAMACPP.format("draft-simple")),
+        "eagle": _Way(_LLAMACPP.format("draft-eagle3"), _speculators, _ONE_LAYER),
+        "dflash": _Way(_LLAMACPP.format("draft-dflash"), _dflash),
+        "dspark": _Way(_LLAMACPP.format("draft-dspark"), _dspark, _VANILLA),
     },
 }
 ENGINES = tuple(_WAYS)
@@ -255,9 +241,10 @@ def export_drafter(
             raise OptionError(f"{kind!r} does not say which one; give its folder: {kind}:DIR")
         wanted = words.options.get(_TOKENS)
         tokens = None if wanted is None else read_whole(_TOKENS, wanted)
-        if way.write is None:
-            return _export_draft(words.path, engine, way, folder, model, tokens, dtype)
-        return _export_head(_HEADS[kind].load(words.path), engine, way, folder, model, tokens)
+        head = None if way.write is None else _HEADS[kind].load(words.path)
+    if head is None:
+        return _export_draft(words.path, engine, way, folder, model, tokens, dtype)
+    return _export_head(head, engine, way, folder, model, tokens)
 
 
 def _kind_of(words: Words) -> tuple[str, Words]:
@@ -284,7 +271,8 @@ def _export_head(
         raise OptionError(
             f"{engine} reads {head.kind} heads with "
             + ", ".join(f"{name} {way.reads[name]}, not {getattr(head.config, name)}" for name in unread)
-            + f"; {_ELSEWHERE[head.kind]}"
+            + f"; {_ELSEWHERE[head.kind]}",
+            field="drafter",
         )
     assert way.write is not None
     with new_folder(folder):
@@ -303,7 +291,8 @@ def _export_draft(
     if engine != "llamacpp" and theirs not in (None, own):
         raise OptionError(
             f"{engine} wants a draft with the target's vocabulary: {name!r} has {own:,} ids, and {target.name!r} "
-            f"{theirs:,}; train one for it: truedraft train draft"
+            f"{theirs:,}; train one for it: truedraft train draft",
+            field="drafter",
         )
     file = _gguf_file(name)
     if engine == "llamacpp" and file is not None:
@@ -346,7 +335,7 @@ def _exported(folder: Path, kind: str, engine: str, target: _Target, tokens: int
         ready = (folder / _GGUF).exists()
         made += [] if ready else [[*convert, str(folder), *tokenizer, "--outfile", str(folder / _GGUF)]]
         place = served
-    lines = [*made, [*_SERVE[engine], place, *way.words(folder, tokens)]]
+    lines = [*made, [*_SERVE[engine], place, *way.typed(folder, tokens)]]
     return ExportedDrafter(kind, engine, target.name, tokens, tuple(map(shlex.join, lines)))
 
 
