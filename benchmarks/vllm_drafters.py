@@ -15,6 +15,7 @@ import contextlib
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -125,10 +126,9 @@ def checked(
 def _exported(words: Sequence[str], out: Path) -> dict[str, Any] | str:
     """What `truedraft export` says, or the sentence of its refusal; folders are written anew, but for the target's."""
     kept = out / ".exported.json"
-    if words[0] == "--model" and kept.exists():
-        return dict(json.loads(kept.read_text()))
-    if out.exists():
-        subprocess.run(["rm", "-r", str(out)], check=True)
+    if kept.exists() and words == ["--model", (before := json.loads(kept.read_text())).get("model")]:
+        return dict(before)
+    shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "truedraft", "export", *words, "--dtype", "bfloat16", "--out", str(out), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     record = json.loads(done.stdout.splitlines()[-1])
