@@ -75,7 +75,7 @@ def main() -> int:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", default=[])
+    parser.add_argument("--drafters", nargs="+", metavar="KIND:DIR", type=_with_folder, default=[])
     parser.add_argument("--limit", type=int, default=12, help="prompts whose greedy answers are compared")
     parser.add_argument("--max-tokens", type=int, default=128, help="of these")
     parser.add_argument("--minutes", type=float, default=3.0, help="for each certificate")
@@ -83,6 +83,12 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "vllm_drafters.jsonl")
     return parser.parse_args()
+
+
+def _with_folder(word: str) -> str:
+    if Words.parse("drafter", word).path is None:
+        raise argparse.ArgumentTypeError(f"{word!r} is not of the form KIND:DIR")
+    return word
 
 
 def checked(
