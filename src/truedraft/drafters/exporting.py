@@ -23,7 +23,7 @@ from truedraft.errors import ModelError, ModelNotFoundError, OptionError, Unknow
 from truedraft.files import user_path
 from truedraft.heads import block_folders, eagle_folders
 from truedraft.heads.base import Head
-from truedraft.heads.block import BlockHead, DFlashHead, DSparkHead
+from truedraft.heads.block import DFlashHead, DSparkHead
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.heads.layers import LayerHead
 from truedraft.heads.medusa import MedusaHeads
@@ -105,12 +105,13 @@ def _flat_eagle(head: Any, folder: Path, target: _Target) -> None:
     eagle_folders.write_eagle_folder(_with_output(head, target, folder), folder, target=target.name)
 
 
-def _speculators(head: Any, folder: Path, target: _Target) -> None:
-    about = {"target": target.name, "family": target.family}
-    if isinstance(head, BlockHead):
-        block_folders.write_speculators_folder(head, folder, **about)
-    else:
-        eagle_folders.write_speculators_folder(_with_output(head, target, folder), folder, **about)
+def _eagle_speculators(head: Any, folder: Path, target: _Target) -> None:
+    whole = _with_output(head, target, folder)
+    eagle_folders.write_speculators_folder(whole, folder, target=target.name, family=target.family)
+
+
+def _block_speculators(head: Any, folder: Path, target: _Target) -> None:
+    block_folders.write_speculators_folder(head, folder, target=target.name, family=target.family)
 
 
 def _deepspec(head: Any, folder: Path, target: _Target) -> None:
@@ -118,7 +119,7 @@ def _deepspec(head: Any, folder: Path, target: _Target) -> None:
 
 
 def _dspark(head: Any, folder: Path, target: _Target) -> None:
-    (_deepspec if head.config.own_embedding else _speculators)(head, folder, target)
+    (_deepspec if head.config.own_embedding else _block_speculators)(head, folder, target)
 
 
 def _dflash(head: Any, folder: Path, target: _Target) -> None:
@@ -166,9 +167,9 @@ _WAYS: Mapping[str, Mapping[str, _Way]] = {
     "vllm": {
         _DRAFT: _Way("draft_model"),
         "medusa": _Way("medusa", _medusa),
-        "eagle": _Way("eagle3", _speculators),
-        "p-eagle": _Way("eagle3 parallel_drafting", _speculators, _NO_NORMS),
-        "dflash": _Way("dflash", _speculators),
+        "eagle": _Way("eagle3", _eagle_speculators),
+        "p-eagle": _Way("eagle3 parallel_drafting", _eagle_speculators, _NO_NORMS),
+        "dflash": _Way("dflash", _block_speculators),
         "dspark": _Way("dspark", _dspark, _VANILLA),
     },
     "sglang": {
@@ -179,7 +180,7 @@ _WAYS: Mapping[str, Mapping[str, _Way]] = {
     },
     "llamacpp": {
         _DRAFT: _Way(_LLAMACPP.format("draft-simple")),
-        "eagle": _Way(_LLAMACPP.format("draft-eagle3"), _speculators, _ONE_LAYER),
+        "eagle": _Way(_LLAMACPP.format("draft-eagle3"), _eagle_speculators, _ONE_LAYER),
         "dflash": _Way(_LLAMACPP.format("draft-dflash"), _dflash),
         "dspark": _Way(_LLAMACPP.format("draft-dspark"), _dspark, _VANILLA),
     },
