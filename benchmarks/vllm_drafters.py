@@ -146,8 +146,8 @@ def _exported(words: Sequence[str], out: Path) -> dict[str, Any] | str:
 
 @contextlib.contextmanager
 def served(name: str, more: Sequence[str], target: LanguageModel, folder: Path) -> Iterator[Running]:
-    """vLLM's server; the prompt cache is off, as in certificates, and nothing is compiled."""
-    launch = vllm_launch(f"vllm {name}", VLLM, folder, None, [*more, "--no-enable-prefix-caching", "--enforce-eager"])
+    """vLLM's server; the prompt cache is off, as in certificates."""
+    launch = vllm_launch(f"vllm {name}", VLLM, folder, None, [*more, "--no-enable-prefix-caching"])
     with serving(launch, RUNS, note, PATIENCE_S) as server, contextlib.ExitStack() as stack:
         endpoint = Endpoint.open(
             server.url, SERVED_NAME, tokenizer=target.tokenizer, vocab_size=target.vocab_size,
