@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-vllm test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -98,6 +98,12 @@ $(VLLM)/bin/vllm:
 
 bench-serve: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/serving.py --vllm $(VLLM) $(SERVING) > $(RESULTS)/serving.md
+
+# Drafters that `truedraft export` wrote, as vLLM's CPU build drafts with them: docs/exporting.md. DRAFTERS are words as
+# --drafter takes them; without them those that were trained for MODEL, SmolLM2 where none is named.
+test-vllm: $(STAMP) $(VLLM)/bin/vllm
+	$(SMOLLM2)
+	$(BIN)/python benchmarks/vllm_drafters.py $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTERS),--drafters $(DRAFTERS)) $(PEERS)
 
 # llama.cpp's server, its benchmark of batches and its script for models, of the source that llama-cpp-python carries;
 # twenty minutes on two cores.

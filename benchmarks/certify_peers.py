@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,13 +164,13 @@ class Bench:
     Attributes:
         target: the exported target's own weights, computed in float32.
         rounded: the same in bfloat16, as engines hold them.
-        draft: the draft model that they have.
+        drafts: draft models that they have, by what they are called.
         prompts: token ids.
     """
 
     target: LanguageModel
     rounded: LanguageModel
-    draft: LanguageModel
+    drafts: Mapping[str, LanguageModel]
     prompts: Sequence[Sequence[int]]
 
     @classmethod
@@ -178,7 +178,7 @@ class Bench:
         """Load all of it."""
         target, rounded = (load_model(model_folder("target"), dtype=dtype) for dtype in ("float32", "bfloat16"))
         draft = load_model(model_folder("draft"), dtype="float32")
-        return cls(target, rounded, draft, heldout_ids(target, PROMPT_TOKENS))
+        return cls(target, rounded, {"the draft model": draft}, heldout_ids(target, PROMPT_TOKENS))
 
 
 def certified(way: EngineWay, several: Iterable[Cell], bench: Bench, effort: Effort) -> Iterator[dict[str, Any]]:
@@ -210,8 +210,7 @@ def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> d
             params = replace(cell.params, seed=seed if "seed" in peer.facts.takes else None)
             report = certify_engine(
                 peer, bench.target, bench.prompts, params, rounded=bench.rounded,
-                drafts={"the draft model": bench.draft}, together=cell.batch, seconds=60.0 * effort.minutes,
-                tokens=effort.tokens,
+                drafts=bench.drafts, together=cell.batch, seconds=60.0 * effort.minutes, tokens=effort.tokens,
             )  # fmt: skip
             runs.append({"seed": seed, **report.as_dict()})
             note(f"{cell.key}, seed {seed}: {report.verdict}")

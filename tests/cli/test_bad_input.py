@@ -193,9 +193,10 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--out", "full/file/below"], "cannot write to the folder"),
         (["--pad-to", "110M"], "missing option '--out'"),
         (["--out", "new", "--threads", "0"], "--threads must be 1 or more, got 0"),
-        (["--out", "new", "--head", "embedded"], "a head is written by --head DIR and --format, one of eagle, spec"),
-        (["--out", "new", "--head", "nowhere", "--format", "eagel"], "unknown format 'eagel'; did you mean 'eagle'?"),
-        (["--out", "new", "--head", "nowhere", "--format", "eagle"], "there is no folder 'nowhere' with an EAGLE-3"),
+        (["embedded", "--out", "new"], "a drafter is written by DRAFTER and --for, one of vllm, sglang, llamacpp, and"),
+        (["embedded", "--out", "new", "--for", "vllm", "--pad-to", "110M"], "nothing is padded then", "engine"),
+        (["nowhere", "--out", "new", "--for", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
+        (["eagle:nowhere", "--out", "new", "--for", "vllm"], "there is no folder 'nowhere' with an EAGLE-3"),
     ],
     "info": [
         (["--jsn"], "unknown option '--jsn'; did you mean '--json'?"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from truedraft.cli.failures import DONE
@@ -18,18 +18,19 @@ class ExportOptions:
     """Options of `truedraft export`."""
 
     out: Path = option(meaning="The folder to write; a new one, or an empty one.", metavar="DIR", heading="Report")
-    head: str | None = option(
+    drafter: str | None = option(
         None,
-        "The folder of a head, written in place of the model; its target is --model, or the one that the head names.",
-        "DIR",
-        heading="Head",
+        "A drafter, as --drafter takes it, with its folder, or the folder alone: written in place of the model for "
+        "the engine that --for names. Its target is --model, or the one that it names.",
+        "DRAFTER",
+        name="DRAFTER",
     )
-    format: str | None = option(
+    engine: str | None = option(
         None,
-        "What is to read the head: speculators (and vLLM), eagle (EAGLE, SGLang, SpecForge), dflash (z-lab), dspark "
-        "(DeepSpec) or vllm-medusa.",
-        "FORMAT",
-        heading="Head",
+        "vllm, sglang or llamacpp: what is to draft with DRAFTER. The command that serves it there is printed.",
+        "ENGINE",
+        name="--for",
+        heading="Drafter",
     )
     model: ModelOptions = group("Model and drafter", without=("weights",))
     machine: MachineOptions = group("Machine", without=("device", "no_fast_paths"))
@@ -37,9 +38,10 @@ class ExportOptions:
 
 
 def export(options: ExportOptions) -> int:
-    """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime; or a head."""
-    if options.head is not None or options.format is not None:
-        return _export_head(options)
+    """Write a model, padded to a larger size if wanted, as a Hugging Face folder for any other runtime; or a drafter
+    for another engine."""
+    if options.drafter is not None or options.engine is not None:
+        return _export_drafter(options)
     from truedraft.cli.session import quiet_hub, set_threads, waiting, with_model
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import machine_facts
@@ -74,22 +76,23 @@ def export(options: ExportOptions) -> int:
     return DONE
 
 
-def _export_head(options: ExportOptions) -> int:
+def _export_drafter(options: ExportOptions) -> int:
     from truedraft.cli.session import quiet_hub
     from truedraft.cli.terminal import Terminal
-    from truedraft.heads.exporting import FORMATS, export_head
+    from truedraft.drafters.exporting import ENGINES, export_drafter
 
-    if options.head is None or options.format is None or options.model.pad_to is not None:
+    if options.drafter is None or options.engine is None or options.model.pad_to is not None:
         raise OptionError(
-            f"a head is written by --head DIR and --format, one of {', '.join(FORMATS)}, and nothing is padded then",
-            field="head" if options.head is None else "format",
+            f"a drafter is written by DRAFTER and --for, one of {', '.join(ENGINES)}, and nothing is padded then",
+            field="drafter" if options.drafter is None else "engine",
         )
     terminal, folder = Terminal(), user_path(str(options.out))
     named = None if options.model.model == UNNAMED else options.model.model
     with quiet_hub():
-        head = export_head(user_path(options.head), options.format, folder, named)
-    terminal.out.print(f"wrote {folder}: {head.noun} for {options.format}", soft_wrap=True)
+        made = export_drafter(options.drafter, options.engine, folder, named, dtype=options.machine.dtype)
+    told = f"wrote {folder}: {made.kind} for {made.engine}, which drafts {made.tokens} tokens with it; to serve it:"
+    for line in (told, *made.commands):
+        terminal.out.print(line, soft_wrap=True, markup=False, highlight=False)
     if options.report.json:
-        about = {"command": "export", "head": options.head, "format": options.format, "out": str(folder)}
-        terminal.json(about | {"kind": head.kind, "target": named or head.record.target_name})
+        terminal.json({"command": "export", "drafter": options.drafter, "out": str(folder)} | asdict(made))
     return DONE

@@ -100,7 +100,7 @@ def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -
     if config.own_output or config.own_embedding or config.from_anchor or config.markov or config.confidence:
         raise ModelError(
             "this format is of DFlash heads that end in the target's LM head (train with --draft-vocab 0) and whose "
-            "masks guess their own tokens; write this one as speculators reads it"
+            "masks guess their own tokens; write this one as speculators and vLLM read it: --for vllm"
         )
     about = {"dflash_config": {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}}
     _write_flat(head, folder, target_layers, about)
@@ -121,7 +121,7 @@ def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -
     if not config.own_output or not config.own_embedding or config.draft_vocab or not config.from_anchor:
         raise ModelError(
             "this format is of heads with copies of the target's embedding and LM head, over all ids, whose anchor "
-            "guesses; write this one as speculators reads it"
+            "guesses; write this one as speculators and vLLM read it: --for vllm"
         )
     about = {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers), "num_anchors": 512}
     _write_flat(head, folder, target_layers, _markov_record(config) | about)

@@ -1,0 +1,349 @@
+"""Drafters that travel: folders that vLLM, SGLang and llama.cpp load, and the commands that serve them there.
+
+These engines draft chains. What each knows is as of vLLM 0.32, SGLang's pages on speculative decoding and its models
+of November 2026, and the llama.cpp that llama-cpp-python 0.3.36 carries (docs/speculative.md, conversion/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from truedraft.drafters.registry import TrainedDrafter
+from truedraft.drafters.specs import KINDS
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, errors_about
+from truedraft.files import user_path
+from truedraft.heads import block_folders, eagle_folders
+from truedraft.heads.base import Head
+from truedraft.heads.block import DFlashHead, DSparkHead
+from truedraft.heads.eagle import Eagle3Head
+from truedraft.heads.layers import LayerHead
+from truedraft.heads.medusa import MedusaHeads
+from truedraft.heads.medusa_folders import write_vllm_medusa
+from truedraft.heads.peagle import PEagleHead
+from truedraft.heads.published import kind_in
+from truedraft.models import smollm2
+from truedraft.models.export import export_model, new_folder
+from truedraft.models.loading import load_config, read_model, resolve_source
+from truedraft.options import Words, read_whole
+
+_TOKENS = "num_speculative_tokens"
+_DRAFT, _DRAFT_TOKENS = "draft", 4
+_HEADS: Mapping[str, type[Head]] = {
+    each.kind: each for each in (MedusaHeads, Eagle3Head, PEagleHead, DFlashHead, DSparkHead)
+}
+_GGUF = "draft.gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedDrafter:
+    """What was written.
+
+    Attributes:
+        kind: of the drafter, as `--drafter` calls it.
+        engine: that loads it.
+        target: that it drafts for.
+        tokens: that a chain has there.
+        commands: shell lines, in their order; the last one serves.
+    """
+
+    kind: str
+    engine: str
+    target: str
+    tokens: int
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Attributes: name: as it was given; config: of transformers, None where the target lies elsewhere."""
+
+    name: str
+    config: Any
+
+    @property
+    def family(self) -> str:
+        family, *_ = getattr(self.config, "architectures", None) or [""]
+        return str(family)
+
+    @property
+    def layers(self) -> int:
+        if self.config is None:
+            raise OptionError(f"{self.name!r} cannot be read here, and its layers are counted; name it", field="model")
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    def lm_head(self, head: Head) -> Tensor | None:
+        """The weight `[vocab, width]` that heads without an output end in."""
+        if self.config is None:
+            return None
+        model = read_model(resolve_source(self.name), self.name, next(head.parameters()).dtype)
+        weight: Tensor = model.get_output_embeddings().weight.detach()
+        return weight
+
+
+_Write = Callable[[Any, Path, _Target], None]
+
+
+def _with_output(head: Eagle3Head, target: _Target, folder: Path) -> Eagle3Head:
+    """The same head with a copy of the target's LM head in the place of its own."""
+    weight = None if head.config.own_output else target.lm_head(head)
+    if weight is None:
+        return head
+    weights = head.state_dict() | {"lm_head.weight": weight.clone()}
+    return type(head).with_weights(replace(head.config, own_output=True), weights, folder).with_record(head.record)
+
+
+def _flat_eagle(head: Any, folder: Path, target: _Target) -> None:
+    eagle_folders.write_eagle_folder(_with_output(head, target, folder), folder, target=target.name)
+
+
+def _eagle_speculators(head: Any, folder: Path, target: _Target) -> None:
+    whole = _with_output(head, target, folder)
+    eagle_folders.write_speculators_folder(whole, folder, target=target.name, family=target.family)
+
+
+def _block_speculators(head: Any, folder: Path, target: _Target) -> None:
+    block_folders.write_speculators_folder(head, folder, target=target.name, family=target.family)
+
+
+def _deepspec(head: Any, folder: Path, target: _Target) -> None:
+    block_folders.write_dspark_folder(head, folder, target_layers=target.layers)
+
+
+def _dspark(head: Any, folder: Path, target: _Target) -> None:
+    (_deepspec if head.config.own_embedding else _block_speculators)(head, folder, target)
+
+
+def _dflash(head: Any, folder: Path, target: _Target) -> None:
+    block_folders.write_dflash_folder(head, folder, target_layers=target.layers)
+
+
+def _medusa(heads: Any, folder: Path, target: _Target) -> None:
+    tied = heads.config.tied and not heads.config.reads_token
+    write_vllm_medusa(heads, folder, lm_head=target.lm_head(heads) if tied else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How an engine is given a kind of drafter.
+
+    Attributes:
+        words: of the server's command: DIR stands for the folder, FILE for the GGUF file in it, K for the tokens, K+1
+            for one more; of vLLM its method, and what else its configuration has.
+        write: a head; None is of draft models.
+        reads: sizes of heads that it takes only so; it leaves out others, some without a word.
+    """
+
+    words: str
+    write: _Write | None = None
+    reads: Mapping[str, Any] = field(default_factory=dict)
+
+    def typed(self, folder: Path, tokens: int) -> list[str]:
+        """The words, with all in its place."""
+        if not self.words.startswith("-"):
+            method, *more = self.words.split()
+            about = {"method": method, "model": str(folder), _TOKENS: tokens, **dict.fromkeys(more, True)}
+            return ["--speculative-config", json.dumps(about)]
+        given = {"DIR": str(folder), "FILE": str(folder / _GGUF), "K": str(tokens), "K+1": str(tokens + 1)}
+        return [given.get(word, word) for word in self.words.split()]
+
+
+_SGLANG = "--speculative-algorithm {} --speculative-draft-model-path DIR "
+_STEPS = _SGLANG + "--speculative-num-steps K --speculative-eagle-topk 1 --speculative-num-draft-tokens K+1"
+_LLAMACPP = "-md FILE --spec-type {} --spec-draft-n-max K"
+_NO_NORMS = {"fc_norm": False, "norm_output": False}
+_NO_QUERY_NORMS = {"query_norms": False}
+_VANILLA = {"markov_kind": "vanilla"}
+_ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
+_WAYS: Mapping[str, Mapping[str, _Way]] = {
+    "vllm": {
+        _DRAFT: _Way("draft_model"),
+        "medusa": _Way("medusa", _medusa),
+        "eagle": _Way("eagle3", _eagle_speculators),
+        "p-eagle": _Way("eagle3 parallel_drafting", _eagle_speculators, _NO_NORMS),
+        "dflash": _Way("dflash", _block_speculators),
+        "dspark": _Way("dspark", _dspark, _VANILLA),
+    },
+    "sglang": {
+        _DRAFT: _Way(_STEPS.format("STANDALONE")),
+        "eagle": _Way(_STEPS.format("EAGLE3"), _flat_eagle, _NO_QUERY_NORMS),
+        "dflash": _Way(_SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", _dflash),
+        "dspark": _Way(_SGLANG.format("DSPARK") + "--speculative-dspark-block-size K", _deepspec),
+    },
+    "llamacpp": {
+        _DRAFT: _Way(_LLAMACPP.format("draft-simple")),
+        "eagle": _Way(_LLAMACPP.format("draft-eagle3"), _eagle_speculators, _ONE_LAYER),
+        "dflash": _Way(_LLAMACPP.format("draft-dflash"), _dflash),
+        "dspark": _Way(_LLAMACPP.format("draft-dspark"), _dspark, _VANILLA),
+    },
+}
+ENGINES = tuple(_WAYS)
+"""That drafters can be written for."""
+_SERVE = {
+    "vllm": ["vllm", "serve"],
+    "sglang": ["python", "-m", "sglang.launch_server", "--model-path"],
+    "llamacpp": ["llama-server", "-m"],
+}
+_LOOKUP = {
+    "vllm": """--speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'""",
+    "sglang": "--speculative-algorithm NGRAM",
+    "llamacpp": "--spec-type ngram-simple",
+}
+_NEAREST = {
+    **dict.fromkeys(("medusa", "redrafter", "p-eagle"), "train an EAGLE-3 head in its place: truedraft train eagle"),
+    **dict.fromkeys(("self", "reencoded"), "train a draft model in its place: truedraft train draft"),
+    **dict.fromkeys(("cascade", "portfolio", "auto"), "it runs one drafter; export one of the members by itself"),
+}
+_ELSEWHERE = {
+    "eagle": "vLLM reads it: --for vllm",
+    "p-eagle": _NEAREST["p-eagle"],
+    "dspark": "SGLang reads one that has copies of embedding and LM head; or train one: truedraft train dspark",
+}
+
+
+def export_drafter(
+    drafter: str, engine: str, folder: Path, model: str | None = None, *, dtype: str = "auto"
+) -> ExportedDrafter:
+    """Write a drafter, trained here or read from another project's folder, for another engine.
+
+    Args:
+        drafter: as `--drafter` takes it, with a path, or the path alone; its one option is `num_speculative_tokens`.
+        engine: one of `ENGINES`.
+        folder: one that does not exist, or is empty.
+        model: the target, as `load_model` takes it; None is the one that the drafter names.
+        dtype: of a draft model's weights, as `load_model` takes it; heads keep theirs.
+
+    Raises:
+        UnknownOptionError: there is no such engine.
+        OptionError: the engine does not run such a drafter, and what is nearest; or an unusable folder or target.
+        ModelError: the drafter or the target cannot be read, or the engine has no place for something that it has.
+    """
+    if engine not in _WAYS:
+        raise UnknownOptionError.nearest("engine", engine, ENGINES)
+    with errors_about("drafter"):
+        kind, words = _kind_of(Words.parse("drafter", drafter))
+        way = _WAYS[engine].get(kind)
+        if way is None:
+            own = f"it looks n-grams up by itself: {_LOOKUP[engine]}"
+            raise OptionError(f"{engine} runs no {kind} drafters; {_NEAREST.get(kind, own)}")
+        for name in words.options.keys() - {_TOKENS}:
+            raise OptionError(
+                f"{name} is of trees and rules that {engine} does not have; leave it out: it drafts chains of {_TOKENS}"
+            )
+        if words.path is None:
+            raise OptionError(f"{kind!r} does not say which one; give its folder: {kind}:DIR")
+        wanted = words.options.get(_TOKENS)
+        tokens = None if wanted is None else read_whole(_TOKENS, wanted)
+        head = None if way.write is None else _HEADS[kind].load(words.path)
+    if head is None:
+        return _export_draft(words.path, engine, way, folder, model, tokens, dtype)
+    return _export_head(head, engine, way, folder, model, tokens)
+
+
+def _kind_of(words: Words) -> tuple[str, Words]:
+    """The kind of a drafter; that of a path alone is what its files say."""
+    if words.kind in (*KINDS, "auto", "portfolio"):
+        return words.kind, words
+    typed = words.kind if words.path is None else f"{words.kind}:{words.path}"
+    path = user_path(typed, ModelNotFoundError)
+    if not path.exists():
+        raise ModelNotFoundError(f"there is no folder {typed!r}, and no drafter of that name; check the path")
+    known = TrainedDrafter.read(path)
+    return (kind_in(path) or _DRAFT) if known is None else known.kind, replace(words, path=typed)
+
+
+def _export_head(
+    head: Any, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
+) -> ExportedDrafter:
+    target = _target(model, head.record.target_name)
+    count = _chain(tokens, head.reach, head.reach)
+    if isinstance(head, LayerHead) and not head.config.layers:
+        head.config = head.config.at_usual_layers(target.layers)
+    unread = [name for name, value in way.reads.items() if getattr(head.config, name) != value]
+    if unread:
+        raise OptionError(
+            f"{engine} reads {head.kind} heads with "
+            + ", ".join(f"{name} {way.reads[name]}, not {getattr(head.config, name)}" for name in unread)
+            + f"; {_ELSEWHERE[head.kind]}",
+            field="drafter",
+        )
+    assert way.write is not None
+    with new_folder(folder):
+        way.write(head, folder, target)
+    return _exported(folder, head.kind, engine, target, count, way)
+
+
+def _export_draft(
+    name: str, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None, dtype: str
+) -> ExportedDrafter:
+    known = TrainedDrafter.read(user_path(name, ModelNotFoundError))
+    target = _target(model, "" if known is None else known.target_name)
+    count = _chain(tokens, _DRAFT_TOKENS, None)
+    configs = (load_config(resolve_source(name), name, None), target.config)
+    own, theirs = (None if each is None else each.get_text_config().vocab_size for each in configs)
+    if engine != "llamacpp" and theirs not in (None, own):
+        raise OptionError(
+            f"{engine} wants a draft with the target's vocabulary: {name!r} has {own:,} ids, and {target.name!r} "
+            f"{theirs:,}; train one for it: truedraft train draft",
+            field="drafter",
+        )
+    file = _gguf_file(name)
+    if engine == "llamacpp" and file is not None:
+        with new_folder(folder):
+            shutil.copyfile(file, folder / _GGUF)
+    else:
+        export_model(name, folder, dtype=dtype)
+    return _exported(folder, _DRAFT, engine, target, count, way)
+
+
+def _target(model: str | None, named: str) -> _Target:
+    name = named if model is None else model
+    if not name:
+        raise OptionError("this drafter does not say what its target is; name it", field="model")
+    config = None
+    with contextlib.nullcontext() if model else contextlib.suppress(ModelError):  # it may lie elsewhere now
+        config = load_config(resolve_source(name), name, None)
+    return _Target(name, config)
+
+
+def _chain(tokens: int | None, usual: int, most: int | None) -> int:
+    count = usual if tokens is None else tokens
+    if count < 1 or (most is not None and count > most):
+        raise OptionError(f"{_TOKENS} must be 1 to {most or 'as many as pay'}, got {count}", field="drafter")
+    return count
+
+
+def _exported(folder: Path, kind: str, engine: str, target: _Target, tokens: int, way: _Way) -> ExportedDrafter:
+    """With the commands: those that make of target and drafter what the engine loads, and the server's."""
+    beside, file = f"{folder}-target", _gguf_file(target.name)
+    stock = file is None and not target.name.startswith("embedded:")
+    named = smollm2.ON_THE_HUB if target.name == smollm2.WORD else target.name
+    place = named if stock else beside
+    made = [] if stock else [["truedraft", "export", "--model", target.name, "--out", beside]]
+    if engine == "llamacpp":
+        convert, served = ["python", "convert_hf_to_gguf.py"], str(file or f"{beside}.gguf")
+        tokenizer = [] if way.write is None else ["--target-model-dir", place]
+        made = made if tokenizer or file is None else []
+        made += [] if file else [[*convert, place, "--outfile", served]]
+        ready = (folder / _GGUF).exists()
+        made += [] if ready else [[*convert, str(folder), *tokenizer, "--outfile", str(folder / _GGUF)]]
+        place = served
+    lines = [*made, [*_SERVE[engine], place, *way.typed(folder, tokens)]]
+    return ExportedDrafter(kind, engine, target.name, tokens, tuple(map(shlex.join, lines)))
+
+
+def _gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name stands for; None: it is none."""
+    if name == smollm2.WORD:
+        return smollm2.installed_file()
+    path = user_path(name, ModelNotFoundError)
+    files = list(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else [path]
+    return files[0] if len(files) == 1 and files[0].suffix == ".gguf" and files[0].is_file() else None

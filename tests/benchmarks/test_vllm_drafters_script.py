@@ -1,0 +1,95 @@
+"""The script behind `make test-vllm`, without a vLLM: what it reads of metrics and logs, and its lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vllm_drafters as script
+from cli.tiny import save_tiny_llama
+from truedraft.errors import PeerError
+
+METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+vllm:spec_decode_num_drafts_total{engine="0",model_name="model"} 40.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="model"} 120.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="model"} 61.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 33.0
+"""
+LOG = """(APIServer pid=8) WARNING 11-27 11:29:49 [system_utils.py:255] failed: OSError: [Errno 24] Too many files
+(EngineCore pid=9) ERROR 11-27 11:30:00 [core.py:1] ValueError: Model Runner V1 does not support: dspark
+(APIServer pid=8) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_metrics_and_logs_are_read(tmp_path: Path) -> None:
+    assert script.counted(METRICS) == (120.0, 61.0) and script.counted("") == (0.0, 0.0)
+    (tmp_path / "log").write_text(LOG)
+    assert script.refusal(tmp_path / "log") == "ValueError: Model Runner V1 does not support: dspark"
+    assert script.refusal(tmp_path / "none") == ""
+
+
+def test_a_chain_of_each_kind() -> None:
+    assert script.chain("medusa:a/b,nodes=3", "medusa", 3) == 'medusa:"a/b",branching=1-1-1'
+    assert script.chain("eagle:a/b", "eagle", 5) == 'eagle:"a/b",num_speculative_tokens=5'
+
+
+def test_where_answers_part_the_gap_is_the_targets(tmp_path: Path) -> None:
+    folder = Path(save_tiny_llama(tmp_path / "target", seed=1, layers=2))
+    prompts = [[5, 6], [7, 8], [9]]
+    same, parted, short = [1, 2, 3], [1, 2, 4], [1, 2]
+    assert script.first_gaps(folder, prompts, [same] * 3, [tuple(same)] * 3) == []
+    first, second = script.first_gaps(folder, prompts, [same] * 3, [same, parted, short])
+    assert 0.0 < first < 1e9 and second == 1e9
+    assert script.first_gaps(folder, [[7, 8]], [parted], [same]) == [pytest.approx(first)]
+
+
+@pytest.mark.parametrize(("there", "verdict", "passed"), [
+    (0.5, "no deviation found", True), (0.6, "no deviation found", False), (0.5, "deviates", False),
+])  # fmt: skip
+def test_a_line_passes_where_answers_acceptance_and_certificates_do(
+    there: float, verdict: str, passed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words: list[str] = []
+
+    @contextlib.contextmanager
+    def served(name: str, more: list[str], target: object, folder: Path) -> Iterator[None]:
+        words.extend(more)
+        yield None
+
+    about = {"method": "eagle3", "model": "x", "num_speculative_tokens": 3}
+    command = f"vllm serve x --speculative-config '{json.dumps(about)}'"
+    monkeypatch.setattr(script, "_exported", lambda words, out: {"tokens": 3, "commands": ["first", command]})
+    monkeypatch.setattr(script, "served", served)
+    monkeypatch.setattr(script, "greedy", lambda running, prompts, tokens: ([(1, 2)], there))
+    monkeypatch.setattr(script, "certificate", lambda *_: {"verdict": verdict, "allowance": 0.1, "runs": [1]})
+    monkeypatch.setattr(script, "ours", lambda *_: 0.52)
+    line = script.checked("eagle:DIR", script.Bench(None, None, {}, [[3]]), tmp_path, [(1, 2)], asked())
+    assert words == ["--speculative-config", json.dumps(about)]
+    assert (line["passed"], line["same_as_plain"], line["drafter"]) == (passed, 1, "eagle")
+    assert line["certificates"] == [{"verdict": verdict, "allowance": 0.1}] * 2 and "DIR" not in json.dumps(line)
+
+
+def test_refusals_are_told_in_their_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "_exported", lambda words, out: "vllm runs no redrafter drafters")
+    line = script.checked("redrafter:DIR", script.Bench(None, None, {}, []), tmp_path, [], asked())
+    assert (line["refused"], line["by"]) == ("vllm runs no redrafter drafters", "truedraft export")
+
+    def dies(*_: Any) -> None:
+        raise PeerError("vllm dspark ended")
+
+    monkeypatch.setattr(script, "_exported", lambda words, out: {"tokens": 3, "commands": ["vllm serve x"]})
+    monkeypatch.setattr(script, "served", dies)
+    monkeypatch.setattr(script, "RUNS", tmp_path)
+    (tmp_path / "vllm-dspark.log").write_text(LOG)
+    line = script.checked("dspark:DIR", script.Bench(None, None, {}, []), tmp_path, [], asked())
+    assert (line["by"], line["refused"]) == ("vllm", "ValueError: Model Runner V1 does not support: dspark")
+
+
+def asked() -> argparse.Namespace:
+    return argparse.Namespace(model="tiny", minutes=1.0, tokens=10, max_tokens=8)
