@@ -16,8 +16,8 @@ from truedraft.heads import VectorHead
 from truedraft.learning.traffic import Answered
 
 _BETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
-_UNIT = 0.5
-"""Tokens per call that a difference counts as 1; a larger one counts as no more, so that no single answer decides."""
+_UNIT = 0.25
+"""Guesses kept at a place that a difference counts as 1; a larger one counts as no more, so no one answer decides."""
 ENOUGH, _MOST = 12, 48  # answers that say a little, and all
 _numbers = itertools.count()
 
@@ -39,8 +39,8 @@ class Candidate:
 def tokens_per_call(candidate: Candidate, answers: Iterable[Answered]) -> float | None:
     """Of the answers that it was replayed on; None where there are none."""
     found = [answer.scores[candidate.number] for answer in answers if candidate.number in answer.scores]
-    calls = sum(each[1] for each in found)
-    return sum(each[0] for each in found) / calls if calls else None
+    calls = sum(each.calls for each in found)
+    return sum(each.tokens for each in found) / calls if calls else None
 
 
 class GainTest:
@@ -103,10 +103,9 @@ class Comparison:
     def see(self, answer: Answered) -> None:
         """Take an answer that both were replayed on."""
         self._seen.add(answer.number)
-        tokens, calls = answer.scores[self.new.number]
-        before, calls_before = answer.scores[self.old.number]
-        if calls and calls_before:
-            difference = (tokens / calls - before / calls_before) / _UNIT
+        new, old = answer.scores[self.new.number], answer.scores[self.old.number]
+        if new.tokens:
+            difference = (new.kept - old.kept) / new.tokens / _UNIT
             self._gain.see(difference)
             self._loss.see(-difference)
 
@@ -122,8 +121,12 @@ class Comparison:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the evidence is not on its way to be enough by answer number `_MOST`: a later head is tried then."""
-        needed = -math.log(self._level) * min(self.count / _MOST, 1.0)
+        """Whether the evidence is not on its way to be enough by answer number `_MOST`: a later head is tried then.
+
+        Where one bet fits, it has a share of the stakes at first, and has to make up for the others'.
+        """
+        shares = math.log(len(_BETS))
+        needed = (shares - math.log(self._level)) * min(self.count / _MOST, 1.0) - shares
         return self.count >= ENOUGH and not self.gains and self._gain.now < needed
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from truedraft.heads import VectorHead
-from truedraft.learning.traffic import Answered
+from truedraft.learning.traffic import Answered, Score
 from truedraft.models.lm_head import LmHead
 from truedraft.training.losses import DistillationLoss
 from truedraft.training.targets import TargetRows, computed_rows
@@ -20,7 +20,7 @@ _ROWS = 128  # whose logits are held at once
 
 
 @torch.no_grad()
-def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[tuple[int, int]]:
+def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[Score]:
     """Tokens of an answer behind its first, and the target calls that they take with chains of a head's best guesses.
 
     A chain is kept as far as it agrees with the answer, at every temperature, and the next begins behind the token that
@@ -34,12 +34,12 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
         answer: that is replayed, its first tokens where it is long.
 
     Returns:
-        Tokens and calls of each head.
+        What each head comes to.
     """
     tokens = answer.tokens[: _PLACES + 1]
     places, reach = len(tokens) - 1, heads[0].reach
     if places < 1:
-        return [(0, 0)] * len(heads)
+        return [Score(0, 0, 0)] * len(heads)
     like = next(heads[0].parameters())
     hidden = answer.vectors[:places].to(like.device, like.dtype)
     behind = torch.cat([tokens, tokens.new_full((reach,), -1)])  # there nothing agrees
@@ -58,7 +58,7 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
             rows = zip(vectors[:, place][own].split(_ROWS), labels[own].split(_ROWS), strict=True)
             alive[own] = torch.cat([_agrees(head.place_logits(place, some[0], lm_head), some[1]) for some in rows])
         kept += alive
-    return [(places, _calls(each)) for each in kept.tolist()]
+    return [Score(places, _calls(each), sum(each)) for each in kept.tolist()]
 
 
 def _agrees(logits: Tensor, labels: Tensor) -> Tensor:

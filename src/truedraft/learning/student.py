@@ -28,12 +28,12 @@ _log = logging.getLogger("truedraft.learning")
 
 _WINDOWS, _WINDOW = 16, 8  # of a step: stretches of answers, and positions of each
 _NEWEST = 0.05  # that a step has in the mean of the weights, which is steadier than they are
-_TAKEN, _MORE = 0.6, 1.4  # of the way from where it began to that mean (2109.01903), and by how much that changes
+_LESS = 0.7  # of the way from where it began to that mean (2109.01903) is gone where older answers would lose by more
 _PASSES = 8  # over what came
 _LEAST_ANSWERS = 4  # before anything is learned
-_STEPS = 24  # between two candidates
+_STEPS = 12  # between two candidates
 _WATCH = 96  # answers after which a promotion is not doubted any more
-_OLD = 24  # of the oldest answers, and of those before the newest, that a candidate must not be worse on
+_OLD = 12  # of the oldest answers, and of those before the newest, that a candidate must not be worse on
 _ALLOWED = 0.01  # by more than this share
 _IDS, _OTHERS = 8192, 2048  # a larger vocabulary is narrowed, to the traffic's ids and so many others
 
@@ -100,7 +100,7 @@ class Student:
         # Muon's own products would take twice the time of such a small step.
         self._optimizer = MixedOptimizer(self._shadow, rates, self._shadow.parameters())
         self._steps = 0
-        self._taken = _TAKEN
+        self._taken = 1.0
 
     def work(self) -> bool:
         """Do a little: a step of training, or the replay of an answer, in turn; returns whether there was any."""
@@ -194,11 +194,12 @@ class Student:
             (answer, [comparison.new, comparison.old])
             for comparison in (self._watch, self._trial)
             if comparison is not None
+            and not comparison.gains  # else answers that come in would keep the older ones back
             for answer in comparison.waiting(fresh)
         ]
         if self._trial is not None and self._trial.gains:
             compared = [self._trial.new, self.served, self.origin]
-            wanted += [(answer, compared) for some in _older(old) for answer in some]
+            wanted += [(answer, compared) for some in _older(fresh, old) for answer in some]
         for answer, candidates in wanted:
             left = {each.number: each for each in candidates if each.number not in answer.scores}
             if left:
@@ -219,18 +220,18 @@ class Student:
             return
         if trial.gains:
             compared = trial.new, self.served, self.origin
-            if all(each.number in answer.scores for some in _older(old) for answer in some for each in compared):
+            older = _older(fresh, old)
+            if all(each.number in answer.scores for some in older for answer in some for each in compared):
                 self._trial = None
-                if all(self._keeps(trial.new, some) for some in _older(old)):
+                if all(self._keeps(trial.new, some) for some in older):
                     self._promote(trial.new)
                 else:
-                    self._taken /= _MORE
+                    self._taken *= _LESS
         elif trial.loses:
             self._trial = None
             self._start_over()
         elif trial.hopeless:
             self._trial = None
-            self._taken = min(1.0, self._taken * _MORE)
 
     def _keeps(self, candidate: Candidate, older: Sequence[Answered]) -> bool:
         """Whether a candidate brings as much on older answers as what is served, and as what it all began with."""
@@ -266,6 +267,7 @@ class Student:
         self._serve(candidate.head)
 
 
-def _older(old: list[Answered]) -> tuple[list[Answered], list[Answered]]:
-    """The first of them, and the last: a change of traffic may lie between."""
-    return old[:_OLD], old[-_OLD:]
+def _older(fresh: list[Answered], old: list[Answered]) -> tuple[list[Answered], list[Answered]]:
+    """The first of all, and the last before the newest: traffic may have changed behind either."""
+    every = [*old, *fresh]
+    return every[: min(_OLD, len(every) // 2)], old[-_OLD:]

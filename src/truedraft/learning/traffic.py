@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,21 @@ _HELD_SHARE = 0.25  # of the memory, for these
 _ID_BYTES = 8
 
 
+class Score(NamedTuple):
+    """What replay of an answer came to.
+
+    Attributes:
+        tokens: that are replayed, the answer's first apart.
+        calls: of the target that they take.
+        kept: guesses that agree with the answer, over chains that begin behind every token. It says more than the calls
+            do, which hang on the places where chains happened to begin.
+    """
+
+    tokens: int
+    calls: int
+    kept: int
+
+
 @dataclass(eq=False, slots=True)
 class Answered:
     """An answer, or the first part of one.
@@ -33,14 +48,14 @@ class Answered:
             LM head makes of it.
         since_s: when it was over.
         number: counted up; no other one of its traffic has it.
-        scores: what replay by heads came to, by their numbers: tokens, and the target calls that these would take.
+        scores: what replay by heads came to, by their numbers.
     """
 
     tokens: Tensor
     vectors: Tensor
     since_s: float
     number: int = 0
-    scores: dict[int, tuple[int, int]] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
