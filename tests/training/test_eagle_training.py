@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
 
 from support.eagle_reference import EagleReference, random_eagle
+from support.layer_heads import as_transformers_runs_it
 from support.shares import assert_shares_add_up
-from support.tiny_models import CONTEXT, VOCAB, build
+from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters import Eagle3
 from truedraft.errors import OptionError
@@ -38,14 +38,6 @@ SIZES = Eagle3Config(
     most_positions=CONTEXT,
 )  # fmt: skip
 PROMPT, ANSWER = [5, 9, 11, 3], [60, 2, 11, 3, 41, 7]
-
-
-def as_transformers_runs_it() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return build(config, seed=3, spread=0.15)
 
 
 def unrolled(config: Eagle3Config = SIZES) -> Unrolled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeAlias
@@ -19,7 +20,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerConfig:
+class LayerConfig(ABC):
     """Sizes of a head with decoder layers of its own.
 
     Attributes:
@@ -98,9 +99,9 @@ class LayerConfig:
         """How many layers are read."""
         return len(self.layers) or self.usual_layers
 
+    @abstractmethod
     def usual_of(self, count: int) -> tuple[int, ...]:
         """The layers that such heads read of a target with so many, where none are named; () where it has too few."""
-        raise NotImplementedError
 
     def at_usual_layers(self, count: int) -> Self:
         """The same with `usual_of` a target with so many layers, where none are named.
