@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,7 @@ from truedraft.heads import MedusaHeads, RedrafterHead, VectorHead
 from truedraft.learning import Learner
 from truedraft.learning.promotion import Candidate
 from truedraft.learning.replay import Narrowed, replayed
+from truedraft.learning.student import Student, _Winner
 from truedraft.learning.tenants import Tenants
 from truedraft.learning.traffic import Answered, Score, Traffic
 from truedraft.training.losses import ForwardKL
@@ -212,23 +214,47 @@ def test_a_head_that_turns_out_worse_is_rolled_back() -> None:
     assert student.rollbacks == 1 and student.served is good and drafter.head is good.head
 
 
-@pytest.mark.parametrize("worse", ["served", "origin"])
-def test_what_is_worse_on_older_answers_is_not_promoted(worse: str) -> None:
+def judged(student: Student, newest: int = 24, **kept: int) -> Candidate:
+    """What is served when a winner was judged that keeps so many guesses of 60 on older answers, and on the newest."""
+    winner = Candidate(untrained())
+    with torch.no_grad():
+        for weight in winner.head.parameters():
+            weight.add_(1.0)
+    heads = {"served": student.served, "origin": student.origin, "new": winner}
+    groups = [[Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(8)] for _ in range(3)]
+    for number, answer in enumerate(itertools.chain.from_iterable(groups)):
+        answer.number = number
+        here = {"served": 20, "origin": 20, "new": newest} if number >= 16 else {"served": 20, "origin": 20} | kept
+        answer.scores = {heads[name].number: Score(60, 40, count) for name, count in here.items()}
+    student._winner = _Winner(winner, winner, 1.0, [{each.number for each in some} for some in groups])
+    student._judge_winner(student._winner, list(itertools.chain.from_iterable(groups)))
+    return winner
+
+
+@pytest.mark.parametrize("better", ["served", "origin"])
+def test_less_is_taken_of_what_is_worse_on_older_answers(better: str) -> None:
     learner = Unthreaded(share=1.0)
     engine = learning(untrained(), learner)
-    teach(engine, learner, 0, 2)
     student = learner.student
-    made = type(student.served)
-    calls = {"served": 40, "origin": 40, "new": 41} | {worse: 40 if worse == "served" else 39}
-    student.served, candidate = made(untrained()), made(untrained())
-    older = [Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(8)]
-    for each in older:
-        for name, one in {"served": student.served, "origin": student.origin, "new": candidate}.items():
-            each.scores[one.number] = Score(60, calls[name], 20)
-    assert not student._keeps(candidate, older)
-    for each in older:
-        each.scores[candidate.number] = Score(60, 39, 20)
-    assert student._keeps(candidate, older)
+    student.served = served = Candidate(untrained(), 7)
+    winner = judged(student, new=20, **{better: 21})
+    assert student.served is served and student._winner is not None and student._winner.whole is winner
+    less = student._winner
+    assert less.share == pytest.approx(0.7) and less.now is not winner
+    began, whole, now = (list(each.parameters()) for each in (student._began, winner.head, less.now.head))
+    for first, last, found in zip(began, whole, now, strict=True):
+        torch.testing.assert_close(found.float(), torch.lerp(first, last.float(), 0.7))
+        assert not torch.equal(first, found.float())
+    promoted = judged(student, new=20)
+    assert student.served is promoted and student._winner is None and student.promotions == 1
+    assert engine is not None
+
+
+def test_what_no_longer_gains_on_the_newest_answers_is_dropped() -> None:
+    learner = Unthreaded(share=1.0)
+    engine, student = learning(untrained(), learner), learner.student
+    judged(student, newest=20, new=30)
+    assert student.served is student.origin and student._winner is None and engine is not None
 
 
 def test_replay_is_what_an_engine_with_chains_does() -> None:
@@ -238,7 +264,7 @@ def test_replay_is_what_an_engine_with_chains_does() -> None:
     engine = learning(head, None)
     for kind in (0, 1):
         for prompt in prompts(kind, 6):
-            answer = engine.generate(prompt, SamplingParams(max_tokens=50))
+            answer = engine.generate(prompt, SamplingParams(max_tokens=32))
             texts = [[*prompt, *answer.token_ids[:place]] for place in range(len(answer.token_ids))]
             vectors = torch.stack([target.vector_after(text) for text in texts])
             answered_ = Answered(torch.tensor(answer.token_ids), vectors, 0.0)

@@ -1,8 +1,9 @@
 """Whether one head brings more than another: bets on the differences of replayed answers.
 
-For differences D_1, D_2, ... in [-1, 1] whose mean, given those before, is 0 or less, the product of (1 + b D_i) is a
-supermartingale for every b in (0, 1), and so is the mean of several. By Ville's inequality it ever reaches 1/a with
-probability a at most, however often and whenever one looks (Waudby-Smith and Ramdas, arXiv 2010.09686, section 4).
+For differences D_1, D_2, ... in [-1, 1] whose mean, given those before, is 0 or less, the product of (1 + b_i D_i) is a
+supermartingale for any bets b_i in [0, 1) that follow from what came before D_i. By Ville's inequality it ever reaches
+1/a with probability a at most, however often and whenever one looks (Waudby-Smith and Ramdas, arXiv 2010.09686,
+section 4).
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from truedraft.certify.e_process import EProcess
 from truedraft.heads import VectorHead
 from truedraft.learning.traffic import Answered
 
-_BETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
-_UNIT = 0.25
+_UNIT = 0.1
 """Guesses kept at a place that a difference counts as 1; a larger one counts as no more, so no one answer decides."""
-ENOUGH, _MOST = 12, 48  # answers that say a little, and all
+_MOST_BET, _MEMORY = 0.8, 0.95  # and what a difference counts for the next bets, for each that came behind it
+OWN = 8  # answers that a candidate itself has to be better on
 _numbers = itertools.count()
 
 
@@ -43,58 +43,71 @@ def tokens_per_call(candidate: Candidate, answers: Iterable[Answered]) -> float 
     return sum(each.tokens for each in found) / calls if calls else None
 
 
+def tokens_a_place(candidate: Candidate, answers: Iterable[Answered]) -> float:
+    """Tokens for a call, by calls that begin at every place of answers that it was replayed on; 1 without any."""
+    found = [answer.scores[candidate.number] for answer in answers]
+    return 1.0 + sum(each.kept for each in found) / max(sum(each.tokens for each in found), 1)
+
+
 class GainTest:
     """Evidence that differences are above 0 on average.
 
+    The bet is the mean of the differences before it by the mean of their squares, which makes the product grow about as
+    fast as any (2010.09686, appendix B.3); so next to nothing is at stake where there is no gain.
+
     Attributes:
-        count: differences so far.
+        now: the logarithm of the evidence.
+        most: the largest that it ever was.
     """
 
     def __init__(self) -> None:
-        self._logs = {str(bet): 0.0 for bet in _BETS}
-        self._evidence = EProcess(**dict.fromkeys(self._logs, 1.0))
-        self.count = 0
+        self.now = self.most = 0.0
+        self._sum, self._squares = 0.1, 1.0  # so the first bet is 0.1
 
     def see(self, difference: float) -> None:
         """Bet on one more, cut to [-1, 1]."""
         cut = max(-1.0, min(1.0, difference))
-        self.count += 1
-        for bet in _BETS:
-            self._logs[str(bet)] += math.log1p(bet * cut)
-        self._evidence.see(self._logs, self.count)
-
-    @property
-    def now(self) -> float:
-        """The logarithm of the evidence as it is now."""
-        return self._evidence.mean(self._logs)
+        bet = max(0.0, min(self._sum / self._squares, _MOST_BET))
+        self.now += math.log1p(bet * cut)
+        self.most = max(self.most, self.now)
+        self._sum = _MEMORY * self._sum + cut
+        self._squares = _MEMORY * self._squares + cut * cut
 
     def sure(self, level: float) -> bool:
         """Whether it ever was enough for an error of probability `level`."""
-        return self._evidence.most >= -math.log(level)
+        return self.most >= -math.log(level)
 
 
 class Comparison:
-    """Two heads, held to each other on answers as they come, each answer once.
+    """A head and one that may take its place, held to each other on answers as they come, each answer once.
+
+    A later candidate may go on where one was: which one plays is known before an answer is looked at, so evidence
+    that there is a gain is evidence that some of them had one.
 
     Args:
         new: is asked whether it brings more.
         old: than this one.
-        level: probability of saying so where it does not.
+        level: probability of saying so where none does.
+        seen: numbers of the answers that do not count; those that are seen are added.
 
     Attributes:
-        new: as given.
+        new: that plays now.
         old: as given.
+        count: answers that were seen.
+        own: answers that `new` was seen on.
     """
 
-    def __init__(self, new: Candidate, old: Candidate, level: float) -> None:
-        self.new, self.old = new, old
+    def __init__(self, new: Candidate, old: Candidate, level: float, seen: set[int]) -> None:
+        self.old = old
+        self.count = 0
         self._level = level
         self._gain, self._loss = GainTest(), GainTest()
-        self._seen: set[int] = set()
+        self._seen = seen
+        self.renew(new)
 
-    def skip(self, answers: Iterable[Answered]) -> None:
-        """These do not count."""
-        self._seen.update(each.number for each in answers)
+    def renew(self, new: Candidate) -> None:
+        """Let another one play from now on."""
+        self.new, self.own, self._own_gain = new, 0, 0.0
 
     def waiting(self, answers: Iterable[Answered]) -> list[Answered]:
         """Those that were not seen yet."""
@@ -108,36 +121,16 @@ class Comparison:
             difference = (new.kept - old.kept) / new.tokens / _UNIT
             self._gain.see(difference)
             self._loss.see(-difference)
-
-    @property
-    def count(self) -> int:
-        """Answers that were seen."""
-        return self._gain.count
+            self.count += 1
+            self.own += 1
+            self._own_gain += difference
 
     @property
     def gains(self) -> bool:
-        """Whether the new one surely brings more."""
-        return self._gain.sure(self._level)
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether the evidence is not on its way to be enough by answer number `_MOST`: a later head is tried then.
-
-        Where one bet fits, it has a share of the stakes at first, and has to make up for the others'.
-        """
-        shares = math.log(len(_BETS))
-        needed = (shares - math.log(self._level)) * min(self.count / _MOST, 1.0) - shares
-        return self.count >= ENOUGH and not self.gains and self._gain.now < needed
+        """Whether there surely is one that brings more, and the one that plays does so far."""
+        return self._gain.sure(self._level) and self.own >= OWN and self._own_gain > 0.0
 
     @property
     def loses(self) -> bool:
-        """Whether it surely brings less."""
+        """Whether they surely bring less."""
         return self._loss.sure(self._level)
-
-
-def trial_level(level: float, number: int) -> float:
-    """Of trial number 1, 2, ... since the last promotion: together they err with probability `level` at most.
-
-    Worked example: 1 / (1 * 2) + 1 / (2 * 3) + 1 / (3 * 4) + ... = 1.
-    """
-    return level / (number * (number + 1))

@@ -15,7 +15,7 @@ from truedraft.training.losses import DistillationLoss
 from truedraft.training.targets import TargetRows, computed_rows
 from truedraft.training.texts.self_distillation import CollatedBatch
 
-_PLACES = 64  # of an answer that are replayed
+_PLACES = 32  # of an answer that are replayed
 _ROWS = 128  # whose logits are held at once
 
 
@@ -63,9 +63,12 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
 
 def _agrees(logits: Tensor, labels: Tensor) -> Tensor:
     """Whether the likeliest id by each row of logits `[rows, vocab]`, the lowest of those alike, is its label."""
-    largest = logits == logits.amax(-1, keepdim=True)
-    lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
-    return largest.gather(1, labels[:, None])[:, 0] & ~(largest & lower).any(-1)
+    largest = logits.amax(-1)
+    found = logits.gather(1, labels[:, None])[:, 0] == largest
+    tied = logits[found] == largest[found, None]  # of few rows: these passes cost as much as the product does
+    lower = torch.arange(logits.shape[1], device=logits.device) < labels[found, None]
+    found[found.clone()] = ~(tied & lower).any(-1)
+    return found
 
 
 def _calls(kept: Sequence[int]) -> int:

@@ -6,13 +6,13 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from truedraft.heads import VectorHead
-from truedraft.learning.promotion import ENOUGH, Candidate, Comparison, tokens_per_call, trial_level
+from truedraft.learning.promotion import OWN, Candidate, Comparison, tokens_a_place, tokens_per_call
 from truedraft.learning.replay import Narrowed, replayed
 from truedraft.learning.traffic import Answered, Traffic
 from truedraft.learning.versions import Versions
@@ -28,7 +28,7 @@ _log = logging.getLogger("truedraft.learning")
 
 _WINDOWS, _WINDOW = 16, 8  # of a step: stretches of answers, and positions of each
 _NEWEST = 0.05  # that a step has in the mean of the weights, which is steadier than they are
-_LESS = 0.7  # of the way from where it began to that mean (2109.01903) is gone where older answers would lose by more
+_LESS, _LEAST = 0.7, 0.2  # of a change is taken where older answers would lose by all of it (2109.01903), and at least
 _PASSES = 8  # over what came
 _LEAST_ANSWERS = 4  # before anything is learned
 _STEPS = 12  # between two candidates
@@ -86,7 +86,8 @@ class Student:
         self._chance = random.Random(0)
         self._trial: Comparison | None = None
         self._watch: Comparison | None = None
-        self._since = 0  # trials since the last promotion
+        self._winner: _Winner | None = None
+        self._judged: set[int] = set()  # answers that trials have seen
         self._learned = 0  # positions
         self._scores_next = False
         self._start_over()
@@ -100,11 +101,10 @@ class Student:
         # Muon's own products would take twice the time of such a small step.
         self._optimizer = MixedOptimizer(self._shadow, rates, self._shadow.parameters())
         self._steps = 0
-        self._taken = 1.0
 
     def work(self) -> bool:
         """Do a little: a step of training, or the replay of an answer, in turn; returns whether there was any."""
-        self._scores_next = not self._scores_next
+        self._scores_next = self._winner is not None or not self._scores_next
         parts = (self._score, self._train) if self._scores_next else (self._train, self._score)
         return any(part() for part in parts)
 
@@ -160,19 +160,25 @@ class Student:
         return torch.cat([*(each.tokens for each in answers), others]).unique()
 
     def _try_shadow(self) -> None:
-        """Let the shadow as it is now be a candidate, if there is none and it is due."""
-        fresh, _ = self.traffic.answers(self.traffic.held)
-        if self._trial is not None or self._steps < _STEPS or len(fresh) < ENOUGH:
+        """Let the shadow as it is now be the candidate, if that is due."""
+        trial = self._trial
+        if self._steps < _STEPS or (trial is not None and (trial.own < OWN or trial.gains)):
             return
         self._steps = 0
-        head = copy.deepcopy(self._began)
-        with torch.no_grad():
-            for weight, mean in zip(head.parameters(), self._average.parameters(), strict=True):
-                weight.lerp_(mean, self._taken)  # what is left out keeps what it was good at
-        head = head.to(self._dtype).eval().requires_grad_(False)
-        self._since += 1
+        candidate = self._between(self._average, 1.0)
         self.trials += 1
-        self._trial = Comparison(Candidate(head), self.served, trial_level(self._level, self._since))
+        if trial is None:
+            self._trial = Comparison(candidate, self.served, self._level, self._judged)
+        else:
+            trial.renew(candidate)
+
+    def _between(self, head: VectorHead, share: float) -> Candidate:
+        """So much of the way from where the shadow began to a head."""
+        found = copy.deepcopy(self._began)
+        with torch.no_grad():
+            for weight, end in zip(found.parameters(), head.parameters(), strict=True):
+                weight.lerp_(end.float(), share)
+        return Candidate(found.to(self._dtype).eval().requires_grad_(False))
 
     # ------------------------------------------------------------------------------------- judging
 
@@ -190,24 +196,26 @@ class Student:
     def _missing(self) -> Iterator[tuple[Answered, list[Candidate]]]:
         """Answers, and the heads that are still to be replayed on each."""
         fresh, old = self.traffic.answers(self.traffic.held)
-        wanted = [
-            (answer, [comparison.new, comparison.old])
-            for comparison in (self._watch, self._trial)
-            if comparison is not None
-            and not comparison.gains  # else answers that come in would keep the older ones back
-            for answer in comparison.waiting(fresh)
-        ]
-        if self._trial is not None and self._trial.gains:
-            compared = [self._trial.new, self.served, self.origin]
-            wanted += [(answer, compared) for some in _older(fresh, old) for answer in some]
+        wanted: list[tuple[Answered, list[Candidate]]] = []
+        if self._winner is not None:
+            compared = [self._winner.now, self.served, self.origin]
+            wanted = [(answer, compared) for some in self._winner.among([*old, *fresh]) for answer in some]
+        for comparison in self._comparisons():
+            both = [comparison.new, comparison.old]
+            wanted += [(answer, both) for answer in reversed(comparison.waiting(fresh))]  # the newest say most
         for answer, candidates in wanted:
             left = {each.number: each for each in candidates if each.number not in answer.scores}
             if left:
                 yield answer, list(left.values())
 
+    def _comparisons(self) -> list[Comparison]:
+        """Those that are open."""
+        trial = self._trial if self._winner is None else None
+        return [each for each in (self._watch, trial) if each is not None]
+
     def _judge(self) -> None:
         fresh, old = self.traffic.answers(self.traffic.held)
-        for comparison in (each for each in (self._watch, self._trial) if each is not None):
+        for comparison in self._comparisons():
             for answer in comparison.waiting(fresh):
                 if comparison.new.number in answer.scores and comparison.old.number in answer.scores:
                     comparison.see(answer)
@@ -216,45 +224,49 @@ class Student:
         elif self._watch is not None and self._watch.count >= _WATCH:
             self._watch = None
         trial = self._trial
-        if trial is None:
-            return
-        if trial.gains:
-            compared = trial.new, self.served, self.origin
-            older = _older(fresh, old)
-            if all(each.number in answer.scores for some in older for answer in some for each in compared):
-                self._trial = None
-                if all(self._keeps(trial.new, some) for some in older):
-                    self._promote(trial.new)
-                else:
-                    self._taken *= _LESS
-        elif trial.loses:
+        if self._winner is not None:
+            self._judge_winner(self._winner, [*old, *fresh])
+        elif trial is not None and trial.gains:
+            looked_at = [*_older(fresh, old), fresh[-OWN:]]
+            numbers = [{answer.number for answer in some} for some in looked_at]
+            self._winner = _Winner(trial.new, trial.new, 1.0, numbers)
+        elif trial is not None and trial.loses:
             self._trial = None
             self._start_over()
-        elif trial.hopeless:
-            self._trial = None
 
-    def _keeps(self, candidate: Candidate, older: Sequence[Answered]) -> bool:
-        """Whether a candidate brings as much on older answers as what is served, and as what it all began with."""
-        own = tokens_per_call(candidate, older)
-        others = [tokens_per_call(each, older) for each in (self.served, self.origin)]
-        return own is None or all(each is None or own >= (1.0 - _ALLOWED) * each for each in others)
+    def _judge_winner(self, winner: _Winner, answers: Sequence[Answered]) -> None:
+        """Promote a candidate that gains, or less of it where older answers would lose; or none."""
+        compared = [winner.now, self.served, self.origin]
+        *older, newest = winner.among(answers)
+        if not all(each.number in answer.scores for some in (*older, newest) for answer in some for each in compared):
+            return
+        self._winner = self._trial = None
+        if tokens_a_place(winner.now, newest) <= tokens_a_place(self.served, newest):
+            return  # what is left of it is too little
+        if all(
+            tokens_a_place(winner.now, some) >= (1.0 - _ALLOWED) * tokens_a_place(each, some)
+            for some in older
+            for each in compared
+        ):
+            self._promote(winner.now)
+        elif winner.share > _LEAST:
+            share = _LESS * winner.share
+            self._winner = winner._replace(now=self._between(winner.whole.head, share), share=share)
 
     def _promote(self, candidate: Candidate) -> None:
         fresh, _ = self.traffic.answers(self.traffic.held)
-        before, self.served, self._trial = self.served, candidate, None
+        before, self.served = self.served, candidate
         candidate.version = (
             self.promotions + 1 if self._versions is None else self._versions.write(candidate.head, self._written)
         )
         self._put(candidate)
-        self._watch = Comparison(before, candidate, self._level)
-        self._watch.skip(fresh)
-        self._since = 0
+        self._watch = Comparison(before, candidate, self._level, {each.number for each in fresh})
         self.promotions += 1
         both = [each for each in fresh if {before.number, candidate.number} <= each.scores.keys()]
         self.gain = tokens_per_call(before, both), tokens_per_call(candidate, both)
 
     def _roll_back(self, before: Candidate) -> None:
-        self.served, self._watch, self._trial, self._since = before, None, None, 0
+        self.served, self._watch, self._trial, self._winner = before, None, None, None
         self._put(before)
         self._start_over()
         self.rollbacks += 1
@@ -265,6 +277,19 @@ class Student:
             self._versions.name(candidate.version)
         _log.info("version %d of the %s is served from now on", candidate.version, candidate.head.plural)
         self._serve(candidate.head)
+
+
+class _Winner(NamedTuple):
+    """A candidate that was shown to gain, how much of it is looked at, and on which answers, by their numbers."""
+
+    whole: Candidate
+    now: Candidate
+    share: float
+    numbers: list[set[int]]  # two groups of older ones, and the newest
+
+    def among(self, answers: Sequence[Answered]) -> list[list[Answered]]:
+        """These groups of answers, as far as they are still kept."""
+        return [[each for each in answers if each.number in some] for some in self.numbers]
 
 
 def _older(fresh: list[Answered], old: list[Answered]) -> tuple[list[Answered], list[Answered]]:
