@@ -26,6 +26,8 @@ from truedraft.training.options import (
     MedusaRunOptions,
     MedusaSizeOptions,
     NgramSizeOptions,
+    PEagleRunOptions,
+    PEagleSizeOptions,
     RedrafterRunOptions,
     RedrafterSizeOptions,
     TextOptions,
@@ -244,6 +246,14 @@ class EagleOptions(_HeadOptions):
 
 
 @dataclass(frozen=True)
+class PEagleOptions(_HeadOptions):
+    """Options of `truedraft train p-eagle`."""
+
+    size: PEagleSizeOptions = group(_HEADS)
+    learning: PEagleRunOptions = group(_RUN)
+
+
+@dataclass(frozen=True)
 class DFlashOptions(_HeadOptions):
     """Options of `truedraft train dflash`."""
 
@@ -369,6 +379,20 @@ def eagle(options: EagleOptions) -> int:
         return Eagle3TrainingConfig(**common)
 
     return _train_heads("eagle", options, config)
+
+
+def p_eagle(options: PEagleOptions) -> int:
+    """Train an EAGLE-3 head that guesses all tokens of a draft in one pass (P-EAGLE) on what the target itself writes.
+
+    The target computes its vectors anew in each pass.
+    """
+
+    def config(common: dict[str, Any]) -> HeadTrainingConfig:
+        from truedraft.training.peagle import PEagleTrainingConfig
+
+        return PEagleTrainingConfig(**common)
+
+    return _train_heads("p-eagle", options, config)
 
 
 def dflash(options: DFlashOptions) -> int:

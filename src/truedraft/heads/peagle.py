@@ -56,4 +56,4 @@ class PEagleHead(Eagle3Head):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.merged * config.width))
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.merged * config.width))
