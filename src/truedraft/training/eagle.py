@@ -24,6 +24,7 @@ from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.models.base import Segment
+from truedraft.models.huggingface import weights_hash
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.planning import TREE_TEMPERATURES
@@ -114,14 +115,16 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         text, held_out = texts
         model = load_model(target, device=self.device)
         head.config = head.config.at_usual_layers(model.shown_layers)
-        if head.draft_ids is not None and self.start_from is None:
+        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
+        if self.start_from is not None:
+            more["start_from"] = weights_hash(head)
+        elif head.draft_ids is not None:
             head.draft_ids.copy_(likeliest_ids(text, len(head.draft_ids)))
             head.start_from(lm_head.weight.float().to(self.device))
         sampler = _NumberedAnswers(text, 1, _WHOLE, self.seed)
         mean = max(1, sampler.positions // len(sampler.windows))
         answers = max(1, self.positions_per_step // mean)
         schedule = self.schedule(max(1, len(sampler.windows) * self.windows_per_step // answers))
-        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
         run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
         unrolled = self.chains(head, lm_head, model)
         return TrainingLoop(
