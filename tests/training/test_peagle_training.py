@@ -1,4 +1,4 @@
-"""P-EAGLE heads in training: each step is what drafting does, loss and gradient are the page's, and few masks are kept."""
+"""P-EAGLE heads in training: each step is what drafting does, loss and gradient are the page's, few masks stay."""
 
 from __future__ import annotations
 

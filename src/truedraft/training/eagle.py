@@ -198,8 +198,8 @@ def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
 def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:
     """Indices of pairs of a text behind which chains begin, and how many steps each has, at most so many.
 
-    Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, of which 2 to 5 have three steps, 6 has
-    two and 7 one: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
+    Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, of which 2 to 5 have three steps, 6
+    has two and 7 one: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
     """
     first, end = max(len(answer.prompt) - 2, 0), len(answer.prompt) + len(answer.answer) - 2
     return {pair: min(reach, end - pair) for pair in range(first, end)}
