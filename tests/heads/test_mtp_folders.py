@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from heads.test_layer_folders import put, without
 from support.mtp_checkpoints import SHAPES, WEIGHTS, MtpReference
 from truedraft import load_model
 from truedraft.drafters import from_spec
@@ -57,14 +58,6 @@ def test_a_round_trip_is_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Pa
     target = load_model(model, dtype="float32")
     own, other = from_spec("mtp", target), from_spec(f"mtp:{tmp_path / 'once'}", target)
     assert (own.facts, own.limits.depth, other.limits.depth) == (other.facts, 3, 2)
-
-
-def without(name: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda weights: weights.pop(name)
-
-
-def put(name: str, weight: Tensor) -> Callable[[dict[str, Tensor]], object]:
-    return lambda weights: weights.update({name: weight})
 
 
 BROKEN: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [

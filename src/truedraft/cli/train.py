@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -358,13 +359,7 @@ def redrafter(options: RedrafterOptions) -> int:
 
     The target stays as it is: training it together with its heads is `truedraft train medusa --stage 2` alone.
     """
-
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.redrafter import RedrafterTrainingConfig
-
-        return RedrafterTrainingConfig(**common)
-
-    return _train_heads("redrafter", options, config)
+    return _train_heads("redrafter", options, _config_in("redrafter", "RedrafterTrainingConfig"))
 
 
 def eagle(options: EagleOptions) -> int:
@@ -372,13 +367,7 @@ def eagle(options: EagleOptions) -> int:
 
     The target computes its vectors anew in each pass, so that none are kept on disk but those of its LM head.
     """
-
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.eagle import Eagle3TrainingConfig
-
-        return Eagle3TrainingConfig(**common)
-
-    return _train_heads("eagle", options, config)
+    return _train_heads("eagle", options, _config_in("eagle", "Eagle3TrainingConfig"))
 
 
 def p_eagle(options: PEagleOptions) -> int:
@@ -386,13 +375,7 @@ def p_eagle(options: PEagleOptions) -> int:
 
     The target computes its vectors anew in each pass.
     """
-
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.peagle import PEagleTrainingConfig
-
-        return PEagleTrainingConfig(**common)
-
-    return _train_heads("p-eagle", options, config)
+    return _train_heads("p-eagle", options, _config_in("peagle", "PEagleTrainingConfig"))
 
 
 def dflash(options: DFlashOptions) -> int:
@@ -400,13 +383,7 @@ def dflash(options: DFlashOptions) -> int:
 
     All tokens of a draft come from one pass of it. The target computes its vectors anew in each pass.
     """
-
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.block import DFlashTrainingConfig
-
-        return DFlashTrainingConfig(**common)
-
-    return _train_heads("dflash", options, config)
+    return _train_heads("dflash", options, _config_in("block", "DFlashTrainingConfig"))
 
 
 def dspark(options: DSparkOptions) -> int:
@@ -414,13 +391,12 @@ def dspark(options: DSparkOptions) -> int:
 
     It also learns how likely the target accepts each token. The target computes its vectors anew in each pass.
     """
+    return _train_heads("dspark", options, _config_in("block", "DSparkTrainingConfig"))
 
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.block import DSparkTrainingConfig
 
-        return DSparkTrainingConfig(**common)
-
-    return _train_heads("dspark", options, config)
+def _config_in(module: str, name: str) -> Callable[[dict[str, Any]], HeadTrainingConfig]:
+    """Makes a configuration of a module of `truedraft.training`, which is imported then, for it takes seconds."""
+    return lambda common: getattr(import_module(f"truedraft.training.{module}"), name)(**common)
 
 
 def _train_heads(

@@ -101,7 +101,7 @@ def reach_of(folder: str | None) -> int:
         return _REACH
     if not is_whole(found, 1):
         raise ModelError(f"{folder!r} drafts {found!r} tokens by its {CONFIG}, not 1 or more; fetch it again")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def write_mtp_folder(
