@@ -33,6 +33,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "train medusa": (*TRAINED, *ANSWERS, "--heads", "2"),
     "train redrafter": (*TRAINED, *ANSWERS, "--length", "2"),
     "train eagle": (*TRAINED, *ANSWERS, "--length", "2", "--layer", "0"),
+    "train p-eagle": (*TRAINED, *ANSWERS, "--length", "2", "--layer", "0"),
     "train ngram": TRAINED,
 }
 """Words before those of a case."""
@@ -309,6 +310,12 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--loss", "ce"], "--loss must compare distributions"),
         (["--layer", "0"], "an EAGLE-3 head reads different layers, 0 the first, got [0, 0]"),
         (["--kv-heads", "3"], "must be a multiple of those"),
+    ],
+    "train p-eagle": [
+        (["--depth", "0"], "--depth must be a whole number of 1 or more, got 0"),
+        (["--kept", "1.5"], "--kept must lie in (0, 1], got 1.5"),
+        (["--loss", "ce"], "--loss must compare distributions"),
+        (["--fc-norm"], "unknown option '--fc-norm'"),
     ],
     "train ngram": [
         (["--order", "0"], "--order must be 1 or more, got 0"),

@@ -19,6 +19,7 @@ from cli.tiny import Result, Run
 from support import gguf_files
 from support.eagle_reference import random_eagle
 from support.layer_heads import random_head
+from support.mtp_checkpoints import SHAPES, MtpReference
 from truedraft import load_model
 from truedraft.heads import (
     BlockConfig,
@@ -154,6 +155,7 @@ RAN = [
     ("llamacpp", "eagle", "draft-eagle3", 3), ("llamacpp", "eagle-all", "draft-eagle3", 3),
     ("llamacpp", "dflash", "draft-dflash", 2), ("llamacpp", "dspark", "draft-dspark", 3),
     ("llamacpp", "dspark-copies", "draft-dspark", 3), ("llamacpp", "draft", "draft-simple", 4),
+    ("speculators", "eagle-norms", "", 3), ("speculators", "p-eagle-norms", "", 3), ("speculators", "dspark", "", 3),
 ]  # fmt: skip
 
 
@@ -164,11 +166,13 @@ def test_drafters_travel_with_the_command_that_serves_them(
     out = tmp_path / "out"
     result = run("export", drafters[name], "--for", engine, "--out", str(out), "--model", target, "--json")
     assert result.status == 0, result.err
-    record, kind = result.record, name.partition("-")[0] if name != "p-eagle" else name
+    record, kind = result.record, "p-eagle" if name.startswith("p-") else name.partition("-")[0]
     assert (record["kind"], record["engine"], record["target"]) == (kind, engine, target)
     assert record["tokens"] == tokens and all(line in result.out.splitlines() for line in record["commands"])
-    words = shlex.split(record["commands"][-1])
-    if engine == "vllm":
+    words = shlex.split(record["commands"][-1]) if engine != "speculators" else []
+    if not words:
+        assert record["commands"] == [] and "to serve it" not in result.out
+    elif engine == "vllm":
         about = json.loads(words[-1])
         assert words[:4] == ["vllm", "serve", target, "--speculative-config"]
         assert about.pop("parallel_drafting", False) is (name == "p-eagle")
@@ -223,7 +227,17 @@ REFUSED = [
     ("vllm", "{dspark-gated}", "vllm reads dspark heads with markov_kind vanilla, not gated; SGLang reads one"),
     ("vllm", "{p-eagle-norms}", "vllm reads p-eagle heads with norm_output False, not True; train an EAGLE-3 head"),
     ("sglang", "{eagle-queries}", "sglang reads eagle heads with query_norms False, not True; vLLM reads it"),
-    ("tgi", "{eagle}", "unknown engine 'tgi'; valid: llamacpp, sglang, vllm"),
+    (
+        "vllm",
+        "mtp",
+        "vllm runs no mtp drafters from folders, but the layer in the model's own files: --speculative-config",
+    ),
+    ("llamacpp", "mtp:DIR", "own files: --spec-type draft-mtp; --for speculators writes one"),
+    ("speculators", "mtp", "hold no MTP layer"),
+    ("speculators", "mtp,num_speculative_tokens=0", "num_speculative_tokens must be 1 to as many as pay, got 0"),
+    ("speculators", "medusa", "speculators runs no medusa drafters; train an EAGLE-3 head"),
+    ("speculators", "prompt-lookup", "; it trains heads on the target's vectors: truedraft train eagle"),
+    ("tgi", "{eagle}", "unknown engine 'tgi'; valid: llamacpp, sglang, speculators, vllm"),
 ]
 
 
@@ -238,6 +252,19 @@ def test_what_an_engine_cannot_run_is_refused_with_the_nearest(
     result = run("export", word, "--for", engine, "--out", str(out), "--model", target, "--json")
     assert result.status != 0 and said in result.record["error"], result.err
     assert not out.exists() or not any(out.iterdir())
+
+
+def test_an_mtp_layer_travels_to_where_it_is_trained_and_back(run: Run, tmp_path: Path) -> None:
+    model = str(MtpReference(SHAPES["qwen3"]).write(tmp_path / "model"))
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    for word, folder, more in (("mtp", folders[0], ",num_speculative_tokens=2"), (folders[0], folders[1], "")):
+        words = ("export", word + more, "--for", "speculators", "--model", model, "--out", folder, "--json")
+        result = run(*words)
+        assert result.status == 0, result.err
+        assert (result.record["kind"], result.record["tokens"], result.record["commands"]) == ("mtp", 2, [])
+    for file in ("config.json", "model.safetensors"):
+        first, second = (Path(folder, file).read_bytes() for folder in folders)
+        assert first == second
 
 
 def test_drafts_of_another_vocabulary_go_to_llamacpp_alone(

@@ -1,4 +1,4 @@
-"""`truedraft train eagle`, `dflash` and `dspark`."""
+"""`truedraft train eagle`, `p-eagle`, `dflash` and `dspark`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ KINDS = {
     "eagle": Kind(
         (), "", "no 3", ("medusa", "holds an EAGLE-3 head, not Medusa heads; use eagle:"),
         ("--loss", "tv", "--no-fc-norm"), ("--loss was kl and is now tv", "--fc-norm was True and is now False"),
+    ),
+    "p-eagle": Kind(
+        ("--depth", "1"), "", "no 3", ("eagle", "holds a P-EAGLE head, not an EAGLE-3 head; use p-eagle:"),
+        ("--loss", "tv", "--kept", "0.5"), ("--loss was kl and is now tv", "--kept was 0.7 and is now 0.5"),
     ),
     "dflash": Kind(_BLOCK, "", "no 5", ("eagle", "not an EAGLE-3 head; use dflash:"), *_CHANGED),
     "dspark": Kind(

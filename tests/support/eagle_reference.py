@@ -82,6 +82,10 @@ class EagleReference(Page):
 class PEagleReference(EagleReference):
     """P-EAGLE by the page (arXiv 2602.01469): the known pairs, and masks behind the last."""
 
+    def logits(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
+        """Behind a text and drafted tokens, which it does not see."""
+        return self.ahead(text, len(path) + 1)[-1]
+
     def ahead(self, text: Sequence[int], depth: int) -> list[Tensor]:
         """Logits of as many tokens behind a text, over the target's whole vocabulary."""
         config, known = self.made.config, len(text) - 1

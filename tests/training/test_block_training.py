@@ -1,9 +1,12 @@
-"""Block drafters in training: each step is what drafting does, loss and gradient are the page's, and whole runs."""
+"""Block drafters in training: each step is what drafting does, loss and gradient are the page's, and whole runs.
+
+Whole runs also of P-EAGLE, whose steps tests/training/test_peagle_training.py has.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +15,15 @@ import torch
 from torch import Tensor
 
 from support.block_reference import BlockReference
-from support.eagle_reference import EagleReference, random_eagle
+from support.eagle_reference import EagleReference, PEagleReference, random_eagle
 from support.layer_heads import as_transformers_runs_it, random_head, target
 from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters import DFlash, DSpark, Eagle3
+from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
 from truedraft.errors import OptionError
 from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config
+from truedraft.heads.peagle import PEagleConfig, PEagleHead
 from truedraft.models.lm_head import LmHead
 from truedraft.training.block import Blocks, DFlashTrainingConfig, DSparkTrainingConfig
 from truedraft.training.eagle import ChainObjective
@@ -27,6 +31,7 @@ from truedraft.training.evaluate import foretold
 from truedraft.training.heads import train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.losses import loss_from_spec
+from truedraft.training.peagle import PEagleTrainingConfig
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
@@ -40,6 +45,8 @@ MARKOV = replace(
 )  # fmt: skip
 SHAPES = {"DFlash": (DFlashHead, PLAIN), "DSpark": (DSparkHead, MARKOV)}
 SHAPES |= {"recurrent": (DSparkHead, replace(MARKOV, markov_kind="rnn", confidence_reads_token=False))}
+SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
+MASKED = {"P-EAGLE": (PEagleHead, PEagleConfig(**asdict(SIZES) | {"more_layers": 1, "mask_token": 7}))}
 PROMPT, ANSWER = [5, 9, 11, 3], [60, 2, 11, 3, 41, 7]
 ANSWERS = [
     WrittenAnswer(prompt, answer, 0.0, False)
@@ -140,8 +147,9 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 
 CONFIGS: dict[str, Any] = {
-    "DFlash": (DFlashTrainingConfig, DFlash, {}),
-    "DSpark": (DSparkTrainingConfig, DSpark, {"markov": 8, "markov_kind": "rnn", "by_acceptance": True}),
+    "DFlash": (DFlashTrainingConfig, DFlash, {"anchors": 6}),
+    "DSpark": (DSparkTrainingConfig, DSpark, {"anchors": 4, "markov": 8, "markov_kind": "rnn", "by_acceptance": True}),
+    "P-EAGLE": (PEagleTrainingConfig, PEagle, {"depth": 2, "own_embedding": True}),
 }
 
 
@@ -156,7 +164,7 @@ def test_a_head_is_trained_measured_and_saved(name: str, learned_folder: Any, pr
     made, drafter, more = CONFIGS[name]
     config = made(
         tokens=400, writing=WritingConfig(answer_tokens=16, batch=8), steps=30, learning_rate=1e-2, length=4,
-        positions_per_step=64, evaluate_every=10, layers=(0, 1), draft_vocab=64, anchors=6, **more,
+        positions_per_step=64, evaluate_every=10, layers=(0, 1), draft_vocab=64, **more,
     )  # fmt: skip
     result = train_heads(learned_folder, prompts, tmp_path, config)
     kept, target = config.head.load(tmp_path), load_model(learned_folder)
@@ -165,7 +173,7 @@ def test_a_head_is_trained_measured_and_saved(name: str, learned_folder: Any, pr
     assert sizes == [2, 4, 0, 2, 4, 0]
     assert result.report.evaluations[1].stats.accepted_tokens > 10
     assert all(1.0 <= each.about["promised"] <= 5.0 for each in result.report.evaluations)
-    assert (tmp_path / "work" / "log.jsonl").read_text().count("slot_4_top_1") >= 3
+    assert (tmp_path / "work" / "log.jsonl").read_text().count(f"{config.head.place_word}_4_top_1") >= 3
     prompt = prompts.test[0]
     answer = Engine(target, drafter(kept), controller="fixed").generate([prompt], SamplingParams(max_tokens=16))[0]
     assert answer.token_ids == Engine(target).generate([prompt], SamplingParams(max_tokens=16))[0].token_ids
@@ -177,13 +185,17 @@ class _StoppedError(Exception):
     pass
 
 
-def test_an_interrupted_training_goes_on_to_the_same_bits(learned_folder: Any, prompts: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", ["DSpark", "P-EAGLE"])
+def test_an_interrupted_training_goes_on_to_the_same_bits(
+    name: str, learned_folder: Any, prompts: Any, tmp_path: Any
+) -> None:
+    made, _, more = CONFIGS[name]
     few = PromptSets(prompts.train[:6], prompts.tree[:2], prompts.test[:2], prompts.text)
 
     def weights(folder: Any, steps: Any) -> dict[str, Tensor]:
-        config = DSparkTrainingConfig(
+        config = made(
             tokens=100, writing=WritingConfig(answer_tokens=16, batch=8), steps=4, length=2, positions_per_step=32,
-            layers=(0, 1), draft_vocab=64, anchors=4, markov=8, checkpoint_every_s=0.0,
+            layers=(0, 1), draft_vocab=64, checkpoint_every_s=0.0, **more,
         )  # fmt: skip
         stops = iter(steps)
 
@@ -195,13 +207,14 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(learned_folder: Any, p
             with pytest.raises(_StoppedError):
                 train_heads(learned_folder, few, folder, config, callbacks=Callbacks(on_checkpoint=on_checkpoint))
         train_heads(learned_folder, few, folder, config)
-        return DSparkHead.load(folder).state_dict()
+        state: dict[str, Tensor] = made.head.load(folder).state_dict()
+        return state
 
     whole, parts = weights(tmp_path / "whole", ()), weights(tmp_path / "parts", (1,))
     assert all(parts[name].equal(each) for name, each in whole.items())
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, "P-EAGLE"])
 @pytest.mark.parametrize("shape", [{}, {"nodes": 8, "beams": 3}], ids=["chain", "tree"])
 def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: dict[str, int]) -> None:
     model = target()
@@ -211,8 +224,8 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: d
     records = [
         WrittenAnswer(prompt, list(each.token_ids), 0.0, False) for prompt, each in zip(prompts, answers, strict=True)
     ]
-    head = random_head(*SHAPES[name])
-    made: Any = DFlash if isinstance(head, DFlashHead) else DSpark
+    head = random_head(*(SHAPES | MASKED)[name])
+    made: Any = {DFlashHead: DFlash, DSparkHead: DSpark, PEagleHead: PEagle}[type(head)]
     found = foretold(model, text(*records), 0.0, made(head, **shape))
     counted = [each.stats for each in Engine(model, made(head, **shape), controller="fixed").generate(prompts, params)]
     calls = sum(each.target_calls for each in counted)
@@ -220,14 +233,16 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: d
 
 
 @pytest.mark.parametrize("shape", [{}, {"branching": (3, 1)}], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["DFlash", "recurrent", "EAGLE-3"])
+@pytest.mark.parametrize("name", ["DFlash", "recurrent", "EAGLE-3", "P-EAGLE"])
 def test_what_is_foretold_of_draws_follows_each_draft_along_the_answer(name: str, shape: dict[str, Any]) -> None:
     """By the page: what the draft behind a place gives to each token, given those before it, against the target's."""
     model = target()
     if name == "EAGLE-3":
-        sizes = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=16, inner=64, reach=3, most_positions=CONTEXT)
-        reference: Any = EagleReference(as_transformers_runs_it(), random_eagle(sizes))
+        reference: Any = EagleReference(as_transformers_runs_it(), random_eagle(SIZES))
         made: Any = Eagle3(reference.made, **shape)
+    elif name == "P-EAGLE":
+        reference = PEagleReference(as_transformers_runs_it(), random_head(*MASKED[name]))
+        made = PEagle(reference.made, **shape)
     else:
         reference = BlockReference(as_transformers_runs_it(), random_head(*SHAPES[name]))
         made = (DFlash if name == "DFlash" else DSpark)(reference.made, **shape)

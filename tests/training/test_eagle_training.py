@@ -203,3 +203,7 @@ def test_a_head_is_trained_measured_and_saved(learned_folder, stream, tmp_path) 
     assert answer.token_ids == Engine(target).generate([pieces[0]], SamplingParams(max_tokens=16))[0].token_ids
     assert "eagle:FOLDER" in (tmp_path / "README.md").read_text()
     assert len(list(itertools.chain(tmp_path.glob("*.safetensors")))) == 1
+    more = replace(config, start_from=tmp_path, steps=1, learning_rate=1e-9, seed=3)
+    train_heads(learned_folder, prompts, tmp_path / "further", more)
+    for name, weight in Eagle3Head.load(tmp_path / "further").state_dict().items():
+        torch.testing.assert_close(weight, kept.state_dict()[name], rtol=0, atol=1e-6, msg=name)

@@ -27,7 +27,8 @@ class ExportOptions:
     )
     engine: str | None = option(
         None,
-        "vllm, sglang or llamacpp: what is to draft with DRAFTER. The command that serves it there is printed.",
+        "vllm, sglang or llamacpp: what is to draft with DRAFTER. The command that serves it there is printed. Or "
+        "speculators, which trains it further.",
         "ENGINE",
         name="--for",
         heading="Drafter",
@@ -90,8 +91,8 @@ def _export_drafter(options: ExportOptions) -> int:
     named = None if options.model.model == UNNAMED else options.model.model
     with quiet_hub():
         made = export_drafter(options.drafter, options.engine, folder, named, dtype=options.machine.dtype)
-    told = f"wrote {folder}: {made.kind} for {made.engine}, which drafts {made.tokens} tokens with it; to serve it:"
-    for line in (told, *made.commands):
+    told = f"wrote {folder}: {made.kind} for {made.engine}, which drafts {made.tokens} tokens with it"
+    for line in (told + "; to serve it:" * bool(made.commands), *made.commands):
         terminal.out.print(line, soft_wrap=True, markup=False, highlight=False)
     if options.report.json:
         terminal.json({"command": "export", "drafter": options.drafter, "out": str(folder)} | asdict(made))

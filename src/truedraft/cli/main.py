@@ -25,7 +25,7 @@ from truedraft.cli.parameters import command
 from truedraft.cli.plan import plan
 from truedraft.cli.serve import serve
 from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams
-from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, dflash, draft, dspark, eagle, medusa, ngram, redrafter
+from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, dflash, draft, dspark, eagle, medusa, ngram, p_eagle, redrafter
 
 
 def build_app() -> typer.Typer:
@@ -50,6 +50,7 @@ def build_app() -> typer.Typer:
     training.command()(command(medusa, HEAD_NAMES))
     training.command()(command(redrafter, HEAD_NAMES))
     training.command()(command(eagle, HEAD_NAMES))
+    training.command()(command(p_eagle, HEAD_NAMES))
     training.command()(command(dflash, HEAD_NAMES))
     training.command()(command(dspark, HEAD_NAMES))
     training.command()(command(ngram, HEAD_NAMES))

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +27,8 @@ from truedraft.training.options import (
     MedusaRunOptions,
     MedusaSizeOptions,
     NgramSizeOptions,
+    PEagleRunOptions,
+    PEagleSizeOptions,
     RedrafterRunOptions,
     RedrafterSizeOptions,
     TextOptions,
@@ -244,6 +247,14 @@ class EagleOptions(_HeadOptions):
 
 
 @dataclass(frozen=True)
+class PEagleOptions(_HeadOptions):
+    """Options of `truedraft train p-eagle`."""
+
+    size: PEagleSizeOptions = group(_HEADS)
+    learning: PEagleRunOptions = group(_RUN)
+
+
+@dataclass(frozen=True)
 class DFlashOptions(_HeadOptions):
     """Options of `truedraft train dflash`."""
 
@@ -348,13 +359,7 @@ def redrafter(options: RedrafterOptions) -> int:
 
     The target stays as it is: training it together with its heads is `truedraft train medusa --stage 2` alone.
     """
-
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.redrafter import RedrafterTrainingConfig
-
-        return RedrafterTrainingConfig(**common)
-
-    return _train_heads("redrafter", options, config)
+    return _train_heads("redrafter", options, _config_in("redrafter", "RedrafterTrainingConfig"))
 
 
 def eagle(options: EagleOptions) -> int:
@@ -362,13 +367,15 @@ def eagle(options: EagleOptions) -> int:
 
     The target computes its vectors anew in each pass, so that none are kept on disk but those of its LM head.
     """
+    return _train_heads("eagle", options, _config_in("eagle", "Eagle3TrainingConfig"))
 
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.eagle import Eagle3TrainingConfig
 
-        return Eagle3TrainingConfig(**common)
+def p_eagle(options: PEagleOptions) -> int:
+    """Train an EAGLE-3 head that guesses all tokens of a draft in one pass (P-EAGLE) on what the target itself writes.
 
-    return _train_heads("eagle", options, config)
+    The target computes its vectors anew in each pass.
+    """
+    return _train_heads("p-eagle", options, _config_in("peagle", "PEagleTrainingConfig"))
 
 
 def dflash(options: DFlashOptions) -> int:
@@ -376,13 +383,7 @@ def dflash(options: DFlashOptions) -> int:
 
     All tokens of a draft come from one pass of it. The target computes its vectors anew in each pass.
     """
-
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.block import DFlashTrainingConfig
-
-        return DFlashTrainingConfig(**common)
-
-    return _train_heads("dflash", options, config)
+    return _train_heads("dflash", options, _config_in("block", "DFlashTrainingConfig"))
 
 
 def dspark(options: DSparkOptions) -> int:
@@ -390,13 +391,12 @@ def dspark(options: DSparkOptions) -> int:
 
     It also learns how likely the target accepts each token. The target computes its vectors anew in each pass.
     """
+    return _train_heads("dspark", options, _config_in("block", "DSparkTrainingConfig"))
 
-    def config(common: dict[str, Any]) -> HeadTrainingConfig:
-        from truedraft.training.block import DSparkTrainingConfig
 
-        return DSparkTrainingConfig(**common)
-
-    return _train_heads("dspark", options, config)
+def _config_in(module: str, name: str) -> Callable[[dict[str, Any]], HeadTrainingConfig]:
+    """Makes a configuration of a module of `truedraft.training`, which is imported then, for it takes seconds."""
+    return lambda common: getattr(import_module(f"truedraft.training.{module}"), name)(**common)
 
 
 def _train_heads(

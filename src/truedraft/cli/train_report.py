@@ -197,6 +197,7 @@ PRINT: Mapping[str, Callable[[Terminal, str, Any], None]] = {
     "medusa": _medusa,
     "redrafter": _redrafter,
     "eagle": partial(_chains, "eagle"),
+    "p-eagle": partial(_chains, "p-eagle"),
     "dflash": partial(_chains, "dflash"),
     "dspark": partial(_chains, "dspark"),
     "ngram": _ngram,

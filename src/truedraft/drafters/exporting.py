@@ -1,4 +1,5 @@
-"""Drafters that travel: folders that vLLM, SGLang and llama.cpp load, and the commands that serve them there.
+"""Drafters that travel: folders that vLLM, SGLang and llama.cpp load, and the commands that serve them there; and
+those that `speculators` trains further.
 
 These engines draft chains. What each knows is as of vLLM 0.32, SGLang's pages on speculative decoding and its models
 of November 2026, and the llama.cpp that llama-cpp-python 0.3.36 carries (docs/speculative.md, conversion/).
@@ -28,6 +29,7 @@ from truedraft.heads.eagle import Eagle3Head
 from truedraft.heads.layers import LayerHead
 from truedraft.heads.medusa import MedusaHeads
 from truedraft.heads.medusa_folders import write_vllm_medusa
+from truedraft.heads.mtp import MtpHead, reach_of, write_mtp_folder
 from truedraft.heads.peagle import PEagleHead
 from truedraft.heads.published import kind_in
 from truedraft.models import smollm2
@@ -52,7 +54,7 @@ class ExportedDrafter:
         engine: that loads it.
         target: that it drafts for.
         tokens: that a chain has there.
-        commands: shell lines, in their order; the last one serves.
+        commands: shell lines, in their order; the last one serves. None where the engine serves nothing.
     """
 
     kind: str
@@ -138,7 +140,7 @@ class _Way:
     Attributes:
         words: of the server's command: DIR stands for the folder, FILE for the GGUF file in it, K for the tokens, K+1
             for one more; of vLLM its method, and what else its configuration has.
-        write: a head; None is of draft models.
+        write: a head; None is of draft models and MTP layers.
         reads: sizes of heads that it takes only so; it leaves out others, some without a word.
     """
 
@@ -184,6 +186,11 @@ _WAYS: Mapping[str, Mapping[str, _Way]] = {
         "dflash": _Way(_LLAMACPP.format("draft-dflash"), _dflash),
         "dspark": _Way(_LLAMACPP.format("draft-dspark"), _dspark, _VANILLA),
     },
+    "speculators": {
+        **dict.fromkeys(("eagle", "p-eagle"), _Way("", _eagle_speculators)),
+        **dict.fromkeys(("dflash", "dspark"), _Way("", _block_speculators)),
+        MtpHead.kind: _Way(""),
+    },
 }
 ENGINES = tuple(_WAYS)
 """That drafters can be written for."""
@@ -196,6 +203,11 @@ _LOOKUP = {
     "vllm": """--speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'""",
     "sglang": "--speculative-algorithm NGRAM",
     "llamacpp": "--spec-type ngram-simple",
+}
+_MTP = {
+    "vllm": """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'""",
+    "sglang": "--speculative-algorithm NEXTN",
+    "llamacpp": "--spec-type draft-mtp",
 }
 _NEAREST = {
     **dict.fromkeys(("medusa", "redrafter", "p-eagle"), "train an EAGLE-3 head in its place: truedraft train eagle"),
@@ -232,20 +244,30 @@ def export_drafter(
         kind, words = _kind_of(Words.parse("drafter", drafter))
         way = _WAYS[engine].get(kind)
         if way is None:
-            own = f"it looks n-grams up by itself: {_LOOKUP[engine]}"
-            raise OptionError(f"{engine} runs no {kind} drafters; {_NEAREST.get(kind, own)}")
+            raise OptionError(f"{engine} runs no {kind} drafters{_nearest(kind, engine)}")
         for name in words.options.keys() - {_TOKENS}:
             raise OptionError(
                 f"{name} is of trees and rules that {engine} does not have; leave it out: it drafts chains of {_TOKENS}"
             )
-        if words.path is None:
+        if words.path is None and kind != MtpHead.kind:
             raise OptionError(f"{kind!r} does not say which one; give its folder: {kind}:DIR")
         wanted = words.options.get(_TOKENS)
         tokens = None if wanted is None else read_whole(_TOKENS, wanted)
+        if words.path is None or kind == MtpHead.kind:
+            return _export_mtp(words.path, engine, way, folder, model, tokens)
         head = None if way.write is None else _HEADS[kind].load(words.path)
     if head is None:
         return _export_draft(words.path, engine, way, folder, model, tokens, dtype)
     return _export_head(head, engine, way, folder, model, tokens)
+
+
+def _nearest(kind: str, engine: str) -> str:
+    """What is nearest to a kind of drafter that an engine is not given."""
+    if kind == MtpHead.kind:
+        return f" from folders, but the layer in the model's own files: {_MTP[engine]}; --for speculators writes one"
+    if engine not in _LOOKUP and kind not in _NEAREST:
+        return "; it trains heads on the target's vectors: truedraft train eagle"
+    return f"; {_NEAREST.get(kind) or 'it looks n-grams up by itself: ' + _LOOKUP[engine]}"
 
 
 def _kind_of(words: Words) -> tuple[str, Words]:
@@ -279,6 +301,16 @@ def _export_head(
     with new_folder(folder):
         way.write(head, folder, target)
     return _exported(folder, head.kind, engine, target, count, way)
+
+
+def _export_mtp(
+    source: str | None, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
+) -> ExportedDrafter:
+    target = _target(model, "")
+    count = _chain(tokens, reach_of(source), None)
+    with new_folder(folder):
+        write_mtp_folder(folder, target.name, source, tokens=count, family=target.family)
+    return _exported(folder, MtpHead.kind, engine, target, count, way)
 
 
 def _export_draft(
@@ -323,6 +355,8 @@ def _chain(tokens: int | None, usual: int, most: int | None) -> int:
 
 def _exported(folder: Path, kind: str, engine: str, target: _Target, tokens: int, way: _Way) -> ExportedDrafter:
     """With the commands: those that make of target and drafter what the engine loads, and the server's."""
+    if engine not in _SERVE:
+        return ExportedDrafter(kind, engine, target.name, tokens, ())
     beside, file = f"{folder}-target", _gguf_file(target.name)
     stock = file is None and not target.name.startswith("embedded:")
     named = smollm2.ON_THE_HUB if target.name == smollm2.WORD else target.name

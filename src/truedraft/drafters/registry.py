@@ -23,7 +23,7 @@ from truedraft.files import object_of, user_path, written_whole
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
-ORDER = ("draft", "eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
+ORDER = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
 """Kinds of trained drafters, in the order in which `auto` lists them."""
 RECORD = "drafter.json"
 """In the folder of a draft model or a table: which target it was trained for."""

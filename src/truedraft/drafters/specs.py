@@ -436,8 +436,6 @@ def _head_of(kind: str) -> Callable[[str | None, LanguageModel], Any]:
         from truedraft.heads.layers import LayerHead
         from truedraft.heads.peagle import PEagleHead
 
-        if path is None and kind == PEagleHead.kind:
-            raise OptionError("drafter 'p-eagle' needs its head: p-eagle:FOLDER, as speculators wrote it")
         every: Sequence[type[Any]] = (RedrafterHead, Eagle3Head, DFlashHead, DSparkHead, PEagleHead)
         heads = {each.kind: each for each in every}
         head = heads[kind].load(_heads_folder(_trained_path(kind, path, target)))
@@ -645,7 +643,8 @@ KINDS: Mapping[str, DrafterKind] = {
         "PEagle",
         "DIR",
         _OF_LEVELS | {"num_speculative_tokens": "8"},
-        "a P-EAGLE head, which guesses all tokens in one forward; options are those of eagle",
+        "a P-EAGLE head, which guesses all tokens in one forward, without DIR the one trained for the target; options "
+        "are those of eagle",
         parts={"head": _head_of("p-eagle")},
         widest={"num_speculative_tokens": "8"},
     ),

@@ -62,8 +62,6 @@ class BlockConfig(LayerConfig):
         LayerConfig.__post_init__(self)
         if self.reach < 1:
             raise OptionError("a block drafter that reads the anchor alone guesses nothing; block must be 2 or more")
-        if not is_whole(self.mask_id, 0) or self.mask_id >= self.vocab_size:
-            raise OptionError(f"the id of the mask is one of {self.vocab_size}, got {self.mask_id!r}")
         if not is_whole(self.markov, 0) or self.markov_kind not in _MARKOV:
             raise OptionError(
                 f"a Markov head has 0 or more entries and is one of {', '.join(_MARKOV)}, got {self.markov!r} and "
@@ -185,13 +183,9 @@ class BlockHead(LayerHead):
         self.fc = nn.Linear(config.merged * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, config.eps)
         self.layers = nn.ModuleList(DecoderLayer(config, width, norms=True) for _ in range(config.depth))
-        self.norm = nn.RMSNorm(width, config.eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        ids = config.draft_vocab or config.vocab_size
-        self.lm_head = nn.Linear(width, ids, bias=False) if config.own_output else None
+        self._add_ends()
         self.markov_head = _MARKOV[config.markov_kind](config) if config.markov else None
         self.confidence_head = _ConfidenceHead(config) if config.confidence else None
-        self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     @property
     def tables(self) -> list[Tensor]:

@@ -28,14 +28,12 @@ from truedraft.heads.layer_folders import (
     layer_sizes,
     load_layer_folder,
     named_kind,
-    speculators_record,
-    weights_of,
+    write_speculators,
 )
 from truedraft.heads.layers import LayerHead
 
 _FLAT: Mapping[str, type[LayerHead]] = {"DFlashDraftModel": DFlashHead, "Qwen3DSparkModel": DSparkHead}
 _NESTED: Mapping[str, type[LayerHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
-_CLASSES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
 _FAMILY = "qwen3"
 _QWEN3 = {  # what transformers leaves out of a configuration, for it is so by default
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
@@ -151,21 +149,21 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
     Raises:
         ModelError: the format has no place for something that the head has, or the files cannot be written.
     """
-    config, kind = head.config, head.kind
+    config = head.config
     if config.own_output != bool(config.draft_vocab) or config.own_embedding:
         raise ModelError(
             "this format takes embedding and LM head from the target, but for an LM head over fewer ids; write this "
             "head as DeepSpec reads it"
         )
-    about = speculators_record(head, kind, target, family) | {
-        "architectures": [_CLASSES[kind]],
-        "transformer_layer_config": layer_record(config, config.depth, _FAMILY) | _attention(config),
+    more = {
         "block_size": config.block,
         "mask_token_id": config.mask_id,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "sample_from_anchor": config.from_anchor,
+        **(_markov_record(config) if head.kind == "dspark" else {}),
     }
-    write_published(folder, weights_of(head), about | (_markov_record(config) if kind == "dspark" else {}))
+    layers = layer_record(config, config.depth, _FAMILY) | _attention(config)
+    write_speculators(head, folder, head.kind, layers, more, target=target, family=family)
 
 
 def _attention(config: BlockConfig) -> dict[str, Any]:

@@ -102,11 +102,7 @@ class Eagle3Head(LayerHead):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(config, width, norms=config.query_norms) for number in numbers}
         )
-        self.norm = nn.RMSNorm(width, config.eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        ids = config.draft_vocab or config.vocab_size
-        self.lm_head = nn.Linear(width, ids, bias=False) if config.own_output else None
-        self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
+        self._add_ends()
 
     def fuse(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of each layer that is read, `[rows, width]`, merged into one."""

@@ -24,8 +24,8 @@ from truedraft.heads.layer_folders import (
     layer_sizes,
     load_layer_folder,
     named_kind,
-    speculators_record,
     weights_of,
+    write_speculators,
 )
 from truedraft.heads.layers import LayerHead
 from truedraft.heads.peagle import PEagleConfig, PEagleHead
@@ -116,16 +116,12 @@ def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = ""
     config = head.config
     if not config.own_output or not config.layers:
         raise ModelError("this format is of heads with an LM head of their own that name the layers they read")
-    about = speculators_record(head, _WORDS[type(head)], target, family) | {
-        "architectures": ["PEagleSpeculator" if isinstance(config, PEagleConfig) else "Eagle3Speculator"],
-        "transformer_layer_config": layer_record(config, 1 + config.more_layers, _family(config)),
-        **{name: getattr(config, name) for name in _FLAGS},
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
-    }
+    more = {name: getattr(config, name) for name in _FLAGS}
+    more["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config.layers]
     if isinstance(config, PEagleConfig):
-        about |= {"mask_token_id": config.mask_token, "embed_requires_grad": True}
-    weights = {name.replace("midlayer.", "layers.0.", 1): each for name, each in weights_of(head).items()}
-    write_published(folder, weights, about)
+        more |= {"mask_token_id": config.mask_token, "embed_requires_grad": True}
+    layers = layer_record(config, 1 + config.more_layers, _family(config))
+    write_speculators(head, folder, _WORDS[type(head)], layers, more, target=target, family=family)
 
 
 def _family(config: Eagle3Config) -> str:

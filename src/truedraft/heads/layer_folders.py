@@ -17,12 +17,16 @@ from torch import Tensor
 
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.files import object_of
-from truedraft.heads.base import HeadRecord, tensors_in
+from truedraft.heads.base import HeadRecord, tensors_in, write_published
 from truedraft.heads.layers import LayerConfig, LayerHead
 
 CONFIG = "config.json"
 SPECULATORS = "speculators_model_type"
 _FILES = ("model.safetensors", "pytorch_model.bin")
+_ARCHITECTURES = {
+    "eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+}  # fmt: skip
 _AGAIN = "fetch the file again"
 _SIZES = {
     "hidden_size": "width",
@@ -186,22 +190,21 @@ def flat_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
     return layer_record(config, count, family) | rope
 
 
-def speculators_record(head: LayerHead, word: str, target: str, family: str = "") -> dict[str, Any]:
+def speculators_record(word: str, reach: int, target: str, family: str) -> dict[str, Any]:
     """What `speculators` wants to know beside the layers.
 
     Args:
-        head: that is written.
-        word: for its kind.
+        word: for the kind of head.
+        reach: how many tokens it drafts.
         target: what the target is called there; "" where nobody knows.
         family: the target's class, likewise.
     """
     proposal = {
-        "proposal_type": "greedy", "speculative_tokens": head.reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
+        "proposal_type": "greedy", "speculative_tokens": reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip
     return {
         SPECULATORS: word,
         "speculators_version": "0.9.0",
-        "draft_vocab_size": head.config.draft_vocab or head.config.vocab_size,
         "tie_word_embeddings": False,
         "speculators_config": {
             "algorithm": word,
@@ -210,6 +213,40 @@ def speculators_record(head: LayerHead, word: str, target: str, family: str = ""
             "verifier": {"name_or_path": target or None, "architectures": [family] if family else []},
         },
     }
+
+
+def write_speculators(
+    head: LayerHead,
+    folder: Path,
+    word: str,
+    layers: Mapping[str, Any],
+    more: Mapping[str, Any],
+    *,
+    target: str,
+    family: str,
+) -> None:
+    """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
+
+    Args:
+        head: that is written.
+        folder: of its files, made if need be.
+        word: of `speculators` for its kind.
+        layers: configuration of its layers (`layer_record`).
+        more: what else its kind has.
+        target: as of `speculators_record`, and the following.
+        family: likewise.
+
+    Raises:
+        ModelError: the files cannot be written.
+    """
+    about = speculators_record(word, head.reach, target, family) | {
+        "architectures": [_ARCHITECTURES[word]],
+        "draft_vocab_size": head.config.draft_vocab or head.config.vocab_size,
+        "transformer_layer_config": layers,
+        **more,
+    }
+    weights = {name.replace("midlayer.", "layers.0.", 1): each for name, each in weights_of(head).items()}
+    write_published(folder, weights, about)
 
 
 def weights_of(head: LayerHead) -> dict[str, Tensor]:

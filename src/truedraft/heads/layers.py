@@ -86,6 +86,8 @@ class LayerConfig(ABC):
             raise OptionError(f"{self.noun} reads different layers, 0 the first, got {list(self.layers)}")
         if not is_whole(self.draft_vocab, 0) or self.draft_vocab > self.vocab_size:
             raise OptionError(f"the draft's vocabulary has 1 to {self.vocab_size} ids, got {self.draft_vocab!r}")
+        if self.mask is not None and (not is_whole(self.mask, 0) or self.mask >= self.vocab_size):
+            raise OptionError(f"the mask token is an id below {self.vocab_size}, got {self.mask!r}")
         if self.draft_vocab and not self.own_output:
             raise OptionError("a head with fewer ids than the target needs an LM head of its own")
 
@@ -135,9 +137,19 @@ class LayerHead(Head):
     """
 
     config: Any
+    norm: nn.RMSNorm
     embed_tokens: nn.Embedding | None
     lm_head: nn.Linear | None
     draft_ids: Tensor | None
+
+    def _add_ends(self) -> None:
+        """The norm before the LM head, and what is the head's own of embedding, LM head and ids."""
+        config = self.config
+        self.norm = nn.RMSNorm(config.width, config.eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width) if config.own_embedding else None
+        ids = config.draft_vocab or config.vocab_size
+        self.lm_head = nn.Linear(config.width, ids, bias=False) if config.own_output else None
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab) if config.draft_vocab else None)
 
     @property
     def reach(self) -> int:

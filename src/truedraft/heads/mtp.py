@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from truedraft.heads.base import Head, HeadRecord
+from truedraft.errors import ModelError
+from truedraft.files import object_of, user_path
+from truedraft.heads.base import Head, HeadRecord, write_published
+from truedraft.heads.layer_folders import CONFIG, SPECULATORS, speculators_record
+from truedraft.heads.layers import is_whole
 from truedraft.models.base import LanguageModel
-from truedraft.models.mtp import MtpLayer, read_mtp
+from truedraft.models.mtp import MtpLayer, published_mtp, read_mtp
 
 _REACH = 3
+_WORD = "mtp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class MtpConfig:
 class MtpHead(Head):
     """A pair of a vector at position i and the token at i + 1 gives the distribution of the token at i + 2.
 
-    It is of the target's own files, or fine-tuned from it, and is neither trained nor written here.
+    It is of the target's own files, or fine-tuned from it, and is not trained here.
 
     Args:
         config: sizes.
@@ -43,7 +49,7 @@ class MtpHead(Head):
         layer: as given.
     """
 
-    kind: ClassVar[str] = "mtp"
+    kind: ClassVar[str] = _WORD
     noun: ClassVar[str] = "an MTP layer"
     plural: ClassVar[str] = "MTP layers"
     place_word: ClassVar[str] = "step"
@@ -61,7 +67,7 @@ class MtpHead(Head):
         Raises:
             TruedraftError: as of `truedraft.models.mtp.read_mtp`.
         """
-        made = cls(MtpConfig(target.head_width, target.vocab_size), read_mtp(target, folder))
+        made = cls(MtpConfig(target.head_width, target.vocab_size, reach_of(folder)), read_mtp(target, folder))
         made.record = HeadRecord(target.name)
         return made
 
@@ -79,3 +85,44 @@ class MtpHead(Head):
 
     def start_from(self, weight: Tensor) -> None:
         """It has no output of its own."""
+
+
+def is_mtp_folder(path: Path) -> bool:
+    """Whether a folder says that it holds an MTP layer of `speculators`."""
+    return object_of(path / CONFIG).get(SPECULATORS) == _WORD
+
+
+def reach_of(folder: str | None) -> int:
+    """How many tokens a folder of `speculators` says that its layer drafts; None is the target's own."""
+    record = {} if folder is None else object_of(user_path(folder) / CONFIG)
+    try:
+        found = record["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):
+        return _REACH
+    if not is_whole(found, 1):
+        raise ModelError(f"{folder!r} drafts {found!r} tokens by its {CONFIG}, not 1 or more; fetch it again")
+    return found
+
+
+def write_mtp_folder(
+    folder: Path, target: str, source: str | None = None, *, tokens: int | None = None, family: str = ""
+) -> None:
+    """Write the layer that a checkpoint brings along, or one of a folder, as `speculators` reads and trains it.
+
+    Args:
+        folder: of its files, made if need be.
+        target: as `load_model` takes it, whose embedding and LM head `speculators` looks for there.
+        source: a folder as `MtpHead.of` takes it.
+        tokens: that it drafts; None is `reach_of` the source.
+        family: the target's class, such as "Qwen3NextForCausalLM".
+
+    Raises:
+        TruedraftError: as of `truedraft.models.mtp.published_mtp`, or the files cannot be written.
+    """
+    layers, tensors = published_mtp(target, source)
+    about = speculators_record(_WORD, reach_of(source) if tokens is None else tokens, target, family) | {
+        "architectures": ["MTPDraftModel"],
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": layers,
+    }
+    write_published(folder, tensors, about)

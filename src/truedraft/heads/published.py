@@ -34,6 +34,7 @@ from truedraft.heads.eagle import Eagle3Head
 from truedraft.heads.eagle_folders import eagle_kind, load_eagle_folder
 from truedraft.heads.medusa import MedusaConfig, MedusaHeads
 from truedraft.heads.medusa_folders import is_vllm_medusa, load_vllm_medusa
+from truedraft.heads.mtp import MtpHead, is_mtp_folder
 from truedraft.heads.redrafter import RedrafterConfig, RedrafterHead
 
 _CONFIG = "config.json"
@@ -60,6 +61,8 @@ def published_tree() -> RankTree:
 def kind_in(path: Path) -> str | None:
     """The kind of heads that a path says it holds, ours or published ones; None: none."""
     own, layered = object_of(path / _CONFIG).get("kind"), eagle_kind(path) or block_kind(path)
+    if is_mtp_folder(path):
+        return MtpHead.kind
     if isinstance(own, str) or layered is not None:
         return own if layered is None else layered.kind
     if _is_original(path) or is_vllm_medusa(path):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -27,12 +27,13 @@ from truedraft.errors import ModelError, ModelNotFoundError, TruedraftError, Uns
 from truedraft.files import user_path
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.loading import packed_backend, quiet_transformers
-from truedraft.models.mtp_names import MtpNames, mtp_layers
+from truedraft.models.loading import load_config, packed_backend, quiet_transformers, resolve_source
+from truedraft.models.mtp_names import SPECULATORS, MtpNames, mtp_layers
 from truedraft.models.quantized_folder import weight_files
 
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the model's own
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
+_PUBLISHED = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # families whose layers `speculators` 0.9 has
 _AGAIN, _NAMED = "fetch the files again", 4  # tensors that a message names
 
 
@@ -129,27 +130,82 @@ def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
     """
     if not isinstance(target, HuggingFaceModel) or not (folder or target.module.config.name_or_path):
         raise UnsupportedModelError(f"{target.name} was not loaded from files that could hold MTP layers")
-    if folder is None:
-        name, found = target.name, _tensors(target.module.config.name_or_path, target.name, _revision(target))
-    else:
-        name, path = folder, user_path(folder, ModelNotFoundError)
+    config, source = target.module.config, target.module.config.name_or_path
+    name, names, found = _layer_in(source, target.name, _revision(target), folder)
+    with _running_as(config, name):
+        model = _model_of(_config_of_one(config), names, found, name, target.dtype)
+        model = model.eval().requires_grad_(False).to(target.device)
+        return MtpLayer(model, zeroes_first=names.zeroes_first, context=target.context_length)
+
+
+def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same layer as `speculators` stores it: the configuration of the target's layers, and the layer's tensors.
+
+    Tensors keep their dtype; those of single experts lie one behind another, as transformers has them.
+
+    Args:
+        name: of the target, as `load_model` takes it; its own weights are not read.
+        folder: None is the target's own.
+
+    Raises:
+        UnsupportedModelError: `speculators` has no layers of its family, or its layer cannot run.
+        ModelNotFoundError: the files hold no such layer.
+        ModelError: tensors are missing, superfluous, of other shapes or of several dtypes; names them.
+    """
+    source = resolve_source(name)
+    config = load_config(source, name, None)
+    said, names, found = _layer_in(source, name, None, folder)
+    text = config.get_text_config(decoder=True)
+    if text.model_type not in _PUBLISHED:
+        raise UnsupportedModelError(
+            f"speculators 0.9 has MTP layers of {', '.join(_PUBLISHED)}, and that of {said!r} is of {text.model_type}; "
+            "draft with it here, where its own files hold it: --drafter mtp"
+        )
+    dtypes = {tensor.dtype for each, tensor in found.items() if each.startswith(names.prefix)}
+    if len(dtypes) > 1:
+        raise ModelError(f"the MTP layer of {said!r} holds numbers of several kinds ({dtypes}); {_AGAIN}")
+    with _running_as(config, said):
+        model = _model_of(_config_of_one(config), names, found, said, *dtypes)
+    start = f"{model.base_model_prefix}."
+    ours = (f"{start}embed_tokens.{part}.weight" for part in ("fusion", "of_embedding", "of_vector"))
+    parts = dict(zip((*ours, f"{start}norm.weight"), SPECULATORS.parts, strict=True))
+    tensors = {}
+    for each, tensor in model.state_dict().items():
+        if each in parts or each.startswith(f"{start}layers.0."):
+            tensors[SPECULATORS.prefix + parts.get(each, each.removeprefix(f"{start}layers.0."))] = tensor
+    return text.to_diff_dict(), tensors
+
+
+def _layer_in(
+    source: str, name: str, revision: str | None, folder: str | None
+) -> tuple[str, MtpNames, dict[str, Tensor]]:
+    """What messages call the place of the first layer, the names of its tensors, and those of all such layers.
+
+    Raises:
+        ModelNotFoundError: there is none.
+    """
+    if folder is not None:
+        path, name = user_path(folder, ModelNotFoundError), folder
         if not path.is_dir():
             raise ModelNotFoundError(f"there is no folder {folder!r} with an MTP layer; check the path")
-        found = _tensors(str(path), folder, None)
+        source, revision = str(path), None
+    found = _tensors(source, name, revision)
     layers = mtp_layers(found)
     if not layers:
         raise ModelNotFoundError(
             f"the files of {name!r} hold no MTP layer (mtp.*, or behind the last layer one with eh_proj); name a model "
             "that brings one along, or a folder of speculators' MTPDraftModel"
         )
-    names, config = layers[0], _config_of_one(target.module.config)
+    return name, layers[0], found
+
+
+@contextlib.contextmanager
+def _running_as(config: Any, name: str) -> Iterator[None]:
     try:
-        model = _model_of(config, names, found, name, target.dtype)
-        model = model.eval().requires_grad_(False).to(target.device)
-        return MtpLayer(model, zeroes_first=names.zeroes_first, context=target.context_length)
+        yield
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"the MTP layer of {name!r} does not run as a layer of {type(target.module).__name__} ({first_line(error)})"
+            f"the MTP layer of {name!r} does not run as a layer of {config.model_type} ({first_line(error)})"
         ) from error
 
 

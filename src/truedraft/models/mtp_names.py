@@ -49,9 +49,10 @@ class MtpNames:
 _QWEN = MtpNames(
     "mtp.", "fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight", "layers.0."
 )
-_SPECULATORS = MtpNames(
+SPECULATORS = MtpNames(
     "mtp_layers.0.", "input_proj.weight", "token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight"
 )
+"""In folders of `speculators`."""
 
 
 def mtp_layers(names: Iterable[str]) -> list[MtpNames]:
@@ -61,14 +62,14 @@ def mtp_layers(names: Iterable[str]) -> list[MtpNames]:
     writes folders of its own.
     """
     numbered: list[tuple[int, str]] = []
-    found: list[MtpNames] = []
+    found: dict[MtpNames, None] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is not None:
             numbered.append((int(match[2]), match[1]))
-        found += [each for each in (_QWEN, _SPECULATORS) if name == each.prefix + each.fusion]
+        found |= {each: None for each in (_QWEN, SPECULATORS) if name.removeprefix(each.prefix) in each.parts}
     ends = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
-    return found + [MtpNames(prefix, *ends, zeroes_first=True) for _, prefix in sorted(numbered)]
+    return [*found] + [MtpNames(prefix, *ends, zeroes_first=True) for _, prefix in sorted(numbered)]
 
 
 def without_mtp(names: Iterable[str]) -> list[str]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from truedraft.drafters.heads.block import DFlash, DSpark
 from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.heads import BlockConfig, BlockHead, DFlashHead, DSparkHead
 from truedraft.heads.block import Attend, Leaving
 from truedraft.options import check_whole
-from truedraft.training.eagle import Chains, ChainTrainingConfig, UnrolledStep, chains_of
+from truedraft.training.eagle import Chains, ChainTrainingConfig, Texts, UnrolledStep
 from truedraft.training.optimizer import MixedOptimizer
 from truedraft.training.options import BlockRunOptions, BlockSizeOptions, DSparkRunOptions, DSparkSizeOptions
 from truedraft.training.texts.self_distillation import WrittenAnswer
@@ -102,7 +100,7 @@ class DSparkTrainingConfig(DSparkSizeOptions, DSparkRunOptions, BlockTrainingCon
 class Blocks(Chains):
     """A block drafter that reads answers of its target: from each anchor a block, whose tokens before are the text's.
 
-    The pair at index i (`chains_of`) has its anchor at position i + 1; step k is about the token at i + k + 2. What
+    The pair at index i (`chains_in`) has its anchor at position i + 1; step k is about the token at i + k + 2. What
     leaves a row is one vector: what enters the LM head, then what the Markov head has of the token before.
 
     Args:
@@ -119,47 +117,29 @@ class Blocks(Chains):
         super().__init__(head, lm_head, model)
         self._anchors, self._seed = anchors, seed
 
-    def pairs(self, answer: WrittenAnswer, number: int) -> Sequence[int]:
-        every = chains_of(answer, 0)
+    def pairs(self, answer: WrittenAnswer, number: int) -> Mapping[int, int]:
+        every = super().pairs(answer, number)
         if len(every) <= self._anchors:
             return every
-        chosen = np.random.default_rng((self._seed, number)).choice(len(every), self._anchors, replace=False)
-        return sorted((every.start + chosen).tolist())
+        chosen = np.random.default_rng((self._seed, number)).choice([*every], self._anchors, replace=False)
+        return {pair: every[pair] for pair in sorted(chosen.tolist())}
 
-    def steps(
-        self, answers: Sequence[WrittenAnswer], pairs: Sequence[Sequence[int]] | None = None
-    ) -> Iterator[UnrolledStep]:
-        head, device = self.head, self._model.device
-        spans = [chains_of(each, 0) for each in answers]
-        if not any(spans):
-            return
-        texts = [[*each.prompt, *each.answer] for each in answers]
-        starts = list(itertools.accumulate(map(len, texts), initial=0))
-        tokens = torch.tensor([id_ for text in texts for id_ in text], device=device)
-        vectors, logits = self.seen(tokens.split([len(text) for text in texts]))
-        about = [start + pair + 1 for start, span in zip(starts, spans, strict=False) for pair in span]
-        target = functional.log_softmax(logits[torch.tensor(about, device=device)].float(), -1)
-        known = target if head.draft_ids is None else target[:, head.draft_ids]
-        row_of = np.zeros(starts[-1], np.int64)
-        row_of[about] = np.arange(len(about))
-        chosen = spans if pairs is None else pairs
-        x = self._guessed(tokens, starts, vectors, [[pair + 1 for pair in own] for own in chosen])
-        # Rows of the anchors, and of the last tokens of their texts.
-        anchors = np.array([start + pair + 1 for start, own in zip(starts, chosen, strict=False) for pair in own])
-        lasts = np.array([end - 1 for end, own in zip(starts[1:], chosen, strict=True) for _ in own])
+    def _steps(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+        head, device = self.head, texts.tokens.device
+        x = self._guessed(texts, [[pair + 1 for pair in own] for own in chosen])
+        starts = zip(texts.starts, chosen, strict=False)
+        anchors = np.array([start + pair + 1 for start, own in starts for pair in own])
+        lengths = np.array([steps for own in chosen for steps in own.values()])
         state: Tensor | None = None
         for step in range(head.reach):
-            rows = np.minimum(anchors + step, lasts)
-            leaving = head.behind(x[:, step], tokens[torch.as_tensor(rows, device=device)], state)
-            state = leaving.state
-            on = np.flatnonzero(anchors + step < lasts)
+            on = np.flatnonzero(lengths > step)
             if not len(on):
                 return
-            blocks, known_at, behind = (
-                torch.as_tensor(each, device=device) for each in (on, row_of[rows[on]], rows[on] + 1)
-            )
+            before = texts.tokens[torch.as_tensor(np.minimum(anchors + step, texts.starts[-1] - 1), device=device)]
+            leaving = head.behind(x[:, step], before, state)
+            state, blocks = leaving.state, torch.as_tensor(on, device=device)
             together = torch.cat([leaving.x, leaving.before, leaving.added], -1)
-            yield UnrolledStep(together[blocks], known[known_at], tokens[behind], blocks)
+            yield UnrolledStep(together[blocks], *texts.behind(anchors[on] + step), blocks)
 
     def logits(self, vectors: Tensor) -> Tensor:
         return self.head.logits(self._parts(vectors), self.lm_head)
@@ -172,19 +152,16 @@ class Blocks(Chains):
         x, before, added = together.split([config.width, config.markov, config.markov], -1)
         return Leaving(x, before, added, added[:, :0])
 
-    def _guessed(
-        self, tokens: Tensor, starts: Sequence[int], vectors: Sequence[Tensor], anchors: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def _guessed(self, texts: Texts, anchors: Sequence[Sequence[int]]) -> Tensor:
         """What enters the LM head, `[blocks, reach, width]`, at anchors of each text by their positions in it."""
-        head, device = self.head, tokens.device
-        counts = [end - start for start, end in itertools.pairwise(starts)]
+        head, tokens, counts, device = self.head, texts.tokens, texts.counts, texts.tokens.device
         longest = max(counts)
         self._table.reach(longest + head.config.block)
         positions = torch.cat([torch.arange(count, device=device) for count in counts])
-        made = head.context_keys(head.context(vectors), self._table.at(positions))
+        made = head.context_keys(head.context(texts.vectors), self._table.at(positions))
         # Rows of the texts' tokens, [texts, tokens]; behind a text's end its last, which no anchor sees.
         last = torch.tensor(counts, device=device)[:, None] - 1
-        first = torch.tensor(starts[:-1], device=device)[:, None]
+        first = torch.tensor(texts.starts[:-1], device=device)[:, None]
         rows = first + torch.arange(longest, device=device).minimum(last)
         context = [(key[rows], value[rows]) for key, value in made]
         most = max(map(len, anchors))

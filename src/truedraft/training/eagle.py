@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import hashlib
 import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -24,6 +24,7 @@ from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.models.base import Segment
+from truedraft.models.huggingface import weights_hash
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.planning import TREE_TEMPERATURES
@@ -114,14 +115,16 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         text, held_out = texts
         model = load_model(target, device=self.device)
         head.config = head.config.at_usual_layers(model.shown_layers)
-        if head.draft_ids is not None:
+        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
+        if self.start_from is not None:
+            more["start_from"] = weights_hash(head)
+        elif head.draft_ids is not None:
             head.draft_ids.copy_(likeliest_ids(text, len(head.draft_ids)))
             head.start_from(lm_head.weight.float().to(self.device))
         sampler = _NumberedAnswers(text, 1, _WHOLE, self.seed)
         mean = max(1, sampler.positions // len(sampler.windows))
         answers = max(1, self.positions_per_step // mean)
         schedule = self.schedule(max(1, len(sampler.windows) * self.windows_per_step // answers))
-        more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
         run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
         unrolled = self.chains(head, lm_head, model)
         return TrainingLoop(
@@ -151,9 +154,9 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         rounds = []
         for temperature in TREE_TEMPERATURES.values():
             for length in lengths:
-                chain = functools.partial(self.drafter, served, num_speculative_tokens=length)
+                chain = partial(self.drafter, served, num_speculative_tokens=length)
                 rounds.append(EngineRound(temperature, chain, {"num_speculative_tokens": length}))
-            tree = functools.partial(self.drafter, served, num_speculative_tokens=self.length, nodes=_NODES)
+            tree = partial(self.drafter, served, num_speculative_tokens=self.length, nodes=_NODES)
             rounds.append(EngineRound(temperature, tree, {"nodes": _NODES}))
         return Calibrated(facts, rounds)
 
@@ -192,14 +195,14 @@ def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
     return torch.tensor(sorted(order[:count]))
 
 
-def chains_of(answer: WrittenAnswer, step: int) -> range:
-    """Indices of pairs of a text from whose places as many tokens behind the next are known: rows of a step.
+def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:
+    """Indices of pairs of a text behind which chains begin, and how many steps each has, at most so many.
 
-    Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, 2 to 6 and 2 to 5 at its first three
-    steps: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
+    Worked example: behind a prompt of 4, an answer of 6 tokens has pairs 2 to 7, of which 2 to 5 have three steps, 6
+    has two and 7 one: pair 2 is of the token at 3, the last of the prompt, and about that at 4, the answer's first.
     """
-    first = max(len(answer.prompt) - 2, 0)
-    return range(first, max(first, len(answer.prompt) + len(answer.answer) - 2 - step))
+    first, end = max(len(answer.prompt) - 2, 0), len(answer.prompt) + len(answer.answer) - 2
+    return {pair: min(reach, end - pair) for pair in range(first, end)}
 
 
 @dataclass(frozen=True)
@@ -233,20 +236,26 @@ class Chains(ABC):
         self.head, self.lm_head, self._model = head, lm_head, model
         self._table: RotaryTable = head.rotary(next(head.parameters()).detach())
 
-    @abstractmethod
     def steps(
-        self, answers: Sequence[WrittenAnswer], pairs: Sequence[Sequence[int]] | None = None
+        self, answers: Sequence[WrittenAnswer], pairs: Sequence[Mapping[int, int]] | None = None
     ) -> Iterator[UnrolledStep]:
         """The steps, of chains that begin in the answers, these one behind another.
 
         Args:
             answers: some.
-            pairs: of each, where chains begin (`pairs`); None: wherever they can.
+            pairs: of each, where chains begin and how long they are (`pairs`); None: all of `chains_in`.
         """
+        chosen = [chains_in(each, self.head.reach) for each in answers] if pairs is None else pairs
+        if any(chosen):
+            yield from self._steps(self._read(answers), chosen)
 
-    def pairs(self, answer: WrittenAnswer, number: int) -> Sequence[int]:
-        """Where chains begin in an answer that is the one of this number in a training, by `chains_of`."""
-        return chains_of(answer, 0)
+    @abstractmethod
+    def _steps(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+        """The same, of texts that the target has read; there are chains."""
+
+    def pairs(self, answer: WrittenAnswer, number: int) -> Mapping[int, int]:
+        """Which of `chains_in` an answer learns that is the one of this number in a training, the longest first."""
+        return chains_in(answer, self.head.reach)
 
     def acceptance(self, leaving: Tensor) -> Tensor | None:
         """Logits `[rows]` of the probabilities that tokens are accepted, as the head says; None where it does not."""
@@ -263,9 +272,9 @@ class Chains(ABC):
         places = torch.searchsorted(self.head.draft_ids, tokens).clamp_max(len(self.head.draft_ids) - 1)
         return torch.where(self.head.draft_ids[places] == tokens, places, -1)
 
-    def seen(self, texts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """What the target shows of texts, one behind another: vectors `[tokens, width]` of each layer, and logits
-        `[tokens, vocab]`."""
+    def _read(self, answers: Sequence[WrittenAnswer]) -> Texts:
+        """Let the target read prompts and answers, these one behind another."""
+        texts = [torch.tensor([*each.prompt, *each.answer], device=self._model.device) for each in answers]
         # As it is served, which autocast would change.
         with torch.inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             segments = [
@@ -276,7 +285,44 @@ class Chains(ABC):
             for each in segments:
                 self._model.release_cache(each.cache)
         dtype = next(self.head.parameters()).dtype
-        return [each.clone().to(dtype) for each in output.layers], output.logits.clone()
+        vectors, logits = [each.clone().to(dtype) for each in output.layers], output.logits.clone()
+        starts = list(itertools.accumulate(map(len, texts), initial=0))
+        spans = zip(starts, answers, strict=False)
+        about = np.array([start + pair + 1 for start, answer in spans for pair in chains_in(answer, 1)])
+        target = functional.log_softmax(logits[torch.as_tensor(about, device=logits.device)].float(), -1)
+        rows = np.zeros(starts[-1], np.int64)
+        rows[about] = np.arange(len(about))
+        known = target if self.head.draft_ids is None else target[:, self.head.draft_ids]
+        return Texts(torch.cat(texts), starts, vectors, known, rows)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that the target has read, one behind another.
+
+    Attributes:
+        tokens: `[tokens]`.
+        starts: where each begins, and where the last one ends.
+        vectors: `[tokens, width]` of each layer.
+        known: `[places, ids]`: the target's log probabilities of the draft's ids at places that chains come to.
+        rows: of each token, which place it is.
+    """
+
+    tokens: Tensor
+    starts: Sequence[int]
+    vectors: Sequence[Tensor]
+    known: Tensor
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each."""
+        return [end - start for start, end in itertools.pairwise(self.starts)]
+
+    def behind(self, places: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
+        """Of tokens by their places, the target's log probabilities of the next ones, and these."""
+        at = torch.as_tensor(self.rows[places], device=self.known.device)
+        return self.known[at], self.tokens[torch.as_tensor(places, device=at.device) + 1]
 
 
 class Unrolled(Chains):
@@ -287,81 +333,88 @@ class Unrolled(Chains):
     steps: what is there in decoding, where a chain of k tokens was drafted behind position i (2503.01840, section 3.2).
     """
 
-    def steps(
-        self, answers: Sequence[WrittenAnswer], pairs: Sequence[Sequence[int]] | None = None
-    ) -> Iterator[UnrolledStep]:
-        del pairs  # all, which share their first steps
-        spans = [chains_of(each, 0) for each in answers]
-        if not any(spans):
-            return
-        head, config, device = self.head, self.head.config, self._model.device
-        texts = [[*each.prompt, *each.answer] for each in answers]
-        starts = list(itertools.accumulate(map(len, texts), initial=0))
-        tokens = torch.tensor([id_ for text in texts for id_ in text], device=device)
-        vectors, logits = self.seen(tokens.split([len(text) for text in texts]))
-        # Rows of the pairs, [answers, pairs]; behind an answer's end its last, which none before it sees.
-        most = max(map(len, texts)) - 1
-        last = torch.tensor([len(text) - 2 for text in texts], device=device)
-        rows = torch.tensor(starts[:-1], device=device)[:, None]
-        rows = rows + torch.arange(most, device=device).minimum(last[:, None])
-        self._table.reach(most + config.reach + config.rope_start)
-        read = tokens[rows + 1]
-        embedded = self.lm_head.embed(read) if head.embed_tokens is None else head.embed_tokens(read)
-        embedded = embedded.to(vectors[0].dtype)
-        x = head.fuse(vectors)[rows]
-        about = [start + row + 1 for start, span in zip(starts, spans, strict=False) for row in span]
-        target = functional.log_softmax(logits[torch.tensor(about, device=device)].float(), -1)
-        known = target if head.draft_ids is None else target[:, head.draft_ids]
-        seen = _Seen(config.heads // config.kv_heads, len(answers))
-        firsts = list(itertools.accumulate(map(len, spans), initial=0))
-        for step in range(config.reach):
-            count = most - step
-            positions = torch.arange(count, device=device).repeat(len(answers)) + step + config.rope_start
-            entering, read_too = x[:, :count].flatten(0, 1), embedded[:, step:].flatten(0, 1)
-            x = head.step(entering, read_too, self._table.at(positions), seen).view(len(answers), count, -1)
-            chains = [chains_of(each, step) for each in answers]
-            numbered = list(enumerate(chains))
-            places = torch.tensor([text * count + row for text, own in numbered for row in own], device=device)
-            if not len(places):
+    def _steps(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+        head, device = self.head, texts.tokens.device
+        counts, starts = texts.counts, torch.tensor(texts.starts[:-1], device=device)[:, None]
+        # Rows of the pairs, [texts, pairs]; behind a text's end its last, which none before it sees.
+        most, last = max(counts) - 1, torch.tensor(counts, device=device)[:, None] - 2
+        rows = starts + torch.arange(most, device=device).minimum(last)
+        self._table.reach(most + head.reach + head.config.rope_start)
+        embedded = self._embed(texts.tokens[rows + 1])
+        x, seen = head.fuse(texts.vectors)[rows], _Seen(1 + head.config.more_layers)
+        firsts = list(itertools.accumulate(map(len, chosen), initial=0))
+        for step in range(head.reach):
+            deep = [[pair for pair, steps in own.items() if steps > step] for own in chosen]
+            if not any(deep):
                 return
-            said = [firsts[text] + row for text, own in numbered for row in range(len(own))]
-            behind = [starts[text] + row + step + 2 for text, own in numbered for row in own]
-            first = torch.tensor(said, device=device)
-            yield UnrolledStep(
-                head.leaving(x.flatten(0, 1)[places]),
-                known[first + step],
-                tokens[torch.tensor(behind, device=device)],
-                first,
-            )
+            taken = self._taken(step, deep, most)
+            width = max(map(len, taken))
+            pairs = torch.tensor([[*own, *[0] * (width - len(own))] for own in taken], device=device)
+            entering, read = (each.flatten(0, 1) for each in self._entering(step, pairs, x, embedded))
+            rotation = self._table.at(pairs.flatten() + step + head.config.rope_start)
+            x = head.step(entering, read, rotation, partial(seen, pairs)).unflatten(0, pairs.shape)
+            row_of = [{pair: row for row, pair in enumerate(own)} for own in taken]
+            wanted = [text * width + row_of[text][pair] for text, own in enumerate(deep) for pair in own]
+            places = [start + pair + step + 1 for start, own in zip(texts.starts, deep, strict=False) for pair in own]
+            leaving = head.leaving(x.flatten(0, 1)[torch.tensor(wanted, device=device)])
+            chains = [first + number for first, own in zip(firsts, deep, strict=False) for number in range(len(own))]
+            yield UnrolledStep(leaving, *texts.behind(places), torch.tensor(chains, device=device))
+
+    def _taken(self, step: int, deep: Sequence[Sequence[int]], most: int) -> Sequence[Sequence[int]]:
+        """The pairs of each text that are read at a step: all that have one, in their order.
+
+        Args:
+            step: its number.
+            deep: whose chains have this step.
+            most: pairs of the longest text.
+        """
+        return [range(most - step)] * len(deep)
+
+    def _entering(self, step: int, pairs: Tensor, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands for vectors and embeddings, `[texts, rows, width]`, of the pairs `[texts, rows]` of a step.
+
+        Args:
+            step: its number.
+            pairs: that are read.
+            x: what the step before gave, at first the target's vectors.
+            embedded: `[texts, pairs, width]`: embeddings of the text's tokens.
+        """
+        return x[:, : pairs.shape[1]], embedded[:, step:]
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        own = self.head.embed_tokens
+        found: Tensor = self.lm_head.embed(ids) if own is None else own(ids)
+        return found.to(next(self.head.parameters()).dtype)
 
 
 class _Seen:
     """Attention of the steps, one after another, over what they gave so far.
 
     Args:
-        shared: heads that read the same keys.
-        texts: that are read side by side, their rows one behind another.
+        layers: of the head, which call it in turn.
     """
 
-    def __init__(self, shared: int, texts: int) -> None:
-        self._shared, self._texts = shared, texts
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+    def __init__(self, layers: int) -> None:
+        self._layers: Iterator[tuple[list[Tensor], list[Tensor]]] = itertools.cycle([([], []) for _ in range(layers)])
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`[rows, heads, head]` and twice `[rows, kv_heads, head]` to `[rows, heads * head]`."""
-        query = query.unflatten(0, (self._texts, -1))
-        rows, scale = query.shape[1], 1.0 / math.sqrt(query.shape[-1])
-        self._keys.append(key.unflatten(0, (self._texts, -1)).repeat_interleave(self._shared, 2))
-        self._values.append(value.unflatten(0, (self._texts, -1)).repeat_interleave(self._shared, 2))
-        keys, values = [each[:, :rows] for each in self._keys], [each[:, :rows] for each in self._values]
-        scores = torch.einsum("tqhd,tkhd->thqk", query, keys[0])
-        hidden = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-        own = [torch.einsum("tqhd,tqhd->thq", query, each)[..., None] for each in keys[1:]]
-        weights = torch.cat([scores.masked_fill(hidden, -torch.inf), *own], -1).mul(scale).softmax(-1)
-        mixed = torch.einsum("thqk,tkhd->tqhd", weights[..., :rows], values[0])
+    def __call__(self, pairs: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[rows, heads, head]` and twice `[rows, kv_heads, head]` to `[rows, heads * head]`.
+
+        The pairs `[texts, rows / texts]` of each step behind the second are the first ones of the step before.
+        """
+        keys, values = next(self._layers)
+        shared, scale = query.shape[1] // key.shape[1], 1.0 / math.sqrt(query.shape[-1])
+        query, rows = query.unflatten(0, pairs.shape), pairs.shape[1]
+        keys.append(key.unflatten(0, pairs.shape).repeat_interleave(shared, 2))
+        values.append(value.unflatten(0, pairs.shape).repeat_interleave(shared, 2))
+        every = keys[0].shape[1]
+        hidden = torch.arange(every, device=query.device) > pairs[..., None]
+        scores = torch.einsum("tqhd,tkhd->thqk", query, keys[0]).masked_fill(hidden[:, None], -torch.inf)
+        own = [torch.einsum("tqhd,tqhd->thq", query, each[:, :rows])[..., None] for each in keys[1:]]
+        weights = torch.cat([scores, *own], -1).mul(scale).softmax(-1)
+        mixed = torch.einsum("thqk,tkhd->tqhd", weights[..., :every], values[0])
         for step, each in enumerate(values[1:]):
-            mixed = mixed + weights[..., rows + step].transpose(1, 2)[..., None] * each
+            mixed = mixed + weights[..., every + step].transpose(1, 2)[..., None] * each[:, :rows]
         return mixed.flatten(2).flatten(0, 1)
 
 
@@ -390,8 +443,8 @@ class ChainObjective:
         for first, _, number in batch.tolist():
             answer = records[bisect.bisect_right(starts, first) - 1]
             texts.append((answer, self._unrolled.pairs(answer, number)))
-        ends = [(np.array(own), chains_of(each, 0).stop) for each, own in texts]
-        counts = [int(sum((own < end - step).sum() for own, end in ends)) for step in range(head.reach)]
+        lengths = np.array([steps for _, own in texts for steps in own.values()])
+        counts = [int((lengths > step).sum()) for step in range(head.reach)]
         sums = torch.zeros(head.reach, device=next(head.parameters()).device)
         for group in read_together(texts if own is None else texts[own], sums.device):
             together, pairs = [each for each, _ in group], [own for _, own in group]
@@ -433,8 +486,8 @@ class ChainObjective:
         return gradient_in_chunks(step.leaving[None], losses)[0], sums, accepted
 
 
-Chosen: TypeAlias = tuple[WrittenAnswer, Sequence[int]]
-"""An answer, and where chains begin in it."""
+Chosen: TypeAlias = tuple[WrittenAnswer, Mapping[int, int]]
+"""An answer, and where chains begin in it, and how long they are."""
 
 
 def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[list[Chosen]]:

@@ -173,6 +173,29 @@ class Eagle3SizeOptions(LayerHeadOptions):
 
 
 @dataclass(frozen=True)
+class PEagleSizeOptions(LayerHeadOptions):
+    """What a P-EAGLE head is."""
+
+    length: int = option(8, "How many tokens are guessed at once.", "T")
+    depth: int = option(4, "Decoder layers of the head.", "N")
+    own_embedding: bool = option(
+        False,
+        "An embedding of its own, which begins as the target's and learns, or the target's.",
+        "",
+        name="--own-embedding/--targets-embedding",
+    )
+
+
+@dataclass(frozen=True)
+class PEagleRunOptions(ChainRunOptions):
+    """How it is trained."""
+
+    kept: float = option(
+        0.7, "Share of the places with one more mask at each token further ahead, at random; a fifth remain.", "SHARE"
+    )
+
+
+@dataclass(frozen=True)
 class BlockSizeOptions(LayerHeadOptions):
     """What a block drafter is."""
 

@@ -22,6 +22,7 @@ _TITLES = {
     "medusa": "Medusa heads",
     "redrafter": "A recurrent head (ReDrafter)",
     "eagle": "An EAGLE-3 head",
+    "p-eagle": "A P-EAGLE head",
     "dflash": "A block drafter (DFlash)",
     "dspark": "A block drafter (DSpark)",
 }
