@@ -1,0 +1,218 @@
+"""Replicas of the server on Ray Serve: each an engine with its HTTP application.
+
+Ray routes a request to the less loaded of two replicas, starts and ends replicas as requests need, asks each for its
+health and puts a new one in the place of one that is lost.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application, metrics
+from ray.serve.config import AutoscalingConfig, BackpressureConfig
+
+from truedraft import errors
+from truedraft.cluster import connected
+from truedraft.errors import OptionError, TruedraftError
+from truedraft.server.options import ServerOptions
+from truedraft.server.service import Service
+from truedraft.server.serving import bound_socket, warm_up
+
+Make: TypeAlias = Callable[[int], tuple[FastAPI, Service]]
+"""Loads the engine of replica number so-and-so, and gives its application and service."""
+
+NAME = "truedraft"
+_HEALTH_EVERY_S, _HEALTH_WITHIN_S = 5.0, 30.0
+_AHEAD = 2  # times `max_batch` is given to a replica: its next batch waits with it, all others where any replica can take them
+_BUSY = 0.75  # of `max_batch`, open requests of a replica that the autoscaler aims at
+_TRIES = 2  # to start a replica, before none ever started
+_LOOK_S = 0.25
+_CAUSE = re.compile(r"^(?:.*\s)?truedraft\.errors\.(\w+): (.+)$", re.MULTILINE)
+
+
+class Replica:
+    """One engine and its application, made, asked and ended by Ray.
+
+    Args:
+        make: loads them; in the replica's own process.
+    """
+
+    _service: Service | None = None  # until it is loaded
+
+    def __init__(self, make: Make) -> None:
+        self._app, self._service = make(serve.get_replica_context().rank.rank)
+        warm_up(self._service.engine)
+        gc.collect()
+        gc.freeze()
+        self._gauges: dict[str, metrics.Gauge] = {}
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    def check_health(self) -> None:
+        """Called by Ray every few seconds, which also brings it the numbers of /metrics.
+
+        Raises:
+            RuntimeError: the engine answers nobody any more; Ray replaces this replica.
+        """
+        for family in self._app.state.metrics.registry.collect():
+            for sample in family.samples:
+                name = sample.name.replace(":", "_")  # Ray allows none
+                if name not in self._gauges:
+                    self._gauges[name] = metrics.Gauge(name, family.documentation, tuple(sample.labels))
+                self._gauges[name].set(sample.value, tags=sample.labels)
+        assert self._service is not None
+        if (trouble := self._service.trouble) is not None:
+            raise RuntimeError(trouble)
+
+    def __del__(self) -> None:
+        """Ray ends it, after its application."""
+        if self._service is not None and self._service.engine.learner is not None:
+            self._service.engine.learner.close()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a replica needs, and how many there are.
+
+    Attributes:
+        cpus: of one; torch computes on so many threads.
+        gpus: of one.
+        least: replicas.
+        most: of them; more than `least` where Ray decides.
+    """
+
+    cpus: int
+    gpus: int
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, replicas: tuple[int, int], threads: int | None, device: str) -> Size:
+        """So many at least and at most; without a number of threads they share the processors of one node.
+
+        Raises:
+            OptionError: the device is one that Ray cannot choose.
+        """
+        least, most = replicas
+        nodes = _nodes()
+        if device not in ("auto", "cpu", "cuda"):
+            raise OptionError(f"must be auto, cpu or cuda, for Ray decides which; got {device!r}", field="device")
+        gpus = int(device == "cuda" or (device == "auto" and any(each.get("GPU", 0) >= 1 for each in nodes)))
+        cores = max((int(each.get("CPU", 0)) for each in nodes), default=1)
+        return cls(threads or max(1, cores // most), gpus, least, most)
+
+    def check_room(self) -> None:
+        """Refuse more replicas than there is room for.
+
+        Raises:
+            OptionError: says how many there is room for.
+        """
+        needs = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        room = sum(min(int(node.get(name, 0) // count) for name, count in needs.items()) for node in _nodes())
+        if room < self.least:
+            each = " and ".join(f"{count} {name}" for name, count in needs.items())
+            raise OptionError(
+                f"asks for {self.least} of {each} each, and this cluster has room for {room}; ask for fewer, or for fewer "
+                "--threads",
+                field="replicas",
+            )
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    """The resources of each node that is there."""
+    return [each["Resources"] for each in ray.nodes() if each["Alive"]] if ray.is_initialized() else []
+
+
+def application(make: Make, server: ServerOptions, size: Size) -> Application:
+    """The application for Ray Serve.
+
+    Args:
+        make: loads the engine of a replica; is pickled, and must be importable where replicas run.
+        server: what each takes on, and how long it drains.
+        size: how many there are, of what.
+    """
+    many: dict[str, Any] = {"num_replicas": size.least}
+    if size.most > size.least:
+        aim = _BUSY * server.max_batch
+        many = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=size.least, max_replicas=size.most, target_ongoing_requests=aim
+            )
+        }
+    deployment = serve.deployment(
+        serve.ingress()(Replica),
+        name=NAME,
+        ray_actor_options={"num_cpus": size.cpus, "num_gpus": size.gpus},
+        max_ongoing_requests=_AHEAD * server.max_batch,
+        max_queued_requests=server.max_queue,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+        graceful_shutdown_timeout_s=server.drain_s,
+        graceful_shutdown_wait_loop_s=_LOOK_S,
+        health_check_period_s=_HEALTH_EVERY_S,
+        health_check_timeout_s=_HEALTH_WITHIN_S,
+        max_constructor_retry_count=_TRIES,
+        **many,
+    )
+    return deployment.bind(make)
+
+
+def serve_replicas(
+    make: Make,
+    server: ServerOptions,
+    size: Callable[[], Size],
+    ready: Callable[[str], None],
+) -> None:
+    """Start replicas, and answer until told to stop, by Ctrl-C or SIGTERM; then they drain.
+
+    Args:
+        make: as of `application`.
+        server: where Ray's proxies listen, and what replicas take on.
+        size: of them; is asked once there is a cluster.
+        ready: is called with the address once all answer.
+
+    Raises:
+        OptionError: the address cannot be used, or there is no room for so many.
+        TruedraftError: a replica cannot be started; that is its own error.
+    """
+    with bound_socket(server.host, server.port) as found:  # free now; Ray's proxy takes it
+        port = found.getsockname()[1]
+    with connected():
+        asked = size()
+        asked.check_room()
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        tls = {"ssl_certfile": server.tls_certificate, "ssl_keyfile": server.tls_key}
+        http = {"host": server.host, "port": port} | {name: str(path) for name, path in tls.items() if path is not None}
+        serve.start(http_options=http)
+        try:
+            serve.run(application(make, server, asked), name=NAME, route_prefix="/")
+            host = f"[{server.host}]" if ":" in server.host else server.host
+            ready(f"{'http' if server.tls_certificate is None else 'https'}://{host}:{port}")
+            while not stop.wait(_LOOK_S):
+                pass
+        except RuntimeError as error:
+            raise _cause(str(error)) from error
+        finally:
+            serve.delete(NAME)
+
+
+def _cause(told: str) -> TruedraftError:
+    """The error of ours for which replicas do not start, as Ray tells it; what Ray says where there is none."""
+    deployments = serve.status().applications[NAME].deployments
+    told = "\n".join(each.message for each in deployments.values()) or told
+    found = _CAUSE.search(told)
+    if found is None:
+        return TruedraftError(f"Ray cannot run the replicas: {told.strip()}")
+    kind: type[TruedraftError] = getattr(errors, found[1], TruedraftError)
+    return kind(found[2])
