@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from truedraft.errors import MissingExtraError
@@ -49,3 +49,9 @@ def connected() -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """The resources, as CPU and GPU, of each node of the cluster that this process is connected to."""
+    ray = ray_module()
+    return [each["Resources"] for each in ray.nodes() if each["Alive"]] if ray.is_initialized() else []

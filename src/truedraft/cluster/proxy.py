@@ -45,7 +45,9 @@ class WithErrors:
                 # Errors of ours are JSON; these are Ray's: all queues are full, or there is nobody who answers.
                 refused = message["status"] >= _BUSY and headers.get("content-type", "").startswith("text/plain")
                 if refused:
-                    error = ApiError(message["status"], *_REFUSED, headers={"Retry-After": headers.get("retry-after", "1")})
+                    error = ApiError(
+                        message["status"], *_REFUSED, headers={"Retry-After": headers.get("retry-after", "1")}
+                    )
                     await error.response(scope["path"])(scope, receive, send)
                 began = headers
             over = over or (message["type"] == "http.response.body" and not message.get("more_body", False))

@@ -6,22 +6,22 @@ health and puts a new one in the place of one that is lost.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application, metrics
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
 from truedraft import errors
-from truedraft.cluster import connected
+from truedraft.cluster import connected, nodes
 from truedraft.errors import OptionError, TruedraftError
 from truedraft.server.options import ServerOptions
 from truedraft.server.service import Service
@@ -32,7 +32,7 @@ Make: TypeAlias = Callable[[int], tuple[FastAPI, Service]]
 
 NAME = "truedraft"
 _HEALTH_EVERY_S, _HEALTH_WITHIN_S = 5.0, 30.0
-_AHEAD = 2  # times `max_batch` is given to a replica: its next batch waits with it, all others where any replica can take them
+_AHEAD = 2  # times `max_batch` is given to a replica: its next batch, too; others wait where any replica can take them
 _BUSY = 0.75  # of `max_batch`, open requests of a replica that the autoscaler aims at
 _TRIES = 2  # to start a replica, before none ever started
 _LOOK_S = 0.25
@@ -104,11 +104,11 @@ class Size:
             OptionError: the device is one that Ray cannot choose.
         """
         least, most = replicas
-        nodes = _nodes()
+        there = nodes()
         if device not in ("auto", "cpu", "cuda"):
             raise OptionError(f"must be auto, cpu or cuda, for Ray decides which; got {device!r}", field="device")
-        gpus = int(device == "cuda" or (device == "auto" and any(each.get("GPU", 0) >= 1 for each in nodes)))
-        cores = max((int(each.get("CPU", 0)) for each in nodes), default=1)
+        gpus = int(device == "cuda" or (device == "auto" and any(each.get("GPU", 0) >= 1 for each in there)))
+        cores = max((int(each.get("CPU", 0)) for each in there), default=1)
         return cls(threads or max(1, cores // most), gpus, least, most)
 
     def check_room(self) -> None:
@@ -118,19 +118,14 @@ class Size:
             OptionError: says how many there is room for.
         """
         needs = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-        room = sum(min(int(node.get(name, 0) // count) for name, count in needs.items()) for node in _nodes())
+        room = sum(min(int(node.get(name, 0) // count) for name, count in needs.items()) for node in nodes())
         if room < self.least:
             each = " and ".join(f"{count} {name}" for name, count in needs.items())
             raise OptionError(
-                f"asks for {self.least} of {each} each, and this cluster has room for {room}; ask for fewer, or for fewer "
-                "--threads",
+                f"asks for {self.least} of {each} each, and this cluster has room for {room}; ask for fewer, or for "
+                "fewer --threads",
                 field="replicas",
             )
-
-
-def _nodes() -> list[Mapping[str, float]]:
-    """The resources of each node that is there."""
-    return [each["Resources"] for each in ray.nodes() if each["Alive"]] if ray.is_initialized() else []
 
 
 def application(make: Make, server: ServerOptions, size: Size) -> Application:
@@ -166,45 +161,54 @@ def application(make: Make, server: ServerOptions, size: Size) -> Application:
     return deployment.bind(make)
 
 
-def serve_replicas(
-    make: Make,
-    server: ServerOptions,
-    size: Callable[[], Size],
-    ready: Callable[[str], None],
-) -> None:
-    """Start replicas, and answer until told to stop, by Ctrl-C or SIGTERM; then they drain.
+@contextlib.contextmanager
+def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iterator[str]:
+    """Replicas inside the block; gives their address once all answer. Behind it they drain, and end.
 
     Args:
         make: as of `application`.
         server: where Ray's proxies listen, and what replicas take on.
         size: of them; is asked once there is a cluster.
-        ready: is called with the address once all answer.
 
     Raises:
         OptionError: the address cannot be used, or there is no room for so many.
         TruedraftError: a replica cannot be started; that is its own error.
     """
-    with bound_socket(server.host, server.port) as found:  # free now; Ray's proxy takes it
-        port = found.getsockname()[1]
+    with bound_socket(server.host, server.port) as free:  # Ray's proxy takes it
+        port = free.getsockname()[1]
     with connected():
         asked = size()
         asked.check_room()
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
         tls = {"ssl_certfile": server.tls_certificate, "ssl_keyfile": server.tls_key}
-        http = {"host": server.host, "port": port} | {name: str(path) for name, path in tls.items() if path is not None}
-        serve.start(http_options=http)
+        given = {name: str(path) for name, path in tls.items() if path is not None}
+        serve.start(http_options={"host": server.host, "port": port} | given)
         try:
-            serve.run(application(make, server, asked), name=NAME, route_prefix="/")
+            try:
+                serve.run(application(make, server, asked), name=NAME, route_prefix="/")
+            except RuntimeError as error:
+                raise _cause(str(error)) from error
             host = f"[{server.host}]" if ":" in server.host else server.host
-            ready(f"{'http' if server.tls_certificate is None else 'https'}://{host}:{port}")
-            while not stop.wait(_LOOK_S):
-                pass
-        except RuntimeError as error:
-            raise _cause(str(error)) from error
+            yield f"{'https' if given else 'http'}://{host}:{port}"
         finally:
             serve.delete(NAME)
+
+
+def serve_replicas(make: Make, server: ServerOptions, size: Callable[[], Size], ready: Callable[[str], None]) -> None:
+    """Answer by replicas until told to stop, by Ctrl-C or SIGTERM; arguments and errors as of `running`.
+
+    Args:
+        make: as there.
+        server: as there.
+        size: as there.
+        ready: is called with the address once all answer.
+    """
+    stop = threading.Event()
+    with running(make, server, size) as address:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        ready(address)
+        while not stop.wait(_LOOK_S):  # a wait without an end would hold signals up
+            pass
 
 
 def _cause(told: str) -> TruedraftError:
