@@ -26,8 +26,9 @@ def ray_module(name: str = "ray") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        missing = (error.name or name).partition(".")[0]
         raise MissingExtraError(
-            f"this needs the package {error.name}; install Ray by: pip install 'truedraft[ray]'"
+            f"this needs the package {missing}; install Ray by: pip install 'truedraft[ray]'"
         ) from error
 
 

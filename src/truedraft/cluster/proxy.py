@@ -45,9 +45,8 @@ class WithErrors:
                 # Errors of ours are JSON; these are Ray's: all queues are full, or there is nobody who answers.
                 refused = message["status"] >= _BUSY and headers.get("content-type", "").startswith("text/plain")
                 if refused:
-                    error = ApiError(
-                        message["status"], *_REFUSED, headers={"Retry-After": headers.get("retry-after", "1")}
-                    )
+                    again = {"Retry-After": headers.get("retry-after", "1")}
+                    error = ApiError(message["status"], "no replica has room; ask again in a moment", headers=again)
                     await error.response(scope["path"])(scope, receive, send)
                 began = headers
             over = over or (message["type"] == "http.response.body" and not message.get("more_body", False))
@@ -70,15 +69,12 @@ class WithErrors:
             await send({"type": "http.response.body", "body": _last_event(error, scope["path"]).encode()})
 
 
-_REFUSED = ("no replica has room for this request; ask again in a moment",)
-
-
 def _last_event(error: ApiError, path: str) -> str:
     """As clients of an endpoint read it. A blank line before it ends an event that was cut off."""
     if path.startswith("/v1/messages"):
         told = event(error.anthropic, "error")
     elif path.startswith("/v1/responses"):
-        told = event({"type": "error"} | error.body["error"], "error")
+        told = event(error.body["error"] | {"type": "error"}, "error")
     else:
         told = event(error.body)
     return f"\n\n{told}"

@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve import Application, metrics
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
-from truedraft import errors
+import truedraft.errors
 from truedraft.cluster import connected, nodes
 from truedraft.errors import OptionError, TruedraftError
 from truedraft.server.options import ServerOptions
@@ -218,5 +218,5 @@ def _cause(told: str) -> TruedraftError:
     found = _CAUSE.search(told)
     if found is None:
         return TruedraftError(f"Ray cannot run the replicas: {told.strip()}")
-    kind: type[TruedraftError] = getattr(errors, found[1], TruedraftError)
+    kind: type[TruedraftError] = getattr(truedraft.errors, found[1], TruedraftError)
     return kind(found[2])
