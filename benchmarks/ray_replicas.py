@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import ray
 
 from common import RESULTS, Lines, note
 from servers import PORT, Launch, Server
@@ -97,8 +98,8 @@ def judged(status: int, head: str, text: str, streamed: bool, answer: str | None
     return "right" if found == answer else f"wrong: {found!r} is not {answer!r}"
 
 
-def replicas_of(server: Server) -> list[int]:
-    """Process ids of the replicas that a server started, itself or by others."""
+def replicas_below(root: int) -> list[int]:
+    """Process ids of the replicas that a process started, itself or by others."""
     parents, names = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
@@ -106,10 +107,10 @@ def replicas_of(server: Server) -> list[int]:
             parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             names[pid] = (folder / "cmdline").read_bytes().decode(errors="replace")
 
-    def ours(pid: int) -> bool:
-        return pid == server.pid or (pid in parents and ours(parents[pid]))
+    def below(pid: int) -> bool:
+        return pid == root or (pid in parents and below(parents[pid]))
 
-    return [pid for pid, name in names.items() if name.startswith("ray::ServeReplica:") and ours(pid)]
+    return [pid for pid, name in names.items() if name.startswith("ray::ServeReplica:") and below(pid)]
 
 
 @contextlib.contextmanager
@@ -153,7 +154,7 @@ async def under_kills(
     async def killer() -> None:
         while True:
             await asyncio.sleep(asked.kill_every)
-            victims = replicas_of(server)
+            victims = replicas_below(server.pid)
             if victims:
                 os.kill(chance.choice(victims), signal.SIGKILL)
                 came["killed"] += 1
@@ -164,17 +165,22 @@ async def under_kills(
     return came
 
 
-def left_over(server: Server) -> int:
-    """Requests that a replica still has half a minute later; each look is at one that Ray chooses."""
-    most = 0
-    for _ in range(30):
-        looks = [httpx2.get(f"{server.url}/metrics").text for _ in range(8)]
-        values = re.findall(r"^vllm:num_requests_(?:running|waiting)\S* (\S+)$", "\n".join(looks), re.MULTILINE)
-        most = int(max(map(float, values)))
-        if not most:
+def left_over() -> dict[str, float]:
+    """By replica the requests that it still has a minute later, as each tells Ray."""
+    line = r'^ray_truedraft_num_requests_(?:running|waiting)\{.*replica="(\w+)".*\} (\S+)$'
+    ray.init(address="auto", log_to_driver=False)
+    (node,) = ray.nodes()
+    ray.shutdown()
+    has: dict[str, float] = {}
+    for _ in range(12):
+        time.sleep(5.0)
+        has.clear()
+        text = httpx2.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+        for replica, value in re.findall(line, text, re.MULTILINE):
+            has[replica] = has.get(replica, 0.0) + float(value)
+        if len(has) >= _REPLICAS and not any(has.values()):
             break
-        time.sleep(1.0)
-    return most
+    return has
 
 
 async def load(ports: Sequence[int], requests: int, clients: int, tokens: int, streamed: bool) -> float:
@@ -236,10 +242,10 @@ def kills(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
     with served_by(("--model", "embedded:target", "--chat-template", str(template), *ON_RAY), logs, 1, "ray") as found:
         began = time.perf_counter()
         came = asyncio.run(under_kills(found[0], asked, expected))
-        seconds, left = time.perf_counter() - began, left_over(found[0])
+        seconds, left = time.perf_counter() - began, left_over()
     wrong = [what for what in came if what.startswith("wrong")]
     killed = came.pop("killed", 0)
-    held = not wrong and not left and came.total() == asked.requests
+    held = not wrong and bool(left) and not any(left.values()) and came.total() == asked.requests
     sizes = {"requests": asked.requests, "clients": asked.clients, "kill_every_s": asked.kill_every}
     return {
         "part": "kills",

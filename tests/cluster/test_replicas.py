@@ -26,6 +26,7 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
+from ray_replicas import replicas_below
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.cli.parameters import read_words
 from truedraft.cli.serve import ServeOptions, loaded
@@ -64,7 +65,6 @@ def _one_ray() -> Iterator[None]:
         try:
             yield
         finally:
-            serve.shutdown()
             ray.shutdown()
 
 
@@ -73,12 +73,6 @@ def served(size: Size = TWO, **words: Any) -> Iterator[str]:
     options = read_words(ServeOptions, WORDS | words)
     with running(partial(loaded, options), options.server, lambda: size) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def url(_one_ray: None) -> Iterator[str]:
-    with served() as found:
-        yield found
 
 
 def post(url: str, body: dict[str, Any]) -> httpx2.Response:
@@ -92,16 +86,35 @@ def until(holds: Any, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def pids() -> list[int]:
-    """Of the replicas."""
-    found = [each for each in ray.util.state.list_actors() if each.class_name.startswith("ServeReplica")]
-    return [each.pid for each in found if each.state == "ALIVE"]
+def test_who_leaves_is_no_longer_answered_and_what_is_open_is_where_replicas_end() -> None:
+    def busy() -> bool:
+        return bool(re.search(r"^vllm:num_requests_running\S* 1", httpx2.get(f"{url}/metrics").text, re.MULTILINE))
+
+    with ThreadPoolExecutor(1) as pool:
+        with served(Size(1, 0, 1, 1)) as url:
+            with httpx2.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as reply:
+                next(reply.iter_lines())
+                assert busy()
+            until(lambda: not busy(), 1.0)
+            open_one = pool.submit(post, url, LONG)
+            until(busy)
+        found = open_one.result(60)
+    assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == LONG["max_tokens"]
 
 
-def busy(url: str) -> bool:
-    """Whether a replica answers; each look is at one that Ray chooses."""
-    looks = "".join(httpx2.get(f"{url}/metrics").text for _ in range(6))
-    return any(float(each) for each in re.findall(r"^vllm:num_requests_running\S* (\S+)$", looks, re.MULTILINE))
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error() -> None:
+    with (
+        pytest.raises(ModelNotFoundError, match="there is no folder '/no/such/folder'"),
+        served(model="/no/such/folder"),
+    ):
+        pass
+
+
+@pytest.fixture(scope="module")
+def url(_one_ray: None) -> Iterator[str]:
+    with served() as found:
+        yield found
 
 
 def test_answers_and_streams_are_those_of_one_engine(url: str) -> None:
@@ -115,13 +128,6 @@ def test_answers_and_streams_are_those_of_one_engine(url: str) -> None:
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == alone
     assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
     assert post(url, SHORT | {"temperature": -1}).status_code == 400
-
-
-def test_who_leaves_is_no_longer_answered(url: str) -> None:
-    with httpx2.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as reply:
-        next(reply.iter_lines())
-        assert busy(url)
-    until(lambda: not busy(url), 10)
 
 
 def test_ray_knows_the_numbers_of_each_replica(url: str) -> None:
@@ -138,26 +144,17 @@ def test_ray_knows_the_numbers_of_each_replica(url: str) -> None:
 def test_a_kill_ends_requests_with_an_error_that_says_so_and_the_service_comes_back(url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         whole, streamed = pool.submit(post, url, LONG), pool.submit(post, url, LONG | {"stream": True})
-        until(lambda: busy(url))
-        killed = pids()
-        assert len(killed) == 2
+        time.sleep(1.0)
+        killed = replicas_below(os.getpid())
+        assert len(killed) == 2 and not whole.done() and not streamed.done()
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         reply, stream = whole.result(60), streamed.result(60)
     assert reply.status_code == 503 and reply.headers["retry-after"] and "ask again" in reply.json()["error"]["message"]
     last = [line for line in stream.text.split("\n") if line][-1]
-    assert stream.status_code == 503 or "ask again" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert stream.status_code == 200 and "ask again" in json.loads(last.removeprefix("data: "))["error"]["message"]
     assert post(url, SHORT).status_code == 200  # waits for a new replica
-    until(lambda: len(set(pids()) - set(killed)) == 2)
-
-
-def test_what_is_open_is_answered_when_replicas_end() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        with served() as url:
-            open_one = pool.submit(post, url, LONG)
-            until(lambda: busy(url))
-        reply = open_one.result(60)
-    assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+    until(lambda: len(set(replicas_below(os.getpid())) - set(killed)) == 2)
 
 
 def test_health_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +169,12 @@ def test_health_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="has not ended"):
         replica.check_health()
     assert made == [3]
+
+
+def test_a_cluster_has_one_ray_serve(url: str) -> None:
+    with pytest.raises(OptionError, match="runs on this cluster already"), served():
+        pass
+    assert post(url, SHORT).status_code == 200
 
 
 def test_placement_that_cannot_be_met_and_a_port_that_is_taken() -> None:
@@ -194,15 +197,6 @@ def test_placement_that_cannot_be_met_and_a_port_that_is_taken() -> None:
     assert Size.of((1, 2), None, "auto") == Size(1, 0, 1, 2) and Size.of((1, 1), 2, "cuda") == Size(2, 1, 1, 1)
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error() -> None:
-    with (
-        pytest.raises(ModelNotFoundError, match="there is no folder '/no/such/folder'"),
-        served(model="/no/such/folder"),
-    ):
-        pass
-
-
 def test_workers_write_the_answers_of_one_engine_in_order() -> None:
     wanted = [([5, 6, 7, n], SamplingParams(6, temperature=n % 2, seed=n)) for n in range(8)]
     engine = Engine(load_model("embedded:target"))
@@ -221,9 +215,10 @@ def test_manifests_name_what_there_is_and_the_application_has_their_options() ->
         (application,) = ServeDeploySchema.model_validate(each).applications
         assert application.import_path == "truedraft.deploy.ray:app"
         deployment = app(application.args)._bound_deployment
-        scaling = deployment._deployment_config.autoscaling_config
+        asked = deployment._deployment_config
+        scaling = asked.autoscaling_config
         assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 8, 24)
-        assert deployment.ray_actor_options["num_cpus"] == 4 and deployment.graceful_shutdown_timeout_s == 30
+        assert deployment.ray_actor_options["num_cpus"] == 4 and asked.graceful_shutdown_timeout_s == 30
         assert read_words(ServeOptions, application.args).server.served_model_name == ("mine",)
     with pytest.raises(OptionError, match="unknown option '--max-bach'; did you mean '--max-batch'"):
         app({"model": "x", "max_bach": 3})

@@ -171,7 +171,7 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
         size: of them; is asked once there is a cluster.
 
     Raises:
-        OptionError: the address cannot be used, or there is no room for so many.
+        OptionError: the address cannot be used, there is no room for so many, or others use Ray Serve.
         TruedraftError: a replica cannot be started; that is its own error.
     """
     with bound_socket(server.host, server.port) as free:  # Ray's proxy takes it
@@ -179,6 +179,12 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
     with connected():
         asked = size()
         asked.check_room()
+        if serve.status().proxies:
+            raise OptionError(
+                "needs Ray Serve for itself, which runs on this cluster already: deploy truedraft.deploy.ray:app there "
+                "or end it by `serve shutdown`",
+                field="ray",
+            )
         tls = {"ssl_certfile": server.tls_certificate, "ssl_keyfile": server.tls_key}
         given = {name: str(path) for name, path in tls.items() if path is not None}
         serve.start(http_options={"host": server.host, "port": port} | given)
@@ -190,7 +196,8 @@ def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iter
             host = f"[{server.host}]" if ":" in server.host else server.host
             yield f"{'https' if given else 'http'}://{host}:{port}"
         finally:
-            serve.delete(NAME)
+            serve.delete(NAME)  # waits until all is answered, which `shutdown` does not
+            serve.shutdown()
 
 
 def serve_replicas(make: Make, server: ServerOptions, size: Callable[[], Size], ready: Callable[[str], None]) -> None:
