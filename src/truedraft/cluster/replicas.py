@@ -156,6 +156,7 @@ def application(make: Make, server: ServerOptions, size: Size) -> Application:
         health_check_period_s=_HEALTH_EVERY_S,
         health_check_timeout_s=_HEALTH_WITHIN_S,
         max_constructor_retry_count=_TRIES,
+        logging_config={"enable_access_log": False},  # the server's own says more
         **many,
     )
     return deployment.bind(make)
