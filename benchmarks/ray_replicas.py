@@ -183,18 +183,18 @@ def left_over() -> dict[str, float]:
     return has
 
 
-async def load(ports: Sequence[int], requests: int, clients: int, tokens: int, streamed: bool) -> float:
-    """Tokens a second of a closed loop over servers, each of which has its share of the clients."""
+async def load(ports: Sequence[int], of: str, requests: int, clients: int, tokens: int, streamed: bool) -> float:
+    """Tokens a second of a closed loop over servers, each of which has its share of the clients.
+
+    Prompts tell `of` which loop they are: what a server remembers of another loop's answers would be drafted from.
+    """
     numbers, wrong = iter(range(requests)), 0
 
     async def client(port: int) -> None:
         nonlocal wrong
         for number in numbers:
-            body = {
-                "prompt": f"{_QUESTIONS[number % len(_QUESTIONS)]} ({number})",
-                "max_tokens": tokens,
-                "temperature": 0,
-            }
+            prompt = f"In {of}, chapter {number}: {_QUESTIONS[number % len(_QUESTIONS)]}"
+            body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
             status, _, _ = await exchange(port, "/v1/completions", body | {"ignore_eos": True, "stream": streamed})
             wrong += status != 200
 
@@ -206,7 +206,7 @@ async def load(ports: Sequence[int], requests: int, clients: int, tokens: int, s
 
 def throughput(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """By Ray and asked directly, in turns; the other servers are idle meanwhile."""
-    words = ("--model", asked.throughput_model)
+    words = ("--model", asked.throughput_model, "--drafter", "none")  # decisions by costs measured apart would differ
     rates: dict[str, list[float]] = {}
     with (
         served_by((*words, "--threads", "1"), logs, _REPLICAS, "direct") as direct,
@@ -214,12 +214,14 @@ def throughput(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
     ):
         ways = {"direct": [each.port for each in direct], "ray": [each.port for each in by_ray]}
         for ports in ways.values():
-            asyncio.run(load(ports, 8, 8, 8, False))
+            asyncio.run(load(ports, "the first book", 8, 8, 8, False))
         for turn in range(asked.turns):
             for way, streamed in [
                 (way, kind) for kind in (False, True) for way in list(ways)[:: 1 if turn % 2 else -1]
             ]:
-                rate = asyncio.run(load(ways[way], asked.load, asked.load_clients, 48, streamed))
+                rate = asyncio.run(
+                    load(ways[way], f"book {turn}{streamed:d}", asked.load, asked.load_clients, 48, streamed)
+                )
                 rates.setdefault(name := f"{way}{' streamed' if streamed else ''}", []).append(rate)
                 note(f"{name}: {rate:.1f} tokens a second")
     middle = {name: statistics.median(values) for name, values in rates.items()}
