@@ -86,6 +86,14 @@ def until(holds: Any, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
+def test_workers_write_the_answers_of_one_engine_in_order() -> None:
+    wanted = [([5, 6, 7, n], SamplingParams(6, temperature=n % 2, seed=n)) for n in range(8)]
+    engine = Engine(load_model("embedded:target"))
+    alone = [engine.generate(ids, params) for ids, params in wanted]
+    found = list(answers_on_ray("embedded:target", "cpu", wanted))
+    assert found == [(each.token_ids, each.finish_reason == "stop") for each in alone]
+
+
 def test_who_leaves_is_no_longer_answered_and_what_is_open_is_where_replicas_end() -> None:
     def busy() -> bool:
         return bool(re.search(r"^vllm:num_requests_running\S* 1", httpx2.get(f"{url}/metrics").text, re.MULTILINE))
@@ -111,7 +119,7 @@ def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error() -> None:
         pass
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module")  # first used here: it holds both processors to the end
 def url(_one_ray: None) -> Iterator[str]:
     with served() as found:
         yield found
@@ -195,14 +203,6 @@ def test_placement_that_cannot_be_met_and_a_port_that_is_taken() -> None:
     with pytest.raises(OptionError, match="Ray decides which; got 'cuda:1'"):
         Size.of((1, 1), None, "cuda:1")
     assert Size.of((1, 2), None, "auto") == Size(1, 0, 1, 2) and Size.of((1, 1), 2, "cuda") == Size(2, 1, 1, 1)
-
-
-def test_workers_write_the_answers_of_one_engine_in_order() -> None:
-    wanted = [([5, 6, 7, n], SamplingParams(6, temperature=n % 2, seed=n)) for n in range(8)]
-    engine = Engine(load_model("embedded:target"))
-    alone = [engine.generate(ids, params) for ids, params in wanted]
-    found = list(answers_on_ray("embedded:target", "cpu", wanted))
-    assert found == [(each.token_ids, each.finish_reason == "stop") for each in alone]
 
 
 def test_manifests_name_what_there_is_and_the_application_has_their_options() -> None:
