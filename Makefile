@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-vllm test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-vllm test-scale bench-scale test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -104,6 +104,27 @@ bench-serve: $(STAMP) $(VLLM)/bin/vllm
 test-vllm: $(STAMP) $(VLLM)/bin/vllm
 	$(SMOLLM2)
 	$(BIN)/python benchmarks/vllm_drafters.py $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTERS),--drafters $(DRAFTERS)) $(PEERS)
+
+# Ray beside what is installed, for replicas and for prompts of ray.data: docs/deploy.md. It lies in an environment of its
+# own, for it brings another event loop for all servers. Three minutes; SCALE="not slow" leaves the slow tests out.
+RAY := .venv-ray
+$(RAY)/.installed: $(STAMP)
+	rm -rf $(RAY)
+	$(PYTHON) -m venv --without-pip $(RAY)
+	for folder in $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
+	  $(CURDIR)/src $(CURDIR)/packages/truedraft-smollm2/src; do echo $$folder; done \
+	  > $$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
+	$(RAY)/bin/python -m pip install --quiet "ray[serve,data]>=2.60"
+	touch $@
+
+test-scale: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest tests/cluster -rs -m "$(or $(SCALE),slow or not slow)"
+
+# Two replicas under twenty thousand requests and a kill every twenty seconds, and what Ray costs: docs/deploy.md. A
+# quarter of an hour.
+bench-scale: $(RAY)/.installed
+	$(SMOLLM2)
+	$(RAY)/bin/python benchmarks/ray_replicas.py
 
 # llama.cpp's server, its benchmark of batches and its script for models, of the source that llama-cpp-python carries;
 # twenty minutes on two cores.
@@ -251,4 +272,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest .models build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest $(RAY) .models build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,7 +32,9 @@ BELOW["planning"] = BELOW["engine"] | {"engine"}
 for _name in ("training", "certify", "bench", "server"):
     BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
 BELOW["learning"] = BELOW["training"] | {"training", "certify"}
+BELOW["cluster"] = BELOW["server"] | {"server", "training"}
 BELOW["cli"] = set(BELOW) | {"__init__"}
+BELOW["deploy"] = BELOW["cli"] | {"cli"}
 BELOW["__main__"] = {"cli"}
 TORCH_FREE = ("core/params.py", "core/budget.py", "core/stats.py", "errors.py", "training/options.py")
 TORCH_FREE_PACKAGES = ("control", "theory")

@@ -24,7 +24,7 @@ from truedraft.drafters.specs import from_spec
 from truedraft.models.base import LanguageModel
 from truedraft.server import ServerOptions, application
 from truedraft.server.service import Service
-from truedraft.server.serving import _listen
+from truedraft.server.serving import bound_socket
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -52,7 +52,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[Running]:
     """A server over an engine, until the block ends."""
     asked = replace(ServerOptions(port=0, served_model_name=("tiny", "alias")), **options)
     app, service = application(engine, asked, "tiny")
-    listening = _listen("127.0.0.1", 0)
+    listening = bound_socket("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

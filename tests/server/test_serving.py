@@ -13,13 +13,13 @@ from truedraft import Engine
 from truedraft.core.stats import StepRecord
 from truedraft.errors import TruedraftError
 from truedraft.server import ServerOptions, application, serve, serving
-from truedraft.server.serving import _listen
+from truedraft.server.serving import bound_socket
 
 
 def test_a_server_has_answered_before_anybody_can_ask(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = _listen("127.0.0.1", 0)
+    free = bound_socket("127.0.0.1", 0)
     address = free.getsockname()
     free.close()
     engine, order, greedy, scopes = make_engine(), [], [], []

@@ -55,7 +55,7 @@ def exit_status(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, UndecidedError):
         return UNDECIDED
-    if isinstance(error, _UNUSABLE) or _is_usage_error(error):
+    if isinstance(error, _UNUSABLE) or is_usage_error(error):
         return UNUSABLE
     return FAILED
 
@@ -124,14 +124,14 @@ def describe(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, TruedraftError):
         return str(error)
-    if _is_usage_error(error):
+    if is_usage_error(error):
         return _describe_usage(error)
     if isinstance(error, OSError) and error.strerror:  # a full disk, or a file that is another user's
         return f"cannot read or write {error.filename or 'a file'} ({error.strerror})"
     return f"internal error: {type(error).__name__}: {error}; please report it ({_DEBUG}=1 shows where it happened)"
 
 
-def _is_usage_error(error: BaseException) -> bool:
+def is_usage_error(error: BaseException) -> bool:
     """Whether the command line could not be read.
 
     typer carries click's exceptions as its own or as click's, depending on its version, so they are known by shape.

@@ -9,16 +9,17 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from truedraft.cli.failures import InterruptedCommandError
+from truedraft.cli.failures import InterruptedCommandError, describe, is_usage_error
 from truedraft.errors import OptionError, TruedraftError
 from truedraft.options import Group, Option
 
 Command = Callable[[Any], int]
 """A command takes one dataclass of options, and gives its exit status."""
+Read = TypeVar("Read")
 _NOTHING = Group("")
 
 
@@ -109,6 +110,44 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
     call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in signature}
     return call
+
+
+def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
+    """A dataclass of options from their values by name, as the command of that dataclass reads them.
+
+    Args:
+        kind: of options.
+        words: each value as it is typed, or a list of them where an option may be repeated, or whether a flag is given.
+
+    Raises:
+        OptionError: an option is not known, or its value cannot be used.
+    """
+    found: list[Read] = []
+
+    def keep(options: Any) -> int:
+        found.append(options)
+        return 0
+
+    keep.__annotations__ = {"options": kind}
+    typed: list[str] = []
+    for name, given in words.items():
+        option, flag = f"--{name.replace('_', '-')}", str(given).lower()
+        if flag in ("true", "false"):
+            typed += [option] if flag == "true" else []
+        else:
+            for each in given if isinstance(given, list | tuple) else [given]:
+                typed += [option, str(each)]
+    app = typer.Typer(add_completion=False)
+    app.command()(command(keep))
+    try:
+        typer.main.get_command(app).main(typed, standalone_mode=False)
+    except TruedraftError:
+        raise
+    except Exception as error:
+        if is_usage_error(error):
+            raise OptionError(describe(error)) from error
+        raise
+    return found[0]
 
 
 def _parameters(kind: type, within: Group) -> Iterator[_Parameter]:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions, StackOptions
+from truedraft.cluster import ray_module
 from truedraft.errors import MissingExtraError, OptionError
 from truedraft.options import NEEDED, MachineOptions, group, read_bytes
-from truedraft.server.options import LearningOptions, ServerOptions
+from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOptions
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from ray.serve import Application
     from rich.console import Console
 
+    from truedraft.cluster.replicas import Size
     from truedraft.engine import Engine
     from truedraft.learning import Learner
+    from truedraft.server.service import Service
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class ServeOptions:
     stack: StackOptions = group("Model and drafter", model=NEEDED)
     server: ServerOptions = group("Server")
     learning: LearningOptions = group("Learning")
+    replicas: ReplicaOptions = group("Replicas")
     report: ReportOptions = group("Report")
     machine: MachineOptions = group("Machine")
 
@@ -42,29 +49,71 @@ def serve(options: ServeOptions) -> int:
             f"serving needs the package {error.name}; install it by: pip install 'truedraft[serve]'"
         ) from error
     from truedraft.cli.terminal import Terminal
-    from truedraft.server import application
     from truedraft.server import serve as listen
 
-    terminal = Terminal()
-    _log_to_standard_error()
-    engine = _engine(options, terminal.err)
-    app, service = application(engine, options.server, options.stack.model)
-    gc.collect()
-    gc.freeze()  # full collections need not look through all that was loaded, in the middle of somebody's answer
+    terminal, model = Terminal(), options.stack.model
 
-    def ready(address: str) -> None:
-        terminal.note(f"serving {options.stack.model} with {engine.drafter.name} at {address}/v1")
+    def ready(by: str, address: str) -> None:
+        terminal.note(f"serving {model} with {by} at {address}/v1")
         if not options.server.no_playground:
             terminal.note(f"playground: {address}/")
         if options.report.json:
-            terminal.json({"command": "serve", "status": DONE, "address": address, "model": options.stack.model})
+            terminal.json({"command": "serve", "status": DONE, "address": address, "model": model})
 
+    if options.replicas.range is not None:
+        ray_module("ray.serve")
+        from truedraft.cluster.replicas import serve_replicas
+
+        make, size = partial(loaded, options), partial(_size, options)
+        serve_replicas(make, options.server, size, partial(ready, "replicas on Ray"))
+        return DONE
+    app, service = loaded(options)
+    gc.collect()
+    gc.freeze()  # full collections need not look through all that was loaded, in the middle of somebody's answer
     try:
-        listen(app, service, options.server, ready)
+        listen(app, service, options.server, partial(ready, service.engine.drafter.name))
     finally:
-        if engine.learner is not None:
-            engine.learner.close()
+        if service.engine.learner is not None:
+            service.engine.learner.close()
     return DONE
+
+
+def replicas(options: ServeOptions) -> Application:
+    """Replicas as an application for Ray Serve, whatever `ray` says.
+
+    Raises:
+        OptionError: how many there are to be cannot be read.
+    """
+    from truedraft.cluster.replicas import application
+
+    return application(partial(loaded, options), options.server, _size(options))
+
+
+def _size(options: ServeOptions) -> Size:
+    from truedraft.cluster.replicas import Size
+
+    asked = replace(options.replicas, ray=True).range
+    assert asked is not None
+    return Size.of(asked, options.machine.threads, options.machine.device)
+
+
+def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, Service]:
+    """Load what answers in this process, and make its application.
+
+    Args:
+        options: as they were typed.
+        number: of the replica that this is; None where there is one server.
+
+    Raises:
+        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    """
+    from truedraft.cli.terminal import Terminal
+    from truedraft.server import application
+
+    _log_to_standard_error()
+    if number is not None and (folder := options.learning.learn_folder) is not None:  # each learns for itself
+        options = replace(options, learning=replace(options.learning, learn_folder=folder / f"replica-{number}"))
+    return application(_engine(options, Terminal().err), options.server, options.stack.model)
 
 
 def _engine(options: ServeOptions, console: Console) -> Engine:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
 from truedraft.cli.session import ReportOptions
 from truedraft.cli.streams import say
+from truedraft.cluster import ray_module
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.options import MODEL_HELP, UNNAMED, UNNAMED_HELP, MachineOptions, check_positive, flag, group, option
 from truedraft.training.options import (
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from truedraft.progress import Progress
     from truedraft.training.head_config import HeadTrainingConfig
     from truedraft.training.loop import Callbacks, Saved
+    from truedraft.training.texts.answer_writer import Elsewhere
     from truedraft.training.tracking import Tracker
     from truedraft.training.workspace import TimeBudget
 
@@ -100,6 +103,9 @@ class JobOptions:
     out: Path = option(meaning="The folder to write.", metavar="DIR")
     resume: bool = flag("Go on where the training in --out stopped.")
     clean: bool = flag("Remove the working files of the training in --out, and do nothing else.")
+    ray: bool = flag(
+        "Let machines of a Ray cluster write the text by the target: of RAY_ADDRESS, or this machine alone."
+    )
 
 
 @dataclass(frozen=True)
@@ -310,7 +316,9 @@ def draft(options: DraftOptions) -> int:
             curriculum=Curriculum(*_lengths(run), run.tokens_per_step, run.tokens_per_step),
             tokens=options.text.tokens,
             on_policy=run.on_policy,
-            writing=WritingConfig(**dataclasses.asdict(options.writing), seed=run.seed),
+            writing=WritingConfig(
+                **dataclasses.asdict(options.writing), seed=run.seed, elsewhere=_elsewhere(options, model)
+            ),
             seed=run.seed,
             device=device,
         )
@@ -427,7 +435,9 @@ def _train_heads(
             **dataclasses.asdict(options.text),
             **dataclasses.asdict(options.size),
             **dataclasses.asdict(options.learning),
-            "writing": WritingConfig(**writing, seed=max(0, options.learning.seed)),
+            "writing": WritingConfig(
+                **writing, seed=max(0, options.learning.seed), elsewhere=_elsewhere(options, model)
+            ),
             "device": device,
         }
         return train_heads(
@@ -448,16 +458,32 @@ def ngram(options: NgramOptions) -> int:
         from truedraft.training.ngrams import NgramConfig, train_ngrams
         from truedraft.training.texts.answer_writer import WritingConfig
 
+        elsewhere = _elsewhere(options, model)
+        how = WritingConfig(**dataclasses.asdict(options.writing), seed=options.seed, elsewhere=elsewhere)
         config = NgramConfig(
             **dataclasses.asdict(options.size),
             **dataclasses.asdict(options.text),
-            answers=WritingConfig(**dataclasses.asdict(options.writing), seed=options.seed) if job.answers else None,
+            answers=how if job.answers else None,
             seed=options.seed,
             device=device,
         )
         return train_ngrams(model, job.data, job.out, config, held_out=job.held_out, callbacks=told, budget=budget)
 
     return _run("ngram", options, train)
+
+
+def _elsewhere(options: DraftOptions | HeadsOptions | NgramOptions, model: str) -> Elsewhere | None:
+    """Who writes the text by the target; None is this process.
+
+    Raises:
+        MissingExtraError: Ray is to, and is not installed.
+    """
+    if not options.job.ray:
+        return None
+    ray_module("ray.data")
+    from truedraft.cluster.predictor import answers_on_ray
+
+    return partial(answers_on_ray, model, options.machine.device)
 
 
 def _run(

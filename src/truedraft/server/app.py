@@ -92,6 +92,7 @@ def build_app(
     about: dict[str, Any] = {"title": "truedraft", "version": str(machine_facts()["truedraft"])}
     no_half_characters = [Depends(refuse_half_characters)]
     app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None, dependencies=no_half_characters)
+    app.state.metrics = metrics
     answering = completions_router(front), chat_router(front), responses_router(front)
     for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
         app.include_router(router, responses=_errors(ErrorAnswer))

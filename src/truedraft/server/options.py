@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from truedraft.options import flag, option
+from truedraft.errors import OptionError
+from truedraft.options import flag, option, read_whole
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,37 @@ class LearningOptions:
     learn_share: float = option(0.05, "Learn for this share of the time at most, and never at capacity.", "X")
     learn_keep_s: float = option(86400.0, "Forget an answer after so many seconds; it is in memory alone.", "S")
     learn_per_tenant: bool = flag("Learn for each API key from its own answers alone.")
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Whether there are several servers, and how many."""
+
+    ray: bool = flag(
+        "Serve by replicas on Ray: on the cluster of RAY_ADDRESS, on that of this machine, or on one for this command."
+    )
+    replicas: int = option(1, "So many of them.", "N", least=1)
+    autoscale: str | None = option(
+        None, "In place of that as many as open requests need, of at least MIN and at most MAX.", "MIN:MAX",
+        shown_default="always --replicas",
+    )  # fmt: skip
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """The fewest and the most replicas; None where there is one server, without Ray.
+
+        Raises:
+            OptionError: what was typed is no range of whole numbers from 1 on, or has no effect.
+        """
+        if not self.ray:
+            given = next((each.name for each in fields(self) if getattr(self, each.name) != each.default), None)
+            if given is not None:
+                raise OptionError("has no effect without --ray; give that, too", field=given)
+            return None
+        if self.autoscale is None:
+            return self.replicas, self.replicas
+        first, _, last = self.autoscale.partition(":")
+        least, most = read_whole("autoscale", first), read_whole("autoscale", last)
+        if not 1 <= least <= most:
+            raise OptionError(f"must be MIN:MAX with 1 <= MIN <= MAX, got {self.autoscale!r}", field="autoscale")
+        return least, most

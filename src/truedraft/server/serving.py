@@ -146,7 +146,7 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
     """
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
-    listening = _listen(options.host, options.port)  # nobody is let in before the warmed server accepts
+    listening = bound_socket(options.host, options.port)  # nobody is let in before the warmed server accepts
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -191,7 +191,7 @@ def warm_up(engine: Engine) -> None:
             pass
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
     """A socket at an address.
 
     Raises:

@@ -257,7 +257,8 @@ def _flat(value: object, name: str) -> list[tuple[str, Any]]:
     """A dataclass as its leaves; what is no plain value, such as a loss, as its repr."""
     if is_dataclass(value) and not isinstance(value, type) and fields(value):
         prefix = f"{name}." if name else ""
-        return [pair for each in fields(value) for pair in _flat(getattr(value, each.name), prefix + each.name)]
+        deciding = [each for each in fields(value) if each.compare]
+        return [pair for each in deciding for pair in _flat(getattr(value, each.name), prefix + each.name)]
     plain = value is None or isinstance(value, (str, int, float))
     return [(name, value if plain else repr(value))]
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.tiny import save_tiny_llama
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.training.loop import Callbacks
 from truedraft.training.texts import answer_writer
 from truedraft.training.texts.answer_writer import Watch, WritingConfig, hidden_of, write_answers
+from truedraft.training.texts.answered import Writing
 from truedraft.training.workspace import TimeBudget
 
 CONFIG = WritingConfig(answer_tokens=12, temperatures=(0.0, 1.0), batch=3, seed=5)
@@ -101,6 +103,43 @@ def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkey
     write_answers(model, PROMPTS, tmp_path, "train", CONFIG, watch=Watch(told=told))
     assert contents(tmp_path) == contents(whole)
     assert done[0] == (kept, len(PROMPTS)) and done[-1] == (len(PROMPTS), len(PROMPTS))
+
+
+def test_others_may_write_and_the_files_come_out_the_same(model, whole, tmp_path):
+    """Behind what is written already; once the time is up nobody is asked."""
+    asked = []
+
+    def elsewhere(wanted):
+        asked.append([ids for ids, _ in wanted])
+        for ids, params in wanted:
+            answer = Engine(model).generate(ids, params)
+            yield answer.token_ids, answer.finish_reason == "stop"
+
+    copied(whole, tmp_path)
+    lines = (whole / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:2]))
+    others = replace(CONFIG, elsewhere=elsewhere)
+    write_answers(model, PROMPTS, tmp_path, "train", others)
+    assert contents(tmp_path) == contents(whole) and asked == [PROMPTS[2:]]
+    (tmp_path / "train.jsonl").write_text("".join(lines[:2]))
+    write_answers(model, PROMPTS, tmp_path, "train", others, watch=Watch(begun=True), least=2)
+    assert len(asked) == 1
+
+
+def test_others_ask_and_answer_for_a_target_that_asks_itself(tmp_path):
+    save_tiny_llama(tmp_path / "model", seed=1, layers=1, chat=True)
+    chatty, calls = load_model(tmp_path / "model"), []
+    questions = iter(["How do bees make honey?", "Where does the river end?", "Who wrote these letters?"] * 9)
+
+    def elsewhere(wanted):
+        calls.append(len(wanted))
+        for ids, _ in wanted:
+            yield chatty.tokenizer.backend.encode(next(questions, "")) if len(calls) == 1 else ids[:2], len(calls) == 1
+
+    how = WritingConfig(answer_tokens=4, temperatures=(0.0,), elsewhere=elsewhere)
+    records = Writing(8, how, tmp_path / "work", Callbacks(), TimeBudget()).answers(chatty, [], asks=True)
+    assert len(calls) == 2 and calls[1] == len(records) == 2
+    assert {chatty.tokenizer.decode(each.prompt)[len("<user>") :][:3] for each in records} <= {"How", "Whe", "Who"}
 
 
 def test_answers_that_run_when_the_time_is_up_are_kept_as_far_as_they_are(model, tmp_path):

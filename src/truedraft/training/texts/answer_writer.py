@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ _TRIED_TURNS = 3
 _LEAST_CUT = 16  # tokens of an answer that is cut short
 _PACED = 32  # steps after which it is said how long the rest will take
 
+Wanted: TypeAlias = tuple[list[int], SamplingParams]
+"""A prompt, and how it is answered."""
+Elsewhere: TypeAlias = Callable[[Sequence[Wanted]], Iterator[tuple[list[int], bool]]]
+"""Has other machines answer prompts: in their order the ids of each answer, and whether the target ended it."""
+
 
 @dataclass(frozen=True)
 class WritingConfig(WritingOptions):
@@ -42,6 +48,7 @@ class WritingConfig(WritingOptions):
     Attributes:
         batch: answers written at once; decides the speed only.
         seed: of the noise; answer number i has noise of its own, whatever was written before.
+        elsewhere: who writes; None is this process.
 
     Raises:
         OptionError: a value out of its range.
@@ -49,6 +56,7 @@ class WritingConfig(WritingOptions):
 
     batch: int = 64
     seed: int = 0
+    elsewhere: Elsewhere | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what writes nothing."""
@@ -145,10 +153,12 @@ def write_answers(
     files = AnswerFiles(folder, name, width, about)
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
-    answering = _Answering(target, _fitting(prompts, target, config), config, files, width)
-    watch = watch or Watch()
-    trial, pace = ThreadTrial(target.device), _Pace(watch.forecast)
+    watch, prompts = watch or Watch(), _fitting(prompts, target, config)
     watch.came(len(files.records), len(prompts), target.name)
+    if config.elsewhere is not None:
+        _write_elsewhere(target, prompts, config, config.elsewhere, files, width, watch)
+    answering = _Answering(target, prompts, config, files, width)
+    trial, pace = ThreadTrial(target.device), _Pace(watch.forecast)
     try:
         while (written := len(files.records)) < len(prompts):
             if watch.over() and written + len(answering.long_enough(least_tokens)) >= least:
@@ -161,6 +171,28 @@ def write_answers(
         trial.stop()
         answering.close()
     return files.read()
+
+
+def _write_elsewhere(
+    target: LanguageModel,
+    prompts: Sequence[list[int]],
+    config: WritingConfig,
+    elsewhere: Elsewhere,
+    files: AnswerFiles,
+    width: int,
+    watch: Watch,
+) -> None:
+    """Have others answer what is not answered yet, until it must stop; the vectors are computed here, anew."""
+    wanted = [(prompt, config.params(number)) for number, prompt in enumerate(prompts)][len(files.records) :]
+    if not wanted or watch.over():
+        return
+    for (prompt, params), (ids, stopped) in zip(wanted, elsewhere(wanted), strict=True):
+        answer = [*ids, target.eos_token_ids[0]] if stopped else ids
+        record = WrittenAnswer(prompt, answer, float(params.temperature), stopped)
+        files.append(record, hidden_of(target, record)[:, :width] if width else torch.empty(len(answer), 0))
+        watch.came(len(files.records), len(prompts), target.name)
+        if watch.over():
+            return
 
 
 @torch.inference_mode()

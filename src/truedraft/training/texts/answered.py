@@ -79,7 +79,8 @@ class Writing:
         """What the target asks itself; nothing more is asked once answers are written."""
         begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
         watch = Watch("asking", "questions", self.told, self.budget, _ASKED, begun)
-        return ask_itself(model, count, self.folder, seed=self.how.seed + 2, watch=watch)
+        how = self.how
+        return ask_itself(model, count, self.folder, seed=how.seed + 2, watch=watch, elsewhere=how.elsewhere)
 
     def answers(self, model: LanguageModel, prompts: Sequence[Sequence[int]], asks: bool) -> list[WrittenAnswer]:
         """The target's answers to prompts, and to as many questions of its own as are missing, half of all at least."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.errors import DataError, PromptError, TrainingError
-from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
+from truedraft.training.texts.answer_writer import Elsewhere, Watch, WritingConfig, write_answers
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -61,6 +61,7 @@ def ask_itself(
     seed: int = 0,
     batch: int = 64,
     watch: Watch | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> list[list[int]]:
     """Let an instruct model write questions, or go on where an interruption stopped; as prompts by its chat template.
 
@@ -71,6 +72,7 @@ def ask_itself(
         seed: of the noise.
         batch: questions written at once.
         watch: as of `write_answers`.
+        elsewhere: who writes, as of `WritingConfig`.
 
     Raises:
         DataError: the target has no chat template.
@@ -85,7 +87,7 @@ def ask_itself(
         [opening_of(tokenizer)] * math.ceil(_SPARE * count),
         folder,
         ASKED,
-        WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed),
+        WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed, elsewhere=elsewhere),
         watch=watch,
         width=0,
         least=_FEWEST,

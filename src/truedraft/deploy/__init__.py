@@ -1,0 +1,1 @@
+"""What other programs start: entry points, above the command line."""
