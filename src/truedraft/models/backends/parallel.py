@@ -6,6 +6,7 @@ cache has the same tokens everywhere, and each process has the keys and values o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -110,40 +111,41 @@ def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: b
 
 @torch.inference_mode()
 def follow(backend: Backend, ranks: Ranks, device: torch.device, limit: int) -> None:
-    """Repeat what rank 0 does until it ends.
+    """Repeat what rank 0 does until it, or another, has ended.
 
     Args:
         backend: of this process's part.
         ranks: the processes, joined.
         device: of this part.
         limit: tokens of one request.
-
-    Raises:
-        RankLostError: another has ended in the middle of a forward.
     """
     caches: dict[int, RequestCache] = {}
     copies: dict[int, Entries] = {}
-    while True:
-        try:
+    with contextlib.suppress(RankLostError):
+        while True:
             notes, asked = ranks.told()
-        except RankLostError:
-            return  # its process is over
-        for what, number, given in notes:
-            if what == "forget":
-                caches.pop(number, None)
-                copies.pop(number, None)
-                continue
-            cache = caches.setdefault(number, RequestCache(limit))
-            if what == "part":
-                copies[given[0]] = cache.part(*given[1:])
-            elif what == "extend":
-                cache.extend([(copies[copy], first, end) for copy, first, end in given[0]])
+            for note in notes:
+                _repeat(note, caches, copies, limit)
+            if isinstance(asked, Tensor):
+                backend.unembed(asked.to(device))
             else:
-                getattr(cache, what)(*given)
-        if isinstance(asked, Tensor):
-            backend.unembed(asked.to(device))
-        else:
-            backend.forward([_segment(each, caches, limit) for each in asked], device)
+                backend.forward([_segment(each, caches, limit) for each in asked], device)
+
+
+def _repeat(note: _Note, caches: dict[int, RequestCache], copies: dict[int, Entries], limit: int) -> None:
+    """Do to this process's caches what rank 0 did to its own."""
+    what, number, given = note
+    if what == "forget":
+        caches.pop(number, None)
+        copies.pop(number, None)
+        return
+    cache = caches.setdefault(number, RequestCache(limit))
+    if what == "part":
+        copies[given[0]] = cache.part(*given[1:])
+    elif what == "extend":
+        cache.extend([(copies[copy], first, end) for copy, first, end in given[0]])
+    else:
+        getattr(cache, what)(*given)
 
 
 def _told(segment: Segment) -> tuple[Any, ...]:
