@@ -27,6 +27,8 @@ from support.real_models import needs_smollm2
 from support.tiny_models import PROMPTS, drafter_of, noisy, reference_with_lead, stock, stock_logits
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.certify import Stack, certify
+from truedraft.cli.report import target_record
+from truedraft.cli.session import StackOptions
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters.specs import from_spec
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
@@ -36,6 +38,7 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_reader, read_model, resolve_source
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded, shard
+from truedraft.verification import SpeculativeSampling
 
 COUNT = 24
 PATH = 8
@@ -240,7 +243,8 @@ def test_two_processes_answer_as_one_in_other_families(family: str, tmp_path: Pa
     params = SamplingParams(COUNT, ignore_eos=True)
     engine = Engine(model, drafter_of("tree", noisy(family, 0.1)))
     assert together(engine, PROMPTS, params) == [list(answer[:COUNT]) for answer in answers]
-    rows_are_alike(model)
+    if family not in ("mixtral", "qwen3_moe"):  # whose routers have other bits for one row, in one process too
+        rows_are_alike(model)
 
 
 @pytest.mark.scale
@@ -261,10 +265,11 @@ def test_every_drafter_answers_as_plain_decoding_does_in_as_many_processes(
 def test_a_certificate_is_issued_and_names_the_number(embedded_two: HuggingFaceModel) -> None:
     assert embedded_two.tokenizer is not None
     prompts = [embedded_two.tokenizer.encode(text) for text in ("import os\n", "def area(radius):\n    ")]
-    stack = Stack(embedded_two, from_spec("draft", embedded_two), entropy=1)
+    stack = Stack(embedded_two, from_spec("draft", embedded_two), SpeculativeSampling(), entropy=1)
     report = certify(stack, prompts, SamplingParams(16, temperature=0.0), seconds=20.0)
     assert report.issued, report.verdict
-    assert any("2 processes" in note for note in report.notes), report.notes
+    record = target_record(embedded_two, StackOptions(tensor_parallel=2))
+    assert record["tensor_parallel"] == 2 and "runs in 2 processes" in record["note"]
 
 
 @pytest.mark.scale
@@ -321,27 +326,18 @@ def test_processes_end_with_the_model_and_with_the_first_of_them(tiny: str) -> N
         pid = int(first.stdout.readline())
         first.kill()
     ends = time.monotonic() + 5.0
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < ends:
+    command = Path(f"/proc/{pid}/cmdline")  # empty once it has ended, and until somebody asks how
+    while command.exists() and command.read_bytes() and time.monotonic() < ends:
         time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    assert not command.exists() or not command.read_bytes()
 
 
 @pytest.mark.scale
 def test_a_launcher_may_start_the_processes(tmp_path: Path) -> None:
     tiny = save_tiny_llama(tmp_path / "target", seed=1, layers=2)
-    asked = [
-        "truedraft",
-        "generate",
-        "ab",
-        "--model",
-        tiny,
-        "--drafter",
-        "prompt-lookup",
-        "--max-tokens",
-        "8",
-        "--json",
-    ]
-    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    asked = ["truedraft", "generate", "ab", "--model", tiny, "--drafter", "prompt-lookup", "--json"]
+    asked += ["--ignore-eos", "--max-tokens", "16"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
     def answered(*words: str) -> dict[str, Any]:
         done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=120)

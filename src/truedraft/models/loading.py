@@ -230,7 +230,7 @@ def _load_together(
     with quiet_transformers():
         if ranks.rank:
             follow(backend(model), ranks, place, context_of(config.get_text_config())[0])
-            sys.exit()
+            sys.exit(0)
         tokenizer = Tokenizer.load(source, revision=revision)
         return _checked(model, tokenizer, name, backend, partial(read, torch.bfloat16))
 

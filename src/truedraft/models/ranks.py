@@ -26,6 +26,7 @@ from truedraft.errors import ModelError, OptionError
 
 _HOST = "127.0.0.1"
 _PATIENCE = timedelta(days=365)  # of who waits for the next request
+_CONNECTING = timedelta(seconds=60)
 _LOOK_S = 0.02
 _NOTICED_S = 2.0  # from a closed connection to the end of the process that it went to
 _BEGUN = "truedraft/begun"
@@ -86,7 +87,7 @@ class Ranks:
             )
             for rank in range(1, count)
         ]
-        return cls(0, count, store, others)
+        return cls(0, count, distributed.PrefixStore("0", store), others)
 
     @classmethod
     def _launched(cls, count: int, launched: int) -> Ranks:
@@ -99,7 +100,14 @@ class Ranks:
         rank = int(os.environ["RANK"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         hosted = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = distributed.TCPStore(address, port, None, hosted, _PATIENCE, wait_for_workers=False)
+        try:
+            store: distributed.Store = distributed.TCPStore(
+                address, port, None, hosted, _CONNECTING, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise ModelError(f"found no rank 0 at {address}:{port}, as MASTER_ADDR and MASTER_PORT say") from error
+        store.set_timeout(_PATIENCE)
+        store = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         if rank == 0:
             if store.check([_BEGUN]):
                 raise OptionError(

@@ -78,6 +78,11 @@ class ParallelBackend(StockBackend):
             self._ranks.tell((self._taken(), vectors.cpu()))
             return super().unembed(vectors)
 
+    def quantized(self, bits: int) -> StockBackend:
+        raise UnsupportedModelError(
+            "products with such weights are the native forward's, and that runs in one process; leave tensor_parallel"
+        )
+
     def _taken(self) -> list[_Note]:
         """What was noted since the last forward; other threads may go on noting."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
