@@ -116,7 +116,7 @@ def killed(model: HuggingFaceModel, prompt: list[int]) -> float:
     """Seconds from a kill -9 of the last process, in the middle of an answer, to the error; the model is over then."""
     stream = Engine(model).stream(prompt, SamplingParams(1000, ignore_eos=True))
     next(stream)
-    os.kill(model._backend._ranks._others[-1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(model._backend._ranks.others[-1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
     began = time.perf_counter()
     try:
         for _ in stream:

@@ -212,10 +212,10 @@ def _load_together(
         )
     refuse_unsharded(config, name, count)
     place = pick_device(device)
-    if place.type == "cuda" and (place.index is not None or torch.cuda.device_count() < count):
+    devices = 1 if ":" in str(place) else torch.cuda.device_count()
+    if place.type == "cuda" and devices < count:
         raise OptionError(
-            f"needs {count} CUDA devices, one for each process, and device {str(device)!r} gives "
-            f"{1 if place.index is not None else torch.cuda.device_count()}",
+            f"takes a CUDA device for each process, {count} in all, and device {str(device)!r} gives {devices}",
             field="tensor_parallel",
         )
     kind = pick_dtype(dtype, place)

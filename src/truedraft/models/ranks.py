@@ -1,13 +1,12 @@
 """Processes of one machine that run one model together: how they find one another, and what they tell.
 
 The first, rank 0, is the user's own. It starts the others, or a launcher such as `torchrun` started all. Gloo joins
-them, and beside it NCCL for what lies on GPUs. A process that dies closes its connections, so that those who wait for
+them, and beside it NCCL where parts lie on GPUs. A process that dies closes its connections, so that those who wait for
 it fail at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -16,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -24,12 +24,14 @@ from torch import Tensor, distributed
 
 from truedraft.errors import ModelError, OptionError
 
+_dist: Any = distributed  # exports most of what is used here without types
 _HOST = "127.0.0.1"
-_PATIENCE = timedelta(days=365)  # of who waits for the next request
 _CONNECTING = timedelta(seconds=60)
+_PATIENCE = timedelta(days=365)  # of who waits for the next request
 _LOOK_S = 0.02
-_NOTICED_S = 2.0  # from a closed connection to the end of the process that it went to
-_BEGUN = "truedraft/begun"
+_NOTICED_S = 2.0  # from a closed connection to the end of the process behind it
+_BEGUN = "begun"
+_OVER = "so the model answers no more; start it again"
 
 
 class RankLostError(ModelError):
@@ -46,11 +48,9 @@ class Ranks:
         others: those that this one started, in their order.
     """
 
-    def __init__(
-        self, rank: int, count: int, store: distributed.Store, others: Sequence[subprocess.Popen[bytes]] = ()
-    ) -> None:
-        self.rank, self.count = rank, count
-        self._store, self._others = store, others
+    def __init__(self, rank: int, count: int, store: Any, others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self.rank, self.count, self.others = rank, count, others
+        self._store = store
         self._failure: str | None = None
         self._words: Any = None  # Gloo's group
         self._numbers: Any = None  # the same, or NCCL's
@@ -58,24 +58,25 @@ class Ranks:
 
     @classmethod
     def start(cls, count: int, asked: Mapping[str, Any]) -> Ranks:
-        """Start the others, or join those that a launcher started.
+        """Start the others, or be one of those that a launcher started.
 
         Args:
             count: processes, this one included.
-            asked: keyword arguments of the `load_model` that they call; values as JSON has them.
+            asked: keyword arguments of the `load_model` that the others call, as JSON has them.
 
         Raises:
             OptionError: a launcher started another number of processes, or this is the second model of its processes.
+            ModelError: its rank 0 is not found.
         """
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1:
             return cls._launched(count, launched)
-        store = distributed.TCPStore(_HOST, 0, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
+        store = _dist.TCPStore(_HOST, 0, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
         threads = max(1, torch.get_num_threads() // count)
-        given = {"LOCAL_RANK": "0", "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": _HOST}
-        given |= {"WORLD_SIZE": str(count), "MASTER_PORT": str(store.port)}
+        given = {"WORLD_SIZE": str(count), "MASTER_ADDR": _HOST, "MASTER_PORT": str(store.port)}
+        given["OMP_NUM_THREADS"] = str(threads)
         code = (
-            "import json, sys; from truedraft.models.loading import load_model; load_model(**json.loads(sys.argv[1]))"
+            "import json, sys; from truedraft.models.loading import load_model as run; run(**json.loads(sys.argv[1]))"
         )
         others = [
             subprocess.Popen(
@@ -87,7 +88,7 @@ class Ranks:
             )
             for rank in range(1, count)
         ]
-        return cls(0, count, distributed.PrefixStore("0", store), others)
+        return cls(0, count, _dist.PrefixStore("0", store), others)
 
     @classmethod
     def _launched(cls, count: int, launched: int) -> Ranks:
@@ -97,24 +98,20 @@ class Ranks:
                 "which starts the others",
                 field="tensor_parallel",
             )
-        rank = int(os.environ["RANK"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         hosted = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
-            store: distributed.Store = distributed.TCPStore(
-                address, port, None, hosted, _CONNECTING, wait_for_workers=False
-            )
+            store = _dist.TCPStore(address, port, None, hosted, _CONNECTING, wait_for_workers=False)
         except RuntimeError as error:
             raise ModelError(f"found no rank 0 at {address}:{port}, as MASTER_ADDR and MASTER_PORT say") from error
         store.set_timeout(_PATIENCE)
-        store = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        if rank == 0:
-            if store.check([_BEGUN]):
-                raise OptionError(
-                    "is of one model in processes that a launcher started; start one process, which starts the others",
-                    field="tensor_parallel",
-                )
-            store.set(_BEGUN, "")
+        store = _dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        if rank == 0 and store.check([_BEGUN]):
+            raise OptionError(
+                "is for one model in processes that a launcher started; start one process, which starts the others",
+                field="tensor_parallel",
+            )
+        store.set(_BEGUN, "")
         return cls(rank, count, store)
 
     def join(self, device: torch.device) -> None:
@@ -126,42 +123,35 @@ class Ranks:
         Raises:
             RankLostError: one has ended.
         """
-        self._store.set(f"truedraft/{self.rank}", "")
-        everyone = [f"truedraft/{rank}" for rank in range(self.count)]
-        while self.rank == 0 and not self._store.check(everyone):
+        self._store.set(f"rank {self.rank}", "")
+        while self.rank == 0 and not self._store.check([f"rank {rank}" for rank in range(self.count)]):
             self.check()
             time.sleep(_LOOK_S)
-        gloo = distributed.ProcessGroupGloo
+        gloo = _dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices, options._timeout = [gloo.create_device(hostname=_HOST)], _PATIENCE
-        self._words = self._numbers = gloo(
-            distributed.PrefixStore("words", self._store), self.rank, self.count, options
-        )
+        self._words = self._numbers = gloo(_dist.PrefixStore("words", self._store), self.rank, self.count, options)
         if device.type == "cuda":
-            store = distributed.PrefixStore("numbers", self._store)
-            self._numbers = distributed.ProcessGroupNCCL(store, self.rank, self.count)
+            self._numbers = _dist.ProcessGroupNCCL(_dist.PrefixStore("nccl", self._store), self.rank, self.count)
 
     @property
     def failure(self) -> str | None:
         """Why they run no more, in a sentence; None while they do."""
         if self._failure is None:
-            found = [(rank, process.poll()) for rank, process in enumerate(self._others, start=1)]
+            found = [(rank, process.poll()) for rank, process in enumerate(self.others, start=1)]
             ended = [(rank, status) for rank, status in found if status is not None]
             if ended:
                 rank, status = max(ended, key=lambda each: bool(each[1]))  # who lost another ends with 0
                 how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-                self._failure = (
-                    f"rank {rank} of the {self.count} processes that run the model {how}, so it answers no more; "
-                    "start it again"
-                )
+                self._failure = f"rank {rank} of the {self.count} processes that run the model {how}, {_OVER}"
         return self._failure
 
     def check(self) -> None:
-        """Raise RankLostError where one has ended."""
+        """Raise RankLostError where they run no more."""
         if self.failure is not None:
             raise RankLostError(self.failure)
 
-    @contextlib.contextmanager
+    @contextmanager
     def in_step(self) -> Iterator[None]:
         """All do the same meanwhile; where this one does not come to its end, they run no more.
 
@@ -171,25 +161,24 @@ class Ranks:
         try:
             yield
         except BaseException as error:
+            lost = isinstance(error, RankLostError)
             end = time.monotonic() + _NOTICED_S
-            while isinstance(error, RankLostError) and self.failure is None and time.monotonic() < end:
+            while lost and self.failure is None and time.monotonic() < end:
                 time.sleep(_LOOK_S)
             self._failure = self.failure or (
-                str(error)
-                if isinstance(error, RankLostError)
-                else f"a forward of the {self.count} processes that run the model broke off, so it answers no more; "
-                "start it again"
+                str(error) if lost else f"a forward of several processes broke off, {_OVER}"
             )
             self._words = self._numbers = None  # closed, so that the others end
-            if isinstance(error, RankLostError):
+            if lost:
                 raise RankLostError(self._failure) from error
             raise
 
     def tell(self, message: Any) -> None:
         """Rank 0 gives the others a message, made of plain objects and tensors on the CPU."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        self._of_first(torch.tensor([len(data)]))
-        self._of_first(data)
+        with _connected():
+            self._words.broadcast(torch.tensor([len(data)]), 0).wait()
+            self._words.broadcast(data, 0).wait()
 
     def told(self) -> Any:
         """The next message of rank 0, once it comes.
@@ -198,14 +187,11 @@ class Ranks:
             RankLostError: it has ended.
         """
         length = torch.zeros(1, dtype=torch.int64)
-        self._of_first(length)
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        self._of_first(data)
-        return pickle.loads(data.numpy().tobytes())
-
-    def _of_first(self, data: Tensor) -> None:
         with _connected():
+            self._words.broadcast(length, 0).wait()
+            data = torch.zeros(int(length), dtype=torch.uint8)
             self._words.broadcast(data, 0).wait()
+        return pickle.loads(data.numpy().tobytes())
 
     def gathered(self, part: Tensor) -> Tensor:
         """The parts of all, `[count, *part.shape]`, in the order of their ranks.
@@ -222,7 +208,7 @@ class Ranks:
     def added(self, part: Tensor) -> Tensor:
         """The sum of the parts of all, added in the order of their ranks in float32 or better, and rounded once.
 
-        So a row has the same bits whatever shares its forward; sums of the libraries are split by their size.
+        So a row has the same bits whatever shares its forward; libraries split sums by their size.
 
         Raises:
             RankLostError: one has ended.
@@ -234,14 +220,12 @@ class Ranks:
         return total.to(part.dtype)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLostError(
-            "another of the processes that run the model has ended, so it answers no more; start it again"
-        ) from error
+        raise RankLostError(f"another of the processes that run the model has ended, {_OVER}") from error
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
