@@ -49,7 +49,9 @@ class ParallelBackend(StockBackend):
     def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern], ranks: Ranks) -> None:
         super().__init__(model, patterns)
         if self._carries:
-            raise UnsupportedModelError("its layers carry states, which processes cannot share; leave tensor_parallel")
+            raise UnsupportedModelError(
+                "its layers carry states, which processes cannot share; leave --tensor-parallel out"
+            )
         self.input_names = frozenset()
         self.note = (
             f"runs in {ranks.count} processes by tensor parallelism; answers of seeds are those of this number of "
@@ -80,7 +82,7 @@ class ParallelBackend(StockBackend):
 
     def quantized(self, bits: int) -> StockBackend:
         raise UnsupportedModelError(
-            "products with such weights are the native forward's, and that runs in one process; leave tensor_parallel"
+            "products with such weights are the native forward's, and that runs in one process; leave --tensor-parallel out"
         )
 
     def _taken(self) -> list[_Note]:
