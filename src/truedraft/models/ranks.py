@@ -106,12 +106,11 @@ class Ranks:
             raise ModelError(f"found no rank 0 at {address}:{port}, as MASTER_ADDR and MASTER_PORT say") from error
         store.set_timeout(_PATIENCE)
         store = _dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        if rank == 0 and store.check([_BEGUN]):
+        if rank == 0 and store.add(_BEGUN, 1) > 1:
             raise OptionError(
                 "is for one model in processes that a launcher started; start one process, which starts the others",
                 field="tensor_parallel",
             )
-        store.set(_BEGUN, "")
         return cls(rank, count, store)
 
     def join(self, device: torch.device) -> None:

@@ -82,7 +82,7 @@ class ParallelBackend(StockBackend):
 
     def quantized(self, bits: int) -> StockBackend:
         raise UnsupportedModelError(
-            "products with such weights are the native forward's, and that runs in one process; leave --tensor-parallel out"
+            "such weights are for the native forward, which runs in one process; leave --tensor-parallel out"
         )
 
     def _taken(self) -> list[_Note]:
