@@ -347,5 +347,5 @@ def test_a_launcher_may_start_the_processes(tmp_path: Path) -> None:
 
     alone = answered(*asked)
     two = answered(*launcher, *asked, "--tensor-parallel", "2")
-    assert two["token_ids"] == alone["token_ids"]
+    assert two["prompts"][0]["token_ids"] == alone["prompts"][0]["token_ids"]
     assert (alone["tensor_parallel"], two["tensor_parallel"]) == (1, 2)
