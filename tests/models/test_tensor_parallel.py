@@ -29,6 +29,7 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.certify import Stack, certify
 from truedraft.cli.report import target_record
 from truedraft.cli.session import StackOptions
+from truedraft.control.specs import controller_from_spec
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters.specs import from_spec
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
@@ -133,7 +134,7 @@ def test_two_processes_answer_as_one(two: HuggingFaceModel) -> None:
     assert lead > 1e-3
     params = SamplingParams(COUNT, ignore_eos=True)
     for word in ("prompt-lookup", "tree"):
-        engine = Engine(two, drafter_of(word, noisy("llama", 0.1)))
+        engine = Engine(two, drafter_of(word, noisy("llama", 0.1)), controller=controller_from_spec("fixed"))
         assert together(engine, PROMPTS, params) == [list(answer[:COUNT]) for answer in answers], word
 
 
@@ -241,7 +242,7 @@ def test_two_processes_answer_as_one_in_other_families(family: str, tmp_path: Pa
     assert lead > 1e-3
     model = load_model(saved(stock(family), tmp_path), dtype="float32", tensor_parallel=2)
     params = SamplingParams(COUNT, ignore_eos=True)
-    engine = Engine(model, drafter_of("tree", noisy(family, 0.1)))
+    engine = Engine(model, drafter_of("tree", noisy(family, 0.1)), controller=controller_from_spec("fixed"))
     assert together(engine, PROMPTS, params) == [list(answer[:COUNT]) for answer in answers]
     if family not in ("mixtral", "qwen3_moe"):  # whose routers have other bits for one row, in one process too
         rows_are_alike(model)
@@ -257,7 +258,7 @@ def test_every_drafter_answers_as_plain_decoding_does_in_as_many_processes(
     params = SamplingParams(32, temperature=temperature, seed=7, ignore_eos=True)
     plain = together(Engine(embedded_two), prompts, params)
     for words in EMBEDDED_DRAFTERS:
-        engine = Engine(embedded_two, from_spec(words, embedded_two))
+        engine = Engine(embedded_two, from_spec(words, embedded_two), controller=controller_from_spec("fixed"))
         assert together(engine, prompts, params) == plain, words
 
 
