@@ -301,7 +301,9 @@ def test_a_rank_that_dies_ends_requests_within_seconds(tiny: str, number: signal
     assert model.failure is None
     os.kill(other.pid, number)
     began = time.monotonic()
-    said = f"rank 1 of the 2 processes that run the model was ended by signal {number.value}, so it answers no more"
+    said = (
+        f"rank 1 of the 2 processes that run the model was ended by signal {number.value}, so the model answers no more"
+    )
     with pytest.raises(ModelError, match=said):
         list(stream)
     assert time.monotonic() - began < 5.0
