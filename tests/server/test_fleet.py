@@ -90,6 +90,12 @@ def test_a_step_that_hangs_is_told_until_it_ends(
         assert asked.result(60)[0] == 200 and get(running.url, "/health") == (200, '{"status":"ok"}')
 
 
+def test_a_model_that_runs_no_more_is_told(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(make_engine()) as running:
+        monkeypatch.setattr(type(running.engine.target), "failure", "rank 1 has ended")
+        assert get(running.url, "/health") == (503, '{"status":"rank 1 has ended"}')
+
+
 @pytest.mark.parametrize("fails", ["step", "forward"])
 @pytest.mark.plants_failures
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -4,7 +4,7 @@ from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
 from truedraft.cache.buffers import WIDEST_GAP, Buffers, key_span
 from truedraft.cache.family import BLOCK, FamilyState
 from truedraft.cache.prefixes import FEW, PrefixCache
-from truedraft.cache.request import CachePool, RequestCache
+from truedraft.cache.request import CachePool, Entries, RequestCache
 
 __all__ = [
     "BLOCK",
@@ -15,6 +15,7 @@ __all__ = [
     "ArenaSlot",
     "Buffers",
     "CachePool",
+    "Entries",
     "FamilyState",
     "PrefixCache",
     "RequestCache",

@@ -16,11 +16,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from truedraft.cache.carried import StateRow, bytes_of
 from truedraft.cache.family import BLOCK
-from truedraft.cache.request import RequestCache
+from truedraft.cache.request import Entries, RequestCache
 
 FEW = 16
 """So many tokens are computed again, which is as fast as copying them."""
@@ -55,21 +54,21 @@ class _Block:
     Attributes:
         before: the block before; None for the beginning of a scope's texts.
         tokens: its own.
-        entries: keys and values `[kv_heads, 64, width]` of each attention call.
+        entries: their keys and values.
         states: of layers that carry them, behind its last token; None where that is no edge, or no layer does.
         following: by their tokens.
     """
 
     before: _Block | None
     tokens: tuple[int, ...]
-    entries: list[tuple[Tensor, Tensor]]
+    entries: Entries
     states: Mapping[int, StateRow] | None = None
     following: dict[tuple[int, ...], _Block] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of its entries and states."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.entries) + bytes_of(self.states or {})
+        return self.entries.n_bytes + bytes_of(self.states or {})
 
 
 class PrefixCache:
@@ -172,10 +171,10 @@ class PrefixCache:
         blocks = self._known(own) if self._blocks else []
         kept = min(len(blocks) * BLOCK, last)
         if kept > alike:
-            self._write(own.cache, kept, _joined(blocks, before, kept), blocks[-1].states)
+            self._extend(own.cache, _parts(blocks, before, kept), blocks[-1].states)
         elif donor is not None:
-            entries = [(keys[:, before:alike], values[:, before:alike]) for keys, values in donor.cache.entries()]
-            self._write(own.cache, alike, entries, donor.cache.family.carried.at(alike) if family.carries else None)
+            part = donor.cache.part(before, alike, lasting=False), 0, alike - before
+            self._extend(own.cache, [part], donor.cache.family.carried.at(alike) if family.carries else None)
             family.begin_as(donor.cache.family)
         copied = own.cache.length - before
         self.copied += copied
@@ -202,20 +201,13 @@ class PrefixCache:
             self._blocks.move_to_end(id(block))
 
     @staticmethod
-    def _write(
-        cache: RequestCache,
-        length: int,
-        entries: Sequence[tuple[Tensor, Tensor]],
-        states: Mapping[int, StateRow] | None,
+    def _extend(
+        cache: RequestCache, parts: Sequence[tuple[Entries, int, int]], states: Mapping[int, StateRow] | None
     ) -> None:
-        """Fill a cache up to a length, with what is there behind its own."""
-        count = length - cache.length
-        cache.reserve(count)
-        for call, (keys, values) in enumerate(entries):
-            cache.write(call, keys, values)
-        cache.commit(range(count))
+        """Fill a cache with what is there behind its own."""
+        cache.extend(parts)
         if states is not None:
-            cache.family.carried.take(length, states)
+            cache.family.carried.take(cache.length, states)
 
     @torch.inference_mode()
     def keep(self, number: int) -> None:
@@ -226,15 +218,13 @@ class PrefixCache:
         carried, length = own.cache.family.carried, own.cache.family.kept(own.cache.length)
         if length < BLOCK:
             return
-        entries = own.cache.entries()
-        block = self._roots.setdefault(own.scope, _Block(None, (), []))
+        block = self._roots.setdefault(own.scope, _Block(None, (), Entries([])))
         path: list[_Block] = []
         for first in range(0, length - BLOCK + 1, BLOCK):
             tokens = tuple(own.tokens[first : first + BLOCK])
             following = block.following.get(tokens)
             if following is None:
-                part = slice(first, first + BLOCK)
-                copies = [(keys[:, part].clone(), values[:, part].clone()) for keys, values in entries]
+                copies = own.cache.part(first, first + BLOCK, lasting=True)
                 following = block.following[tokens] = _Block(block, tokens, copies)
                 self._blocks[id(following)] = following
                 self.n_bytes += following.n_bytes
@@ -259,18 +249,16 @@ class PrefixCache:
             self._roots = {scope: root for scope, root in self._roots.items() if root.following}
 
 
-def _joined(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values `[kv_heads, end - first, width]` of each attention call, from the blocks of a text's beginning.
+def _parts(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Entries, int, int]]:
+    """Positions `first` to `end` as parts of the blocks of a text's beginning.
 
     Worked example: of blocks at 0 and 64, positions 10 to 100 are 10 to 63 of the first and 0 to 35 of the second.
     """
     parts = []
     for number in range(first // BLOCK, -(-end // BLOCK)):
         start = number * BLOCK
-        part = slice(max(first - start, 0), min(end - start, BLOCK))
-        parts.append([(keys[:, part], values[:, part]) for keys, values in blocks[number].entries])
-    calls = zip(*parts, strict=True)  # none where no layer is attention
-    return [(torch.cat([k for k, _ in call], dim=1), torch.cat([v for _, v in call], dim=1)) for call in calls]
+        parts.append((blocks[number].entries, max(first - start, 0), min(end - start, BLOCK)))
+    return parts
 
 
 def _alike(left: Sequence[int], right: Sequence[int]) -> int:

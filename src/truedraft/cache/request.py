@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from truedraft.cache.buffers import Buffers, key_span
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
 
 Storage: TypeAlias = "Buffers | ArenaSlot"
 """Where keys and values lie; both know `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, entry`."""
+
+
+class Entries:
+    """Keys and values of neighbouring tokens of one request, for every attention call.
+
+    Args:
+        calls: keys and values `[kv_heads, tokens, width]` of each.
+
+    Attributes:
+        calls: as given.
+        number: by which other processes know those of their own heads, where several run one model.
+    """
+
+    def __init__(self, calls: list[tuple[Tensor, Tensor]]) -> None:
+        self.calls = calls
+        self.number = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.calls)
 
 
 class RequestCache:
@@ -134,6 +156,32 @@ class RequestCache:
         """Committed keys and values of each attention call, `[kv_heads, length, width]`."""
         return [self.storage.entry(call, self.length) for call in range(self.storage.calls)]
 
+    def part(self, first: int, end: int, lasting: bool) -> Entries:
+        """Committed keys and values from position `first` up to `end`.
+
+        Args:
+            first: of them.
+            end: behind the last.
+            lasting: whether they stay as they are; otherwise they are read before this cache is used again.
+        """
+        calls = [(keys[:, first:end], values[:, first:end]) for keys, values in self.entries()]
+        return Entries([(keys.clone(), values.clone()) for keys, values in calls] if lasting else calls)
+
+    @in_inference_mode
+    def extend(self, parts: Sequence[tuple[Entries, int, int]]) -> None:
+        """Commit what other caches hold of the same text behind what is committed.
+
+        Args:
+            parts: one behind another, and of each from which to which of its tokens.
+        """
+        count = sum(end - first for _, first, end in parts)
+        self.reserve(count)
+        pieces = [[(k[:, first:end], v[:, first:end]) for k, v in part.calls] for part, first, end in parts]
+        for call, pairs in enumerate(zip(*pieces, strict=True)):  # none where no layer is attention
+            keys, values = zip(*pairs, strict=True)
+            self.write(call, *((keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))))
+        self.commit(range(count))
+
 
 class CachePool:
     """Hands out request caches and takes them back, buffers kept.
@@ -179,9 +227,12 @@ class CachePool:
             n_bytes = 0 if cache is None else cache.n_bytes
             self._kept_bytes -= n_bytes
         if cache is None:
-            return RequestCache(self._limit, FamilyState(self.carries, self.encodes))
+            return self._new()
         cache.limit = self._limit
         return cache
+
+    def _new(self) -> RequestCache:
+        return RequestCache(self._limit, FamilyState(self.carries, self.encodes))
 
     def release(self, cache: RequestCache) -> None:
         """Take a cache back; the caller must not use it any more."""

@@ -58,7 +58,9 @@ class AskOptions(PromptOptions):
 class AskedOptions:
     """What `certify engine` and `certify compare` have in common."""
 
-    stack: StackOptions = group("Model", without=(*_OURS, "pad_to", "weights", "merge_adapter"), model=NEEDED)
+    stack: StackOptions = group(
+        "Model", without=(*_OURS, "pad_to", "weights", "merge_adapter", "tensor_parallel"), model=NEEDED
+    )
     server: ServerOptions = group("Server")
     ask: AskOptions = group("Run")
     sampling: SamplingParams = group("Answer", without=_UNASKED, temperature=1.0)

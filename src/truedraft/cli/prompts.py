@@ -25,8 +25,8 @@ HELDOUT = "heldout"
 _OPTIONS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 # What a line cannot decide here: options of the command, and options of other programs that it does not have.
 _OF_THE_COMMAND = (
-    "model pad_to weights merge_adapter adapters drafter rule chat compare show_drafts dtype device threads "
-    "no_fast_paths"
+    "model pad_to weights tensor_parallel merge_adapter adapters drafter rule chat compare show_drafts dtype device "
+    "threads no_fast_paths"
 )
 _OF_OTHERS = (
     "messages system n best_of tools max_new_tokens max_completion_tokens do_sample num_beams stop_sequences "

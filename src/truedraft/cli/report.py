@@ -100,6 +100,7 @@ def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
         "model": target.name,
         "pad_to": stack.pad_to,
         "weights": stack.weights,
+        "tensor_parallel": stack.tensor_parallel,
         "note": target.note,
         "drafter": stack.drafter,
         "dtype": dtype_name(target.dtype),

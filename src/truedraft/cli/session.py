@@ -43,6 +43,9 @@ CACHE_HELP = (
     "Most memory for keys and values of target and drafters, as 300M or 1.5G; where it is short drafters give theirs "
     "back, and requests wait."
 )
+TOGETHER_HELP = (
+    "Processes of this machine that run the model together, each with a part of its weights; 1 is this one alone."
+)
 _MOST_THREADS = 64
 _PATIENCE_S = 2.0
 
@@ -51,6 +54,7 @@ _PATIENCE_S = 2.0
 class StackOptions(ModelOptions):
     """What answers: target, drafter and rule."""
 
+    tensor_parallel: int = option(1, TOGETHER_HELP, "N", least=1)
     merge_adapter: Path | None = option(None, "An adapter that peft wrote, merged into the model's weights.", "DIR")
     adapters: tuple[str, ...] = option(
         (), "A LoRA adapter under a name, for requests that ask for it; may be repeated.", "NAME=DIR"
@@ -232,6 +236,7 @@ def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
         stack.model,
         adapter=stack.merge_adapter,
         adapters=_named_folders(stack.adapters),
+        tensor_parallel=stack.tensor_parallel,
         **stack.of_target,
         **machine.of_models,
     )

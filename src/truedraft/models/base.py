@@ -115,7 +115,8 @@ class LanguageModel(Reader, ABC):
         input_names: what a prompt may have beside its tokens, such as `pixel_values`; none for models of text alone.
         placeholders: ids of tokens that this takes the place of.
         pool: where its caches come from, and wait for the next request; None where none are kept.
-        failure: why it cannot run, in a sentence, where its weights are made late and could not be; None while it can.
+        failure: why it cannot run, in a sentence, where its weights are made late and could not be, or a process that
+            runs a part of it has ended; None while it can.
     """
 
     device: torch.device

@@ -382,7 +382,12 @@ def without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 def is_read_here(source: str) -> bool:
     """Whether a resolved source is a GGUF file for `load_weights`."""
-    return (Path(source) / INDEX).is_file() and _processor(_index(source)) in _BY_ROWS
+    return is_one(source) and _processor(_index(source)) in _BY_ROWS
+
+
+def is_one(source: str) -> bool:
+    """Whether a resolved source is a GGUF file."""
+    return (Path(source) / INDEX).is_file()
 
 
 def place_of(source: str) -> dict[str, Any]:
@@ -390,7 +395,7 @@ def place_of(source: str) -> dict[str, Any]:
 
     GGUF files of families whose tensors are not rows of the file's are dequantised by transformers itself.
     """
-    if not (Path(source) / INDEX).is_file():
+    if not is_one(source):
         return {"pretrained_model_name_or_path": source}
     file = Path(_index(source)["file"])
     return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}

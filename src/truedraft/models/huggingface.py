@@ -94,7 +94,6 @@ class HuggingFaceModel(LanguageModel):
         self.eos_token_ids, self._ends_note = eos_ids(getattr(model, "generation_config", None), config, tokenizer)
         if self._ends_note is not None:
             _log.warning("%s: %s", name, self._ends_note)
-        self.device = model.device
         self.dtype = model.dtype
         self.parameters = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = _bytes_read(model)
@@ -106,6 +105,7 @@ class HuggingFaceModel(LanguageModel):
         if reread is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
         self._backend = backend(model)
+        self.device = model.device
         self.weight_bytes = self._backend.weight_bytes or self.weight_bytes
         self.pool = self._backend.new_pool(self.context_length)
         self.fast_paths = self._backend.fast_paths
@@ -249,7 +249,7 @@ class HuggingFaceModel(LanguageModel):
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
-        return self._failures.get(self._bits) if self._bits else None
+        return self._failures.get(self._bits) if self._bits else self._backend.failure
 
     def check_room(self) -> None:
         super().check_room()
@@ -388,7 +388,8 @@ def weights_hash(module: nn.Module, dtype: torch.dtype | None = None) -> str:
 def is_whole(model: PreTrainedModel) -> bool:
     """Whether a model still has all of its weights: fast paths take some over and free them."""
     packed = any(isinstance(module, PackedLinear) for module in model.modules())
-    return not packed and all(weight.numel() for weight in model.parameters())
+    cut = getattr(model, "cut_into", 1) > 1  # by `sharding.shard`
+    return not packed and not cut and all(weight.numel() for weight in model.parameters())
 
 
 def can_be_read_from(model: PreTrainedModel) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from truedraft.errors import (
     MissingExtraError,
     ModelError,
     ModelNotFoundError,
+    OptionError,
     UnknownOptionError,
     UnsupportedModelError,
     first_line,
@@ -51,6 +53,7 @@ from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.parallel import follow, parallel_backend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
@@ -67,6 +70,8 @@ from truedraft.models.probe import (
     refuse_later_tokens,
 )
 from truedraft.models.quantized import dequantize, is_quantized
+from truedraft.models.ranks import Ranks
+from truedraft.models.sharding import refuse_unsharded
 from truedraft.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -92,6 +97,7 @@ def load_model(
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     weights: str | None = None,
+    tensor_parallel: int = 1,
 ) -> HuggingFaceModel:
     """Load a causal language model, unmodified, and make it run packed.
 
@@ -107,6 +113,8 @@ def load_model(
         adapters: folders of LoRA adapters by the names that requests give (`SamplingParams.adapter`); one forward
             serves requests of all of them, and of none.
         weights: "q8" or "q4": linear weights are quantised to 8 or 4 bits at load, in groups of 32; None leaves them.
+        tensor_parallel: processes of this machine that run the model together, each with a part of its weights and
+            attention heads; this one starts the others, or a launcher did, where ranks behind the first end in here.
 
     Returns:
         The model, its tokenizer with it where the folder holds one.
@@ -120,6 +128,9 @@ def load_model(
     """
     if weights is not None and weights not in _BITS:
         raise UnknownOptionError.nearest("weights", weights, tuple(_BITS))
+    if tensor_parallel != 1:
+        refused = {"weights": weights, "pad_to": pad_to, "adapters": adapters}
+        return _load_together(str(name), dtype, device, revision, fast_paths, adapter, tensor_parallel, refused)
     loaded = _load(name, dtype, device, revision, fast_paths, pad_to, adapter, adapters)
     if weights is not None:
         loaded.quantize(_BITS[weights])
@@ -169,6 +180,59 @@ def _load(
         del model
         # Read again each time: what was tried may have taken its weights apart.
         return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, reread)
+
+
+def _load_together(
+    name: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    revision: str | None,
+    fast_paths: bool,
+    adapter: str | Path | None,
+    count: int,
+    refused: Mapping[str, Any],
+) -> HuggingFaceModel:
+    """As `_load`, a part of the model in each of `count` processes; those behind the first run theirs and exit here."""
+    if count < 1:
+        raise OptionError(f"must be 1 or more, got {count}", field="tensor_parallel")
+    for option, given in refused.items():
+        if given:
+            raise OptionError(
+                f"is for a model in one process, and tensor_parallel asks for {count}; leave one of them out",
+                field=option,
+            )
+    source = resolve_source(name)
+    config = load_config(source, name, revision)
+    method = "GGUF" if gguf.is_one(source) else quantized_folder.method_of(config)
+    if method is not None:
+        raise OptionError(
+            f"takes weights that are not quantised, and those of {name!r} are, by {method}; name the model that it was "
+            "made from, in bfloat16 or float32",
+            field="tensor_parallel",
+        )
+    refuse_unsharded(config, name, count)
+    place = pick_device(device)
+    devices = 1 if ":" in str(place) else torch.cuda.device_count()
+    if place.type == "cuda" and devices < count:
+        raise OptionError(
+            f"takes a CUDA device for each process, {count} in all, and device {str(device)!r} gives {devices}",
+            field="tensor_parallel",
+        )
+    kind = pick_dtype(dtype, place)
+    asked = {"name": name, "dtype": dtype_name(kind), "device": place.type, "revision": revision}
+    beside = {"fast_paths": fast_paths, "adapter": None if adapter is None else str(adapter), "tensor_parallel": count}
+    ranks = Ranks.start(count, asked | beside)
+    place = torch.device("cuda", ranks.rank) if place.type == "cuda" else place
+    keep_rows_alike(place, kind)
+    read = partial(read_model, source, name, revision=revision, adapter=adapter)
+    model = read(kind)
+    backend = parallel_backend(ranks, place, name, fast_paths)
+    with quiet_transformers():
+        if ranks.rank:
+            follow(backend(model), ranks, place, context_of(config.get_text_config())[0])
+            sys.exit(0)
+        tokenizer = Tokenizer.load(source, revision=revision)
+        return _checked(model, tokenizer, name, backend, partial(read, torch.bfloat16))
 
 
 def load_reader(name: str) -> Reader:

@@ -329,6 +329,7 @@ def check_against_stock(model: PreTrainedModel, name: str) -> Callable[[Language
             packed.forward([Segment(cache, ids[:_CONTEXT], chain_shape(_CONTEXT), (), prompt=_CONTEXT)])
             cache.commit(range(_CONTEXT))
             logits = packed.forward([Segment(cache, ids[_CONTEXT:], _TREE, range(len(_TREE)))]).logits.float()
+            logits = logits.to(expected.device)
         difference = (logits - expected[:, : logits.shape[1]]).abs().max().item()
         if not difference <= allowed and bool(expected.isfinite().all()):
             raise UnsupportedModelError(

@@ -311,6 +311,8 @@ class Service:
             return "the thread that steps the engine has ended"
         if self._device_lost is not None:
             return f"the device computes no more ({self._device_lost})"
+        if (failure := self.engine.target.failure) is not None:
+            return failure
         began = self._step_began
         took = 0.0 if began is None else time.monotonic() - began
         return None if took <= self._hung_after_s else f"a step has not ended after {took:.0f} s"

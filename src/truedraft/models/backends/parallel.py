@@ -1,0 +1,236 @@
+"""One model in several processes: each runs the same forward over its part of the weights and of the attention heads.
+
+Rank 0 alone has requests. What it does to their caches it notes, and tells the others with the next forward: so a
+cache has the same tokens everywhere, and each process has the keys and values of its own heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from truedraft.cache import CachePool, Entries, RequestCache
+from truedraft.core.tree import TreeShape
+from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.attention import AttentionPattern
+from truedraft.models.backends.base import Backend, BackendMaker
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.base import Segment
+from truedraft.models.packed_linear import LEAST_ROWS, can_pack, multiplies_packed_alone, pack_weights
+from truedraft.models.packing import ForwardPlan
+from truedraft.models.probe import probe_patterns
+from truedraft.models.ranks import RankLostError, Ranks
+from truedraft.models.sharding import shard
+
+_Note: TypeAlias = tuple[str, int, tuple[Any, ...]]
+"""What was done, to which cache, and with what."""
+
+
+class ParallelBackend(StockBackend):
+    """Rank 0's part of a model, whose forwards and caches the others repeat.
+
+    Args:
+        model: cut down to this process's part.
+        patterns: of each attention call.
+        ranks: the processes, joined.
+
+    Raises:
+        UnsupportedModelError: its layers carry states.
+    """
+
+    def __init__(self, model: PreTrainedModel, patterns: Sequence[AttentionPattern], ranks: Ranks) -> None:
+        super().__init__(model, patterns)
+        if self._carries:
+            raise UnsupportedModelError(
+                "its layers carry states, which processes cannot share; leave --tensor-parallel out"
+            )
+        self.input_names = frozenset()
+        self.note = (
+            f"runs in {ranks.count} processes by tensor parallelism; answers of seeds are those of this number of "
+            "processes"
+        )
+        self._ranks = ranks
+        self._notes: deque[_Note] = deque()
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        return self._ranks.failure
+
+    def new_pool(self, limit: int) -> CachePool:
+        return _NotedPool(limit, self._notes)
+
+    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        self._ranks.check()
+        told = [_told(part.segment) for part in plan.segments]
+        with self._ranks.in_step():
+            self._ranks.tell((self._taken(), told))
+            return super().run(plan)
+
+    def unembed(self, vectors: Tensor) -> Tensor:
+        self._ranks.check()
+        with self._ranks.in_step():
+            self._ranks.tell((self._taken(), vectors.cpu()))
+            return super().unembed(vectors)
+
+    def quantized(self, bits: int) -> StockBackend:
+        raise UnsupportedModelError(
+            "such weights are for the native forward, which runs in one process; leave --tensor-parallel out"
+        )
+
+    def _taken(self) -> list[_Note]:
+        """What was noted since the last forward; other threads may go on noting."""
+        return [self._notes.popleft() for _ in range(len(self._notes))]
+
+
+def parallel_backend(ranks: Ranks, place: torch.device, name: str, fast_paths: bool) -> BackendMaker:
+    """Makes the backend of a whole model, whose weights it cuts down to this process's part; joins the others then.
+
+    Args:
+        ranks: the processes.
+        place: where the part goes.
+        name: for messages.
+        fast_paths: pack weights where that is faster here.
+    """
+
+    def made(model: PreTrainedModel) -> StockBackend:
+        patterns = probe_patterns(model)
+        join = shard(model, name, ranks)
+        model.to(place)
+        packed = pack_weights(model) if fast_paths and can_pack(model.device, model.dtype) else 0
+        join()
+        backend = StockBackend(model, patterns) if ranks.rank else ParallelBackend(model, patterns, ranks)
+        if packed and multiplies_packed_alone(model):
+            backend.least_rows = LEAST_ROWS
+        backend.fast_paths = (f"tensor parallel over {ranks.count}", *(["packed weights"] if packed else []))
+        ranks.join(place)
+        return backend
+
+    return made
+
+
+@torch.inference_mode()
+def follow(backend: Backend, ranks: Ranks, device: torch.device, limit: int) -> None:
+    """Repeat what rank 0 does until it, or another, has ended.
+
+    Args:
+        backend: of this process's part.
+        ranks: the processes, joined.
+        device: of this part.
+        limit: tokens of one request.
+    """
+    caches: dict[int, RequestCache] = {}
+    copies: dict[int, Entries] = {}
+    with contextlib.suppress(RankLostError):
+        while True:
+            notes, asked = ranks.told()
+            for note in notes:
+                _repeat(note, caches, copies, limit)
+            if isinstance(asked, Tensor):
+                backend.unembed(asked.to(device))
+            else:
+                backend.forward([_segment(each, caches, limit) for each in asked], device)
+
+
+def _repeat(note: _Note, caches: dict[int, RequestCache], copies: dict[int, Entries], limit: int) -> None:
+    """Do to this process's caches what rank 0 did to its own."""
+    what, number, given = note
+    if what == "forget":
+        caches.pop(number, None)
+        copies.pop(number, None)
+        return
+    cache = caches.setdefault(number, RequestCache(limit))
+    if what == "part":
+        copies[given[0]] = cache.part(*given[1:])
+    elif what == "extend":
+        cache.extend([(copies[copy], first, end) for copy, first, end in given[0]])
+    else:
+        getattr(cache, what)(*given)
+
+
+def _told(segment: Segment) -> tuple[Any, ...]:
+    """A segment in plain objects."""
+    cache = segment.cache
+    if not isinstance(cache, _NotedCache):
+        raise ModelError("a model in several processes has caches of its own; take one with new_cache()")
+    told = segment.tokens.tolist(), segment.shape.parents, tuple(segment.rows), segment.written, segment.prompt
+    return cache.number, *told
+
+
+def _segment(told: tuple[Any, ...], caches: dict[int, RequestCache], limit: int) -> Segment:
+    number, tokens, parents, rows, written, prompt = told
+    cache = caches.setdefault(number, RequestCache(limit))
+    return Segment(cache, torch.tensor(tokens, dtype=torch.int64), TreeShape(parents), rows, written, prompt)
+
+
+_numbers = itertools.count()
+
+
+class _NotedCache(RequestCache):
+    """A cache that notes what is done to it between forwards.
+
+    Args:
+        limit: as of `RequestCache`.
+        notes: where.
+
+    Attributes:
+        number: by which other processes know it.
+    """
+
+    def __init__(self, limit: int, notes: deque[_Note]) -> None:
+        super().__init__(limit)
+        self.number = next(_numbers)
+        self._notes = notes
+        weakref.finalize(self, notes.append, ("forget", self.number, ()))
+
+    def _note(self, what: str, *given: Any) -> None:
+        self._notes.append((what, self.number, given))
+
+    def limit_to(self, limit: int) -> None:
+        self._note("limit_to", limit)
+        super().limit_to(limit)
+
+    def reserve(self, count: int, written: int = 0) -> None:
+        super().reserve(count, written)
+        self._note("reserve", count, written)
+
+    def commit(self, path: Sequence[int]) -> None:
+        super().commit(path)
+        self._note("commit", tuple(path))
+
+    def rollback(self, length: int) -> None:
+        super().rollback(length)
+        self._note("rollback", length)
+
+    def part(self, first: int, end: int, lasting: bool) -> Entries:
+        part = super().part(first, end, lasting)
+        part.number = next(_numbers)
+        self._note("part", part.number, first, end, lasting)
+        weakref.finalize(part, self._notes.append, ("forget", part.number, ()))
+        return part
+
+    def extend(self, parts: Sequence[tuple[Entries, int, int]]) -> None:
+        self._note("extend", [(part.number, first, end) for part, first, end in parts])
+        notes, self._notes = self._notes, deque()  # steps of it are not told by themselves
+        try:
+            super().extend(parts)
+        finally:
+            self._notes = notes
+
+
+class _NotedPool(CachePool):
+    """Hands out caches that note what is done to them."""
+
+    def __init__(self, limit: int, notes: deque[_Note]) -> None:
+        super().__init__(limit)
+        self._notes = notes
+
+    def _new(self) -> RequestCache:
+        return _NotedCache(self._limit, self._notes)

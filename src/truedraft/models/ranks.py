@@ -1,0 +1,234 @@
+"""Processes of one machine that run one model together: how they find one another, and what they tell.
+
+The first, rank 0, is the user's own. It starts the others, or a launcher such as `torchrun` started all. Gloo joins
+them, and beside it NCCL where parts lie on GPUs. A process that dies closes its connections, so that those who wait for
+it fail at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from truedraft.errors import ModelError, OptionError
+
+_dist: Any = distributed  # exports most of what is used here without types
+_HOST = "127.0.0.1"
+_CONNECTING = timedelta(seconds=60)
+_PATIENCE = timedelta(days=365)  # of who waits for the next request
+_LOOK_S = 0.02
+_NOTICED_S = 2.0  # from a closed connection to the end of the process behind it
+_BEGUN = "begun"
+_OVER = "so the model answers no more; start it again"
+
+
+class RankLostError(ModelError):
+    """A process that ran a part of the model has ended."""
+
+
+class Ranks:
+    """The processes of one model, as one of them sees them.
+
+    Args:
+        rank: of this process, from 0.
+        count: of all.
+        store: where they meet.
+        others: those that this one started, in their order.
+    """
+
+    def __init__(self, rank: int, count: int, store: Any, others: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self.rank, self.count, self.others = rank, count, others
+        self._store = store
+        self._failure: str | None = None
+        self._words: Any = None  # Gloo's group
+        self._numbers: Any = None  # the same, or NCCL's
+        weakref.finalize(self, _end, others)
+
+    @classmethod
+    def start(cls, count: int, asked: Mapping[str, Any]) -> Ranks:
+        """Start the others, or be one of those that a launcher started.
+
+        Args:
+            count: processes, this one included.
+            asked: keyword arguments of the `load_model` that the others call, as JSON has them.
+
+        Raises:
+            OptionError: a launcher started another number of processes, or this is the second model of its processes.
+            ModelError: its rank 0 is not found.
+        """
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1:
+            return cls._launched(count, launched)
+        store = _dist.TCPStore(_HOST, 0, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
+        threads = max(1, torch.get_num_threads() // count)
+        given = {"WORLD_SIZE": str(count), "MASTER_ADDR": _HOST, "MASTER_PORT": str(store.port)}
+        given["OMP_NUM_THREADS"] = str(threads)
+        code = (
+            "import json, sys; from truedraft.models.loading import load_model as run; run(**json.loads(sys.argv[1]))"
+        )
+        others = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, json.dumps(dict(asked))],
+                env={**os.environ, **given, "RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the first alone, which ends the others
+            )
+            for rank in range(1, count)
+        ]
+        return cls(0, count, _dist.PrefixStore("0", store), others)
+
+    @classmethod
+    def _launched(cls, count: int, launched: int) -> Ranks:
+        if launched != count:
+            raise OptionError(
+                f"asks for {count} processes, and {launched} were launched; launch as many, or start one process, "
+                "which starts the others",
+                field="tensor_parallel",
+            )
+        rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        hosted = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        try:
+            store = _dist.TCPStore(address, port, None, hosted, _CONNECTING, wait_for_workers=False)
+        except RuntimeError as error:
+            raise ModelError(f"found no rank 0 at {address}:{port}, as MASTER_ADDR and MASTER_PORT say") from error
+        store.set_timeout(_PATIENCE)
+        store = _dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        if rank == 0 and store.add(_BEGUN, 1) > 1:
+            raise OptionError(
+                "is for one model in processes that a launcher started; start one process, which starts the others",
+                field="tensor_parallel",
+            )
+        return cls(rank, count, store)
+
+    def join(self, device: torch.device) -> None:
+        """Wait for the others, each of which has read its model by now, and connect with them.
+
+        Args:
+            device: of this process's part of the model.
+
+        Raises:
+            RankLostError: one has ended.
+        """
+        self._store.set(f"rank {self.rank}", "")
+        while self.rank == 0 and not self._store.check([f"rank {rank}" for rank in range(self.count)]):
+            self.check()
+            time.sleep(_LOOK_S)
+        gloo = _dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname=_HOST)], _PATIENCE
+        self._words = self._numbers = gloo(_dist.PrefixStore("words", self._store), self.rank, self.count, options)
+        if device.type == "cuda":
+            self._numbers = _dist.ProcessGroupNCCL(_dist.PrefixStore("nccl", self._store), self.rank, self.count)
+
+    @property
+    def failure(self) -> str | None:
+        """Why they run no more, in a sentence; None while they do."""
+        if self._failure is None:
+            found = [(rank, process.poll()) for rank, process in enumerate(self.others, start=1)]
+            ended = [(rank, status) for rank, status in found if status is not None]
+            if ended:
+                rank, status = max(ended, key=lambda each: bool(each[1]))  # who lost another ends with 0
+                how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+                self._failure = f"rank {rank} of the {self.count} processes that run the model {how}, {_OVER}"
+        return self._failure
+
+    def check(self) -> None:
+        """Raise RankLostError where they run no more."""
+        if self.failure is not None:
+            raise RankLostError(self.failure)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """All do the same meanwhile; where this one does not come to its end, they run no more.
+
+        Raises:
+            RankLostError: another has ended.
+        """
+        try:
+            yield
+        except BaseException as error:
+            lost = isinstance(error, RankLostError)
+            end = time.monotonic() + _NOTICED_S
+            while lost and self.failure is None and time.monotonic() < end:
+                time.sleep(_LOOK_S)
+            self._failure = self.failure or (
+                str(error) if lost else f"a forward of several processes broke off, {_OVER}"
+            )
+            self._words = self._numbers = None  # closed, so that the others end
+            if lost:
+                raise RankLostError(self._failure) from error
+            raise
+
+    def tell(self, message: Any) -> None:
+        """Rank 0 gives the others a message, made of plain objects and tensors on the CPU."""
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        with _connected():
+            self._words.broadcast(torch.tensor([len(data)]), 0).wait()
+            self._words.broadcast(data, 0).wait()
+
+    def told(self) -> Any:
+        """The next message of rank 0, once it comes.
+
+        Raises:
+            RankLostError: it has ended.
+        """
+        length = torch.zeros(1, dtype=torch.int64)
+        with _connected():
+            self._words.broadcast(length, 0).wait()
+            data = torch.zeros(int(length), dtype=torch.uint8)
+            self._words.broadcast(data, 0).wait()
+        return pickle.loads(data.numpy().tobytes())
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """The parts of all, `[count, *part.shape]`, in the order of their ranks.
+
+        Raises:
+            RankLostError: one has ended.
+        """
+        part = part.contiguous()
+        parts = part.new_empty(self.count, *part.shape)
+        with _connected():
+            self._numbers._allgather_base(parts.view(-1), part.view(-1)).wait()
+        return parts
+
+    def added(self, part: Tensor) -> Tensor:
+        """The sum of the parts of all, added in the order of their ranks in float32 or better, and rounded once.
+
+        So a row has the same bits whatever shares its forward; libraries split sums by their size.
+
+        Raises:
+            RankLostError: one has ended.
+        """
+        first, *others = self.gathered(part)
+        total = first if first.dtype == torch.float64 else first.float()
+        for each in others:
+            total += each
+        return total.to(part.dtype)
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(f"another of the processes that run the model has ended, {_OVER}") from error
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()
