@@ -105,8 +105,9 @@ test-vllm: $(STAMP) $(VLLM)/bin/vllm
 	$(SMOLLM2)
 	$(BIN)/python benchmarks/vllm_drafters.py $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTERS),--drafters $(DRAFTERS)) $(PEERS)
 
-# Ray beside what is installed, for replicas and for prompts of ray.data: docs/deploy.md. It lies in an environment of its
-# own, for it brings another event loop for all servers. Three minutes; SCALE="not slow" leaves the slow tests out.
+# Ray beside what is installed, for replicas and for prompts of ray.data, and one model in several processes:
+# docs/deploy.md. Ray lies in an environment of its
+# own, for it brings another event loop for all servers. Some minutes; SCALE="not slow" leaves the slow tests out.
 RAY := .venv-ray
 $(RAY)/.installed: $(STAMP)
 	rm -rf $(RAY)
@@ -119,6 +120,7 @@ $(RAY)/.installed: $(STAMP)
 
 test-scale: $(RAY)/.installed
 	$(RAY)/bin/python -m pytest tests/cluster -rs -m "$(or $(SCALE),slow or not slow)"
+	$(BIN)/python -m pytest tests/models/test_tensor_parallel.py -rs -m scale
 
 # Two replicas under twenty thousand requests and a kill every twenty seconds, and what Ray costs: docs/deploy.md. A
 # quarter of an hour.

@@ -7,8 +7,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
