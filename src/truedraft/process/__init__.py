@@ -1,0 +1,31 @@
+"""Speculation for any process that steps by a costly function: fewer calls one behind another, the same distribution."""
+
+from truedraft.process.base import DiscreteSteps, GaussianSteps, Process, SharedNoise
+from truedraft.process.drafts import Cheaper, Corrected, Draft, Extrapolation, Known, LastOutput
+from truedraft.process.metropolis import MetropolisHastings, Stays, Surrogate
+from truedraft.process.noise import StepNoise
+from truedraft.process.rules import Gaussian
+from truedraft.process.speculate import Chains, Seen, speculate
+from truedraft.process.windows import Windows
+
+__all__ = [
+    "Chains",
+    "Cheaper",
+    "Corrected",
+    "DiscreteSteps",
+    "Draft",
+    "Extrapolation",
+    "Gaussian",
+    "GaussianSteps",
+    "Known",
+    "LastOutput",
+    "MetropolisHastings",
+    "Process",
+    "Seen",
+    "SharedNoise",
+    "Stays",
+    "StepNoise",
+    "Surrogate",
+    "Windows",
+    "speculate",
+]

@@ -1,0 +1,152 @@
+"""What a process is: a state, one costly function, and the distribution that follows from its value."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from truedraft.core import probs as L
+from truedraft.core.noise import Purpose
+from truedraft.process import rules
+from truedraft.process.noise import StepNoise
+from truedraft.process.rules import Gaussian, Judged
+
+
+class Process(ABC):
+    """A Markov chain whose steps ask one costly function: of several states in one call, if they are known.
+
+    A step from `state` asks `evaluate` at `points`; from what it gives the outcome is drawn, and `moved` makes the next
+    state of that. A draft guesses what `evaluate` would give; from a guess a draft is drawn by the same functions. All
+    but `evaluate` must be cheap. Derive from `DiscreteSteps`, `GaussianSteps` or `SharedNoise`, which know how a draft
+    is judged.
+
+    Every tensor has one row for each state; `steps` `[rows]`, int64, count from 0.
+    """
+
+    def points(self, states: Tensor, steps: Tensor, noise: StepNoise) -> Tensor:
+        """Where `evaluate` is asked for a step from each state: the states themselves."""
+        return states
+
+    @abstractmethod
+    def evaluate(self, points: Tensor, steps: Tensor) -> Tensor:
+        """The costly function. Rows are independent: what one gives must not hang on the others beside it.
+
+        Returns:
+            One row for each point. One with NaN ends its chain, and so does an error that its point raises.
+        """
+
+    @abstractmethod
+    def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
+        """Outcomes of a step by what `evaluate` gave, or what a draft guesses that it would.
+
+        Args:
+            states: that it starts from.
+            steps: their numbers.
+            outputs: of `evaluate`.
+            noise: of the step.
+            purpose: what the outcomes are for.
+        """
+
+    @abstractmethod
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        """Which drafted outcomes stay, and the outcomes of the step, which have the target's distribution.
+
+        Args:
+            states: that the step starts from.
+            steps: their numbers.
+            outputs: of `evaluate`.
+            guesses: what the draft took them for.
+            drafted: outcomes that were drawn from these.
+            noise: of the step.
+        """
+
+    def moved(self, states: Tensor, steps: Tensor, outcomes: Tensor) -> Tensor:
+        """The states that outcomes lead to: the outcomes themselves."""
+        return outcomes
+
+    def sound(self, outcomes: Tensor) -> Tensor:
+        """Which outcomes are such, bool `[rows]`; a chain with another one ends."""
+        return ~torch.isnan(outcomes).flatten(1).any(-1)
+
+
+class DiscreteSteps(Process):
+    """Steps with one of finitely many outcomes, numbers from 0; drafts are judged by rejection."""
+
+    @abstractmethod
+    def law(self, states: Tensor, steps: Tensor, outputs: Tensor) -> Tensor:
+        """The distributions of the outcomes `[rows, outcomes]`, float64, each summing to 1."""
+
+    def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
+        law = self.law(states, steps, outputs)
+        outcomes = L.draw(law, noise.uniform(purpose))
+        return torch.where(outcomes < law.shape[-1], outcomes, -1)
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        p, q = self.law(states, steps, outputs), self.law(states, steps, guesses)
+        accept, again = noise.uniform(Purpose.ACCEPT), noise.uniform(Purpose.RECOVERED)
+        kept, outcomes = rules.discrete(p, q, drafted, accept, again)
+        return kept, torch.where(outcomes < p.shape[-1], outcomes, -1)
+
+    def sound(self, outcomes: Tensor) -> Tensor:
+        return outcomes >= 0
+
+
+class GaussianSteps(Process):
+    """Steps to a normally distributed state `[rows, size]`, such as those of diffusion samplers and Langevin dynamics.
+
+    Drafts are judged by reflection where both covariances are equal, else by rejection. Acceptance falls with |d|, the
+    distance of the means in standard deviations: it is 2 Phi(-|d| / 2).
+    """
+
+    @abstractmethod
+    def law(self, states: Tensor, steps: Tensor, outputs: Tensor) -> Gaussian:
+        """The distributions of the next states."""
+
+    def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
+        return self.law(states, steps, outputs).at(noise.normal(purpose, states.shape[-1]))
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        size = states.shape[-1]
+        return rules.gaussian(
+            self.law(states, steps, outputs),
+            self.law(states, steps, guesses),
+            drafted,
+            noise.normal(Purpose.DRAFT, size),
+            noise.uniform(Purpose.ACCEPT),
+            lambda number, rows: noise.attempt(number, rows, size),
+        )
+
+    def sound(self, outcomes: Tensor) -> Tensor:
+        return torch.isfinite(outcomes).all(-1)
+
+
+class SharedNoise(Process):
+    """Steps that are functions of state, output and the step's own noise; a draft stays where it gives the same state.
+
+    What comes out never hangs on drafts, so the same seed gives the same path with any draft and window.
+    """
+
+    @abstractmethod
+    def next(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise) -> Tensor:
+        """The next states `[rows, ...]`, by `noise.shared_normal` and `noise.shared_uniform` alone."""
+
+    def same(self, drafted: Tensor, outcomes: Tensor) -> Tensor:
+        """Whether drafted states are those that came out, bool `[rows]`, as far as the next steps hang on it."""
+        return (drafted == outcomes).flatten(1).all(-1)
+
+    def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
+        return self.next(states, steps, outputs, noise)
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        outcomes = self.next(states, steps, outputs, noise)
+        return self.same(drafted, outcomes), outcomes
