@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from truedraft.core.noise import Purpose
 from truedraft.process import rules
 from truedraft.process.noise import StepNoise
 from truedraft.process.rules import Gaussian, Judged
+
+Events: TypeAlias = tuple[tuple[str, ...], Tensor, Tensor]
+"""Names of events, their probabilities `[rows, events]`, negative where a row has no such event, and whether each came
+about, likewise."""
+_LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+_QUANTILES = tuple(
+    f"{what} below its {level:g} quantile" for what in ("along the draft", "sum", "length") for level in _LEVELS
+)
 
 
 class Process(ABC):
@@ -23,7 +32,12 @@ class Process(ABC):
     is judged.
 
     Every tensor has one row for each state; `steps` `[rows]`, int64, count from 0.
+
+    Attributes:
+        by_path: whether paths, and not only their distributions, are the same whatever is drafted.
     """
+
+    by_path: ClassVar[bool] = False
 
     def points(self, states: Tensor, steps: Tensor, noise: StepNoise) -> Tensor:
         """Where `evaluate` is asked for a step from each state: the states themselves."""
@@ -36,6 +50,10 @@ class Process(ABC):
         Returns:
             One row for each point. One with NaN ends its chain, and so does an error that its point raises.
         """
+
+    def same(self, drafted: Tensor, outcomes: Tensor) -> Tensor:
+        """Whether drafted states are those that came out, bool `[rows]`, as far as the next steps hang on it."""
+        return (drafted == outcomes).flatten(1).all(-1)
 
     @abstractmethod
     def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
@@ -68,6 +86,20 @@ class Process(ABC):
         """The states that outcomes lead to: the outcomes themselves."""
         return outcomes
 
+    def events(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor | None, outcomes: Tensor
+    ) -> Events:
+        """Events of steps whose probabilities the target's distribution gives, for certificates: none.
+
+        Args:
+            states: before each step.
+            steps: their numbers.
+            outputs: of `evaluate`.
+            guesses: of the draft, which may choose events, for they hang on nothing that the step draws.
+            outcomes: of each.
+        """
+        return (), outputs[:0], outputs[:0] > 0
+
     def sound(self, outcomes: Tensor) -> Tensor:
         """Which outcomes are such, bool `[rows]`; a chain with another one ends."""
         return ~torch.isnan(outcomes).flatten(1).any(-1)
@@ -92,6 +124,20 @@ class DiscreteSteps(Process):
         accept, again = noise.uniform(Purpose.ACCEPT), noise.uniform(Purpose.RECOVERED)
         kept, outcomes = rules.discrete(p, q, drafted, accept, again)
         return kept, torch.where(outcomes < p.shape[-1], outcomes, -1)
+
+    def events(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor | None, outcomes: Tensor
+    ) -> Events:
+        """Outcomes that the draft finds less probable than they are, in judged steps; the likeliest one, in all."""
+        p = self.law(states, steps, outputs)
+        top = p.argmax(-1)
+        chances, hits = [p.gather(1, top[:, None])[:, 0]], [outcomes == top]
+        if guesses is None:
+            chances, hits = [*chances, torch.full_like(chances[0], -1.0)], [*hits, hits[0]]
+        else:
+            favoured = p > self.law(states, steps, guesses)
+            chances, hits = [*chances, (p * favoured).sum(-1)], [*hits, favoured.gather(1, outcomes[:, None])[:, 0]]
+        return ("likeliest outcome", "outcomes that the draft neglects"), torch.stack(chances, 1), torch.stack(hits, 1)
 
     def sound(self, outcomes: Tensor) -> Tensor:
         return outcomes >= 0
@@ -124,6 +170,29 @@ class GaussianSteps(Process):
             lambda number, rows: noise.attempt(number, rows, size),
         )
 
+    def events(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor | None, outcomes: Tensor
+    ) -> Events:
+        """Quantiles of v = L^-1 (outcome - m_p), which is standard normal: along the draft's mean, along all
+        coordinates, and of its length; the probability integral transform of each step."""
+        p = self.law(states, steps, outputs)
+        v = p.whitened(outcomes - p.mean)
+        size = v.shape[-1]
+        across = v.sum(-1) / size**0.5
+        if guesses is None:
+            along, judged = across, torch.zeros_like(across)
+        else:
+            d = p.whitened(self.law(states, steps, guesses).mean - p.mean)
+            judged = (d.norm(dim=-1) > 0.0) & torch.isfinite(d).all(-1)
+            along = (v * torch.nan_to_num(d / d.norm(dim=-1, keepdim=True))).sum(-1)
+        length = torch.special.gammainc(torch.full_like(across, size / 2.0), v.square().sum(-1) / 2.0)
+        uniform = torch.stack([torch.special.ndtr(along), torch.special.ndtr(across), length], 1)
+        levels = torch.tensor(_LEVELS, dtype=uniform.dtype, device=uniform.device)
+        chances = levels.repeat(len(v), 3)
+        chances[:, : len(_LEVELS)].masked_fill_(~judged.bool()[:, None], -1.0)
+        chances.masked_fill_(~torch.isfinite(v).all(-1, keepdim=True), -1.0)
+        return _QUANTILES, chances, (uniform[:, :, None] < levels).flatten(1)
+
     def sound(self, outcomes: Tensor) -> Tensor:
         return torch.isfinite(outcomes).all(-1)
 
@@ -134,13 +203,11 @@ class SharedNoise(Process):
     What comes out never hangs on drafts, so the same seed gives the same path with any draft and window.
     """
 
+    by_path: ClassVar[bool] = True
+
     @abstractmethod
     def next(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise) -> Tensor:
         """The next states `[rows, ...]`, by `noise.shared_normal` and `noise.shared_uniform` alone."""
-
-    def same(self, drafted: Tensor, outcomes: Tensor) -> Tensor:
-        """Whether drafted states are those that came out, bool `[rows]`, as far as the next steps hang on it."""
-        return (drafted == outcomes).flatten(1).all(-1)
 
     def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
         return self.next(states, steps, outputs, noise)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 Cheap = Callable[[Tensor, Tensor], Tensor]
@@ -35,8 +36,8 @@ class Known:
     def nothing(cls, points: Tensor, outputs: Tensor, chains: int) -> Known:
         """Nothing yet, of points and outputs like these."""
         like = [each.new_zeros(chains, 2, *each.shape[1:]) for each in (points, outputs)]
-        steps = points.new_zeros(chains, 2, dtype=int)
-        return cls(*like, steps, steps[:, 0].clone())
+        steps = torch.zeros(chains, 2, dtype=torch.int64, device=points.device)
+        return cls(like[0], like[1], steps, steps[:, 0].clone())
 
     def add(self, chains: Tensor, points: Tensor, outputs: Tensor, steps: Tensor) -> None:
         """One more of some chains; changes the tensors in place."""

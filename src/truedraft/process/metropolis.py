@@ -14,7 +14,7 @@ from truedraft.process.noise import StepNoise
 
 
 class MetropolisHastings(SharedNoise):
-    """A random walk that moves to theta' = theta + scale * normal noise with probability min(1, pi(theta') / pi(theta)).
+    """A random walk: to theta' = theta + scale * normal noise with probability min(1, pi(theta') / pi(theta)).
 
     Speculation is prefetching along the likely branch (Brockwell 2006; Angelino et al. 1403.7265): the draft guesses
     which of theta and theta' comes next, and the density is asked for at the proposals of several steps at once. Every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ from truedraft.theory.cost_curves import CostCurve
 MOST = 16
 _SLOW = 0.2  # share by which one round moves what rounds are known to take
 _LINEAR = 0.95  # share of what points take one by one, from which a batch brings nothing and larger ones are not tried
-_TRIALS = 2  # of each size
+_TRIALS, _TURNS = 2, 2  # of each size, and how often where a batch seems to bring nothing
 _LEARNS = 8  # chains of a round whose verdicts are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
 
@@ -50,15 +51,22 @@ class Times:
         self.active, trials, rows = active, 0, 1
         while rows <= most + 1:
             points = active * rows
-            if not any(abs(points - size) <= 0.34 * size for size in self._seconds):
-                self._seconds[points] = min(ask(points) for _ in range(_TRIALS))
-                self._curve = None
+            known = any(abs(points - size) <= 0.34 * size for size in self._seconds)
+            for _ in range(0 if known else _TURNS):
+                seconds = [ask(points) for _ in range(_TRIALS)]
                 trials += _TRIALS
-            if rows > 1 and self._seconds_of(rows) > _LINEAR * rows * self._seconds_of(1):
+                self._seconds[points] = min([*seconds, self._seconds.get(points, math.inf)])
+                self._curve = None
+                if rows == 1 or self._pays(rows):
+                    break
+            if rows > 1 and not self._pays(rows):
                 break
             rows *= 2
         self._most_active = active
         return trials
+
+    def _pays(self, rows: int) -> bool:
+        return self._seconds_of(rows) <= _LINEAR * rows * self._seconds_of(1)
 
     def _seconds_of(self, rows: float) -> float:
         if self._curve is None:

@@ -143,7 +143,11 @@ def speculate(
         OptionError: an option is out of range.
     """
     check_whole("steps", steps, least=0)
-    windows = check_whole("window", window, least=0) if isinstance(window, int) else (window or Windows())
+    windows: int | Windows
+    if window is None or isinstance(window, Windows):
+        windows = window or Windows()
+    else:
+        windows = check_whole("window", window, least=0)
     chains = copy.copy(chains) if isinstance(chains, Chains) else Chains.begin(chains, seed)
     for name in ("states", "at", "calls", "drafted", "accepted", "errors", "path", "known"):
         setattr(chains, name, copy.deepcopy(getattr(chains, name)))
@@ -278,8 +282,8 @@ class _Round:
             return self._ask_one_by_one(points, steps, rows)
         if len(outputs) != len(points):
             raise ProcessError(
-                f"evaluate of {type(self._process).__name__} gave {len(outputs)} rows for {len(points)} points; it must "
-                "give one for each"
+                f"evaluate of {type(self._process).__name__} gave {len(outputs)} rows for {len(points)} points; it "
+                "must give one for each"
             )
         return outputs, rows
 
