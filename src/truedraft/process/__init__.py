@@ -2,10 +2,10 @@
 
 from truedraft.process.base import DiscreteSteps, GaussianSteps, Process, SharedNoise
 from truedraft.process.drafts import Cheaper, Corrected, Draft, Extrapolation, Known, LastOutput
+from truedraft.process.loop import Chains, Seen, speculate
 from truedraft.process.metropolis import MetropolisHastings, Stays, Surrogate
 from truedraft.process.noise import StepNoise
 from truedraft.process.rules import Gaussian
-from truedraft.process.loop import Chains, Seen, speculate
 from truedraft.process.windows import Windows
 
 __all__ = [

@@ -214,7 +214,7 @@ class _Round:
         chains.accepted[active] += accepted
         chains.rounds += 1
         if isinstance(windows, Windows):
-            seconds = (chosen - began, drafted - chosen, asked - drafted, time.perf_counter() - began)
+            seconds = (chosen - began, drafted - chosen, asked - drafted, time.perf_counter() - chosen)
             windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds)
 
     def _chosen(self, windows: Windows) -> int:

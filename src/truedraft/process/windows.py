@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median_low
 
 from truedraft.control import Budget, Controller, Goodput
 from truedraft.core.budget import NO_DRAFT, RequestView
@@ -14,14 +15,33 @@ from truedraft.options import check_whole
 from truedraft.theory.cost_curves import CostCurve
 
 MOST = 16
-_SLOW = 0.2  # share by which one round moves what rounds are known to take
+_LAST, _NEAR = 7, 0.34  # times of each size that are kept, and how far sizes may be apart to say the same
 _LINEAR = 0.95  # share of what points take one by one, from which a batch brings nothing and larger ones are not tried
-_TRIALS, _TURNS = 2, 2  # of each size, and how often where a batch seems to bring nothing
+_TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
 _LEARNS = 8  # chains of a round whose verdicts are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
 
 Ask = Callable[[int], float]
 """Ask the costly function at so many points for a trial: seconds that it took."""
+
+
+class _Measured:
+    """Seconds by size: the median of the last few of each, monotone in the size."""
+
+    def __init__(self) -> None:
+        self._last: dict[float, deque[float]] = {}
+        self._curve = CostCurve((1.0,), (0.0,))
+
+    def add(self, size: float, seconds: float) -> None:
+        size = float(f"{size:.2g}")  # so that there are not many
+        self._last.setdefault(size, deque(maxlen=_LAST)).append(seconds)
+        self._curve = CostCurve.fit((each, median_low(last)) for each, last in self._last.items())
+
+    def near(self, size: float) -> bool:
+        return any(abs(size - each) <= _NEAR * each for each in self._last)
+
+    def __call__(self, size: float) -> float:
+        return self._curve(size)
 
 
 class Times:
@@ -37,10 +57,9 @@ class Times:
     def __init__(self) -> None:
         self.active = 1
         self._most_active = 0
-        self._seconds: dict[int, float] = {}  # of the costly function, by points
-        self._curve: CostCurve | None = None
-        self._judging_s = 0.0  # of all else in a round, for each row
-        self._draft_s = 0.0  # of one drafted step
+        self._target = _Measured()  # by points
+        self._rest = _Measured()  # of all else in a round, by rows
+        self._draft = _Measured()  # by drafted steps, one behind another
 
     def covers(self, active: int) -> bool:
         """Whether measurements were made for so many chains or more."""
@@ -51,12 +70,10 @@ class Times:
         self.active, trials, rows = active, 0, 1
         while rows <= most + 1:
             points = active * rows
-            known = any(abs(points - size) <= 0.34 * size for size in self._seconds)
-            for _ in range(0 if known else _TURNS):
-                seconds = [ask(points) for _ in range(_TRIALS)]
+            for _ in range(0 if self._target.near(points) else _TURNS):
+                for seconds in sorted(ask(points) for _ in range(_TRIALS))[:-1]:  # the first finds caches cold
+                    self._target.add(points, seconds)
                 trials += _TRIALS
-                self._seconds[points] = min([*seconds, self._seconds.get(points, math.inf)])
-                self._curve = None
                 if rows == 1 or self._pays(rows):
                     break
             if rows > 1 and not self._pays(rows):
@@ -66,18 +83,13 @@ class Times:
         return trials
 
     def _pays(self, rows: int) -> bool:
-        return self._seconds_of(rows) <= _LINEAR * rows * self._seconds_of(1)
-
-    def _seconds_of(self, rows: float) -> float:
-        if self._curve is None:
-            self._curve = CostCurve.fit(self._seconds.items())
-        return self._curve(rows * self.active)
+        return self._target(rows * self.active) <= _LINEAR * rows * self._target(self.active)
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
-        return self._seconds_of(rows) + rows * self._judging_s
+        return self._target(rows * self.active) + self._rest(rows)
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
-        return depth * self._draft_s
+        return self._draft(depth)
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
         return 0.0
@@ -89,16 +101,10 @@ class Times:
         """Nothing is left to measure."""
 
     def observe(self, record: StepRecord, steps: int = 1) -> None:
-        points = record.rows
-        before = self._seconds.get(points, record.target_s)
-        # A round that the system interrupted says little.
-        self._seconds[points] = before + _SLOW * (min(record.target_s, 2.0 * before) - before)
-        self._curve = None
-        if (drafting := sum(each.depth for each in record.drafting)) and record.draft_s:
-            own = record.draft_s / drafting
-            self._draft_s += (_SLOW if self._draft_s else 1.0) * (own - self._draft_s)
-        rest = (record.total_s - record.draft_s - record.target_s) * self.active / points
-        self._judging_s += (_SLOW if self._judging_s else 1.0) * (rest - self._judging_s)
+        self._target.add(record.rows, record.target_s)
+        self._rest.add(record.rows / self.active, record.total_s - record.draft_s - record.target_s)
+        for each in record.drafting:
+            self._draft.add(each.depth, each.seconds)
 
 
 class Windows:
@@ -150,7 +156,7 @@ class Windows:
             drafted: steps of each chain.
             accepted: of these, of each chain.
             rows: points that the costly function was asked at.
-            seconds: of choosing, of drafting, of the costly function, and of the whole round.
+            seconds: of choosing, of drafting, of the costly function, and of the round, choosing apart.
         """
         if self._rests > 0:
             self._rests -= 1
