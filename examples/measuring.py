@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,26 +49,40 @@ def compared(
     for name, draft in drafts.items():
         ways[name] = draft, lambda: options.window
         ways[f"{name}, chosen window"] = draft, lambda: Windows(2 * options.window)
-    runs: dict[str, list[tuple[Chains, float]]] = {name: [] for name in ways}
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
     for turn in range(options.turns):
         for name, (draft, window) in ways.items():
-            began = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             chains = speculate(process, states, options.steps, draft=draft, window=window(), seed=turn)
-            runs[name].append((chains, time.perf_counter() - began))
+            runs[name].append(Run(chains, time.perf_counter() - wall, time.process_time() - cpu))
             assert not any(chains.errors), chains.errors
     return {name: summary(own, runs[PLAIN]) for name, own in runs.items()}
 
 
-def summary(own: list[tuple[Chains, float]], plain: list[tuple[Chains, float]]) -> dict[str, Any]:
-    """What some runs took beside the plain ones."""
-    chains = [each for each, _ in own]
+class Run(NamedTuple):
+    """One run, and what it took by the clock and of the processor."""
+
+    chains: Chains
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def calls(self) -> int:
+        """Of the costly function, one behind another, those that measured it included."""
+        return self.chains.rounds + self.chains.trials
+
+
+def summary(own: list[Run], plain: list[Run]) -> dict[str, Any]:
+    """What some runs took beside the plain ones of the same turns."""
+    pairs = list(zip(plain, own, strict=True))
     return {
-        "sequential_calls": statistics.median(each.rounds + each.trials for each in chains),
-        "evaluations": statistics.median(each.evaluations for each in chains),
-        "acceptance_rate": statistics.median(each.acceptance_rate for each in chains),
-        "seconds": statistics.median(seconds for _, seconds in own),
-        "fewer_calls": spread([other.rounds / (each.rounds + each.trials) for (other, _), each in zip(plain, chains)]),
-        "speedup": spread([other / seconds for (_, other), (_, seconds) in zip(plain, own)]),
+        "sequential_calls": statistics.median(each.calls for each in own),
+        "evaluations": statistics.median(each.chains.evaluations for each in own),
+        "acceptance_rate": statistics.median(each.chains.acceptance_rate for each in own),
+        "seconds": statistics.median(each.wall_s for each in own),
+        "fewer_calls": spread([before.calls / each.calls for before, each in pairs]),
+        "speedup": spread([before.wall_s / each.wall_s for before, each in pairs]),
+        "cpu_speedup": spread([before.cpu_s / each.cpu_s for before, each in pairs]),
     }
 
 
@@ -116,12 +130,13 @@ def certificate(process: Process, states: Tensor, steps: int, draft: Draft) -> d
 def finish(options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Print a table of the ways, and add the line of results."""
     record["machine"] = this_machine()
-    print(f"{'':38}{'calls':>8}{'fewer':>8}{'seconds':>9}{'speed-up':>9}  [least, most]")
+    print(f"{'':38}{'calls':>8}{'fewer':>8}{'seconds':>9}{'speed-up':>9}  [least, most]  {'of CPU':>7}  [least, most]")
     for name, own in record["ways"].items():
-        fewer, speedup = own["fewer_calls"], own["speedup"]
+        fewer, speedup, cpu = own["fewer_calls"], own["speedup"], own["cpu_speedup"]
         print(
             f"{name:38}{own['sequential_calls']:8.0f}{fewer['median']:8.2f}{own['seconds']:9.3f}"
             f"{speedup['median']:9.2f}  [{speedup['least']:.2f}, {speedup['most']:.2f}]"
+            f"{cpu['median']:9.2f}  [{cpu['least']:.2f}, {cpu['most']:.2f}]"
         )
     print(json.dumps(record["certificate"]))
     if options.out is not None:

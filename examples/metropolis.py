@@ -50,9 +50,6 @@ class Regression(MetropolisHastings):
         return fits - 0.5 * thetas.square().sum(-1) / DEVIATION**2
 
 
-
-
-
 def mode(signed: Tensor) -> tuple[Tensor, Tensor]:
     """The mode of the posterior `[size]`, by Newton's method, and its curvature there `[size, size]`."""
     theta = torch.zeros(signed.shape[1], dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from truedraft.core import probs as L
 from truedraft.core.noise import Purpose
 from truedraft.process import rules
-from truedraft.process.noise import StepNoise
+from truedraft.process.noise import RoundNoise, StepNoise
 from truedraft.process.rules import Gaussian, Judged
 
 Events: TypeAlias = tuple[tuple[str, ...], Tensor, Tensor]
@@ -81,6 +81,15 @@ class Process(ABC):
             drafted: outcomes that were drawn from these.
             noise: of the step.
         """
+
+    def judge_window(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: RoundNoise
+    ) -> Judged:
+        """`judge` for several steps in sequence `[depth, chains, ...]`, each as if all before it had stayed."""
+        given = states.flatten(0, 1), steps.flatten(), outputs.flatten(0, 1), guesses.flatten(0, 1)
+        kept, outcomes = self.judge(*given, drafted.flatten(0, 1), noise.first(len(states)))
+        shape = states.shape[:2]
+        return kept.unflatten(0, shape), outcomes.unflatten(0, shape)
 
     def moved(self, states: Tensor, steps: Tensor, outcomes: Tensor) -> Tensor:
         """The states that outcomes lead to: the outcomes themselves."""
@@ -217,3 +226,15 @@ class SharedNoise(Process):
     ) -> Judged:
         outcomes = self.next(states, steps, outputs, noise)
         return self.same(drafted, outcomes), outcomes
+
+    def judge_window(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: RoundNoise
+    ) -> Judged:
+        """Step by step, for what drafted states hold beside what `same` compares is only guessed."""
+        found, truth = [], states[0]
+        for depth in range(len(states)):
+            given = outputs[depth], guesses[depth], drafted[depth]
+            found.append(self.judge(truth, steps[depth], *given, noise.at(depth)))
+            truth = self.moved(truth, steps[depth], found[-1][1])
+        kept, outcomes = zip(*found, strict=True)
+        return torch.stack(kept), torch.stack(outcomes)

@@ -39,12 +39,21 @@ class Known:
         steps = torch.zeros(chains, 2, dtype=torch.int64, device=points.device)
         return cls(like[0], like[1], steps, steps[:, 0].clone())
 
-    def add(self, chains: Tensor, points: Tensor, outputs: Tensor, steps: Tensor) -> None:
-        """One more of some chains; changes the tensors in place."""
+    def add(self, chains: Tensor, points: Tensor, outputs: Tensor, steps: Tensor, made: Tensor) -> None:
+        """The first steps of a round; changes the tensors in place.
+
+        Args:
+            chains: of the round `[chains]`.
+            points: where the function was asked `[depth, chains, ...]`.
+            outputs: what it gave, likewise.
+            steps: at which `[depth, chains]`.
+            made: how many of them count, of each chain.
+        """
+        place = torch.arange(len(chains), device=made.device)
         for kept, new in ((self.points, points), (self.outputs, outputs), (self.steps, steps)):
-            kept[chains, 1] = kept[chains, 0]
-            kept[chains, 0] = new
-        self.count[chains] = (self.count[chains] + 1).clamp_max(2)
+            every = torch.cat([kept[chains].transpose(0, 1).flip(0), new])  # before, last, and those of the round
+            kept[chains] = torch.stack([every[made + 1, place], every[made, place]], 1)
+        self.count[chains] = (self.count[chains] + made).clamp_max(2)
 
     def of(self, chains: Tensor) -> Known:
         """That of some chains, as a copy."""

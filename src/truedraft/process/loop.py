@@ -5,104 +5,20 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from truedraft.core.noise import Purpose
-from truedraft.errors import OptionError, ProcessError
+from truedraft.errors import ProcessError
 from truedraft.options import check_whole
 from truedraft.process.base import Process
+from truedraft.process.chains import Chains, Seen
 from truedraft.process.drafts import Draft, Known
-from truedraft.process.noise import RoundNoise, chain_roots
+from truedraft.process.noise import RoundNoise
+from truedraft.process.plain import plain_steps
 from truedraft.process.windows import Windows
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The steps that some chains made at one depth of a round, as `watch` is shown them.
-
-    Attributes:
-        chains: their numbers `[rows]`.
-        steps: of each.
-        states: before.
-        outputs: of the costly function.
-        guesses: of the draft; None where nothing was drafted.
-        kept: whether drafts stayed `[rows]`, bool; None likewise.
-        outcomes: of the step.
-    """
-
-    chains: Tensor
-    steps: Tensor
-    states: Tensor
-    outputs: Tensor
-    guesses: Tensor | None
-    kept: Tensor | None
-    outcomes: Tensor
-
-
-@dataclass(slots=True, eq=False)
-class Chains:
-    """Chains of a process, where they stand, and what they took. `begin` makes new ones.
-
-    Attributes:
-        states: `[chains, ...]`.
-        at: steps made `[chains]`, int64.
-        errors: what ended a chain; None of one that is well.
-        calls: of the costly function in which each took part `[chains]`: its sequential depth.
-        drafted: steps drafted for each `[chains]`.
-        accepted: of these `[chains]`.
-        rounds: calls of the costly function, one for all chains together.
-        evaluations: points that it was asked at in these.
-        trials: calls beyond these, to measure what batches take.
-        path: states by step `[chains, steps + 1, ...]` where they were asked for, zeros behind a chain's end.
-    """
-
-    states: Tensor
-    at: Tensor
-    errors: list[Exception | None]
-    calls: Tensor
-    drafted: Tensor
-    accepted: Tensor
-    roots: Tensor
-    rounds: int = 0
-    evaluations: int = 0
-    trials: int = 0
-    path: Tensor | None = None
-    known: Known | None = field(default=None, repr=False)
-
-    @classmethod
-    def begin(cls, states: Tensor, seed: int = 0, at: int = 0) -> Chains:
-        """Chains that start from states `[chains, ...]`.
-
-        Args:
-            states: one for each chain.
-            seed: of their noise.
-            at: the number of their first step. Under shared noise a chain that begins from a state of another one, at
-                that step and with its seed, goes on as it did.
-
-        Raises:
-            OptionError: no states, or a negative step.
-        """
-        check_whole("at", at, least=0)
-        if not states.dim() or not len(states):
-            raise OptionError(
-                f"must be one row or more, one for each chain, got shape {tuple(states.shape)}", field="states"
-            )
-        zeros = torch.zeros(len(states), dtype=torch.int64, device=states.device)
-        roots = chain_roots(seed, len(states), states.device)
-        return cls(states.clone(), zeros + at, [None] * len(states), zeros, zeros.clone(), zeros.clone(), roots)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Drafted steps that stayed, a fraction; 0 where none were drafted."""
-        return float(self.accepted.sum()) / max(int(self.drafted.sum()), 1)
-
-    @property
-    def steps_per_call(self) -> float:
-        """Steps that a chain made in one call of the costly function; the plain process makes 1."""
-        return float((self.calls + self.accepted).sum()) / max(int(self.calls.sum()), 1)
 
 
 def speculate(
@@ -157,15 +73,75 @@ def speculate(
             path[:, : chains.path.shape[1]] = chains.path[:, : steps + 1]
         path[torch.arange(len(path)), chains.at.clamp_max(steps)] = chains.states
         chains.path = path
-    made = 0
-    while rounds is None or made < rounds:
-        well = torch.tensor([error is None for error in chains.errors], device=chains.at.device)
-        active = torch.nonzero(well & (chains.at < steps))[:, 0]
-        if not len(active):
-            break
-        _Round(process, chains, active, steps, draft, watch).run(windows)
-        made += 1
+    left = steps * len(chains.states) if rounds is None else rounds  # calls; each makes a step of a chain or ends one
+    running = _running(chains, steps)
+    while left > 0 and len(running):
+        left -= _go_on(process, chains, running, steps, draft, windows, left, watch)
+        running = _running(chains, steps)
     return chains
+
+
+_MOST_PLAIN = 64  # steps of the plain process whose noise is made at once
+
+
+def _running(chains: Chains, steps: int) -> Tensor:
+    """The chains that have steps left."""
+    well = torch.tensor([error is None for error in chains.errors], device=chains.at.device)
+    return torch.nonzero(well & (chains.at < steps))[:, 0]
+
+
+def _go_on(
+    process: Process,
+    chains: Chains,
+    active: Tensor,
+    steps: int,
+    draft: Draft,
+    windows: int | Windows,
+    most: int,
+    watch: Callable[[Seen], None] | None,
+) -> int:
+    """One round, or as many plain steps as were decided together; calls of the costly function that it took."""
+    began = time.perf_counter()
+    remaining = steps - chains.at[active]
+    window = (
+        _chosen(windows, process, chains, active, int(remaining.max())) if isinstance(windows, Windows) else windows
+    )
+    chosen = time.perf_counter()
+    if not window:
+        count = min(windows.together if isinstance(windows, Windows) else _MOST_PLAIN, int(remaining.min()), most)
+        made, target_s = plain_steps(process, chains, active, count, watch)
+        if made:
+            if isinstance(windows, Windows):
+                step_s = (time.perf_counter() - chosen) / made
+                windows.observe([0], [0], len(active), (chosen - began, 0.0, target_s / made, step_s))
+            return made
+    made_round = _Round(process, chains, active, steps, draft, watch)
+    depth, accepted, draft_s, target_s = made_round.run(min(window, longest - 1))
+    if isinstance(windows, Windows):
+        seconds = (chosen - began, draft_s, target_s, time.perf_counter() - chosen)
+        windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds)
+    return 1
+
+
+def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, remaining: int) -> int:
+    """The window of the next round; for the first one it is measured what calls take."""
+    if not windows.times.covers(len(active)):
+        states, at, count = chains.states[active], chains.at[active], len(active)
+        dtype = states.dtype if states.is_floating_point() else torch.float64
+        points = process.points(states, at, RoundNoise(chains.roots[active], at, at, 1, dtype).at(0))
+
+        def ask(number: int) -> float:
+            which = torch.arange(number, device=points.device) % count
+            trial, steps = points[which], at[which]
+            began = time.perf_counter()
+            process.evaluate(trial, steps)
+            return time.perf_counter() - began
+
+        try:
+            chains.trials += windows.times.begin(ask, count, min(windows.most, remaining - 1))
+        except Exception:  # of a chain whose step fails, which the round itself will find
+            return 0
+    return windows.choose(len(active), remaining)
 
 
 class _Round:
@@ -194,48 +170,20 @@ class _Round:
         self._guesses: list[Tensor] = []
         self._drafted: list[Tensor] = []
 
-    def run(self, windows: int | Windows) -> None:
+    def run(self, window: int) -> tuple[Tensor, Tensor, float, float]:
+        """Go through it; drafted and accepted steps of each chain, and seconds of drafting and the costly function."""
         began = time.perf_counter()
-        if isinstance(windows, Windows):
-            window = self._chosen(windows)
-        else:
-            window = min(windows, int(self._remaining.max()) - 1)
-        if self._known is None and self._draft.needs:
-            window = 0
-        chosen = time.perf_counter()
-        depth = self._propose(window)
+        depth = self._propose(0 if self._known is None and self._draft.needs else window)
         drafted = time.perf_counter()
-        outputs, rows = self._ask()
+        outputs, index = self._ask()
         asked = time.perf_counter()
-        accepted = self._judge(outputs, rows)
+        accepted = self._judge(outputs, index)
         chains, active = self._chains, self._active
         chains.calls[active] += 1
         chains.drafted[active] += depth
         chains.accepted[active] += accepted
         chains.rounds += 1
-        if isinstance(windows, Windows):
-            seconds = (chosen - began, drafted - chosen, asked - drafted, time.perf_counter() - chosen)
-            windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds)
-
-    def _chosen(self, windows: Windows) -> int:
-        remaining, times = int(self._remaining.max()), windows.times
-        if not times.covers(len(self._active)):
-            states, count = self._states[0], len(self._active)
-            noise = RoundNoise(self._chains.roots[self._active], self._begun, self._begun, 1, states.dtype).at(0)
-            points = self._process.points(states, self._begun, noise)
-
-            def ask(number: int) -> float:
-                which = torch.arange(number, device=points.device) % count
-                trial, steps = points[which], self._begun[which]
-                began = time.perf_counter()
-                self._process.evaluate(trial, steps)
-                return time.perf_counter() - began
-
-            try:
-                self._chains.trials += times.begin(ask, count, min(windows.most, remaining - 1))
-            except Exception:  # of a chain whose step fails, which the round itself will find
-                return 0
-        return windows.choose(len(self._active), remaining)
+        return depth, accepted, drafted - began, asked - drafted
 
     def _propose(self, window: int) -> Tensor:
         """Draft up to so many steps; how many of each chain `[chains]`."""
@@ -253,10 +201,11 @@ class _Round:
             guess = self._draft.guess(self._states[-1], self._points[-1], steps, known)
             # A guess that is none ends the draft before anything is drawn from it.
             fine = ~torch.isnan(guess).flatten(1).any(-1)
-            depth = torch.where(fine, depth, depth.clamp_max(place))
-            if not int((depth > place).sum()):
-                break
-            guess = torch.where(fine.view(-1, *[1] * (guess.dim() - 1)), guess, 0.0)
+            if not fine.all():
+                depth = torch.where(fine, depth, depth.clamp_max(place))
+                if not (depth > place).any():
+                    break
+                guess = torch.where(fine.view(-1, *[1] * (guess.dim() - 1)), guess, 0.0)
             self._guesses.append(guess)
             self._drafted.append(process.draw(self._states[-1], steps, guess, here, Purpose.DRAFT))
             self._states.append(process.moved(self._states[-1], steps, self._drafted[-1]))
@@ -264,17 +213,17 @@ class _Round:
         self._depth = depth
         return depth
 
-    def _ask(self) -> tuple[Tensor, list[Tensor]]:
+    def _ask(self) -> tuple[Tensor, Tensor]:
         """Ask the costly function at all points at once.
 
         Returns:
-            Its outputs, and by depth where each chain's stands among them `[chains]`, -1 where there is none.
+            Its outputs, and where each chain's stands among them `[depth + 1, chains]`, -1 where there is none.
         """
-        asked = [self._depth >= place for place in range(int(self._depth.max()) + 1)]
-        numbers = torch.cumsum(torch.stack(asked).flatten(), 0).view(len(asked), -1) - 1
-        rows = [torch.where(here, number, -1) for here, number in zip(asked, numbers, strict=True)]
-        points = torch.cat([self._points[place][here] for place, here in enumerate(asked)])
-        steps = torch.cat([self._begun[here] + place for place, here in enumerate(asked)])
+        deepest = int(self._depth.max())
+        asked = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
+        rows = torch.where(asked, torch.cumsum(asked.flatten(), 0).view_as(asked) - 1, -1)
+        points = torch.stack(self._points[: deepest + 1])[asked]
+        steps = (self._begun + torch.arange(deepest + 1, device=self._depth.device)[:, None])[asked]
         self._chains.evaluations += len(points)
         try:
             outputs = self._process.evaluate(points, steps)
@@ -287,17 +236,17 @@ class _Round:
             )
         return outputs, rows
 
-    def _ask_one_by_one(self, points: Tensor, steps: Tensor, rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _ask_one_by_one(self, points: Tensor, steps: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs up to each chain's first point that raises; a chain ends if that is where it stands.
 
         The draft that led to a point that raises is judged all the same: whether it stays must not hang on what comes
         of it. If it does, the next round begins there.
         """
         found: list[Tensor] = []
-        left = [torch.full_like(row, -1) for row in rows]
+        left = torch.full_like(rows, -1)
         for chain in range(len(self._active)):
             for place in range(int(self._depth[chain]) + 1):
-                row = int(rows[place][chain])
+                row = int(rows[place, chain])
                 self._chains.trials += 1
                 try:
                     found.append(self._process.evaluate(points[row : row + 1], steps[row : row + 1]))
@@ -305,55 +254,100 @@ class _Round:
                     if not place:
                         self._chains.errors[int(self._active[chain])] = error
                     break
-                left[place][chain] = len(found) - 1
+                left[place, chain] = len(found) - 1
         return torch.cat(found) if found else points[:0], left
 
-    def _judge(self, outputs: Tensor, rows: list[Tensor]) -> Tensor:
-        """Decide step by step which drafts stay, and move the chains; accepted steps of each `[chains]`."""
-        accepted = torch.zeros_like(self._depth)
-        running = torch.arange(len(self._active), device=accepted.device)
-        for place, row in enumerate(rows):
-            running = running[row[running] >= 0]
-            drafted = self._depth[running] > place
-            going = [running[:0]]
-            for some, judged in ((running[drafted], True), (running[~drafted], False)):
-                if len(some):
-                    kept = self._step(place, some, outputs[row[some]], judged)
-                    accepted[kept] += judged
-                    going += [kept] if judged else []
-            running = torch.cat(going)
-        return accepted
+    def _judge(self, outputs: Tensor, index: Tensor) -> Tensor:
+        """Decide which drafts stay, and move the chains; accepted steps of each `[chains]`.
 
-    def _step(self, place: int, running: Tensor, outputs: Tensor, judged: bool) -> Tensor:
-        """Make one step of some chains of the round; those whose draft stayed."""
-        process, chains = self._process, self._chains
-        ids, steps = self._active[running], self._begun[running] + place
-        states, noise = chains.states[ids], self._noise.at(place, running)
-        guesses = kept = None
-        if judged:
-            guesses, drafted = self._guesses[place][running], self._drafted[place][running]
-            kept, outcomes = process.judge(states, steps, outputs, guesses, drafted, noise)
-        else:
-            outcomes = process.draw(states, steps, outputs, noise, Purpose.BONUS)
-        sound = process.sound(outcomes) & ~torch.isnan(outputs).flatten(1).any(-1)
-        if not sound.all():
-            for chain, step in zip(ids[~sound].tolist(), steps[~sound].tolist(), strict=True):
-                chains.errors[chain] = ProcessError(
-                    f"step {step} of chain {chain} gave NaN, an infinite state or no outcome; look at what evaluate "
-                    "gives at its state"
-                )
-            ids, steps, states, outputs, outcomes, running = (
-                each[sound] for each in (ids, steps, states, outputs, outcomes, running)
+        A chain keeps its drafts up to the first that is rejected, whose outcome counts as well. Where all stay, and the
+        costly function was asked at the last of them, one more step is drawn.
+        """
+        process, depth = self._process, len(index) - 1
+        found = index >= 0  # [depth + 1, chains], as all below
+        if not found.any():
+            return torch.zeros_like(self._depth)
+        outputs = outputs[index.clamp_min(0)]
+        each = torch.arange(len(self._active), device=index.device)
+        places = torch.arange(depth + 1, device=index.device)[:, None]
+        steps, states = self._begun + places, torch.stack(self._states[: depth + 1])
+        accepted, kept = torch.zeros_like(self._depth), None
+        outcomes, guesses = [], None
+        if depth:
+            guesses, drafted = torch.stack(self._guesses[:depth]), torch.stack(self._drafted[:depth])
+            given = states[:-1], steps[:-1], outputs[:-1], guesses, drafted
+            kept, judged = process.judge_window(*given, self._noise)
+            kept = kept & found[:-1] & (self._depth > places[:-1])
+            accepted = kept.long().cumprod(0).sum(0)
+            outcomes = [*judged]
+            after = process.moved(*(part.flatten(0, 1) for part in (*given[:2], judged)))
+            states = torch.cat([states[:1], after.unflatten(0, kept.shape)])  # of shared noise drafted ones know less
+        ends = found[accepted, each]
+        more = torch.nonzero(ends & (accepted == self._depth))[:, 0]
+        where = accepted[more], more
+        drawn = process.draw(states[where], steps[where], outputs[where], self._noise.of(*where), Purpose.BONUS)
+        made_of = torch.stack([*outcomes, drawn.new_zeros(len(each), *drawn.shape[1:])])
+        made_of[where] = drawn
+        made = self._sound(outputs, made_of, accepted + ends)
+        self._move(_Made(states, steps, outputs, guesses, kept, made_of, made))
+        return torch.minimum(accepted, made)
+
+    def _sound(self, outputs: Tensor, outcomes: Tensor, made: Tensor) -> Tensor:
+        """How many steps were made before the first that gave no state `[chains]`; its chain ends."""
+        sound = self._process.sound(outcomes.flatten(0, 1)).view(outcomes.shape[:2])
+        sound = sound & ~torch.isnan(outputs).flatten(2).any(-1)
+        if sound.all():
+            return made
+        good = torch.minimum(sound.long().cumprod(0).sum(0), made)
+        for chain in torch.nonzero(good < made)[:, 0].tolist():
+            step, number = int(self._begun[chain] + good[chain]), int(self._active[chain])
+            self._chains.errors[number] = ProcessError(
+                f"step {step} of chain {number} gave NaN, an infinite state or no outcome; look at what evaluate gives "
+                "at its state"
             )
-            guesses, kept = (None if each is None else each[sound] for each in (guesses, kept))
-        if self._watch is not None:
-            self._watch(Seen(ids, steps, states, outputs, guesses, kept, outcomes))
-        points = self._points[place][running]
+        return good
+
+    def _move(self, done: _Made) -> None:
+        """Let the chains stand where their steps led."""
+        chains, ids, made = self._chains, self._active, done.made
+        given = (part.flatten(0, 1) for part in (done.states, done.steps, done.outcomes))
+        after = self._process.moved(*given).unflatten(0, done.steps.shape)
+        points = torch.stack(self._points[: len(after)])
         if chains.known is None:
-            chains.known = Known.nothing(points, outputs, len(chains.states))
-        chains.known.add(ids, points, outputs, steps)
-        chains.states[ids] = process.moved(states, steps, outcomes)
-        chains.at[ids] = steps + 1
+            chains.known = Known.nothing(points[0], done.outputs[0], len(chains.states))
+        chains.known.add(ids, points, done.outputs, done.steps, made)
+        reached = torch.cat([done.states[:1], after])
+        chains.states[ids] = reached[made, torch.arange(len(ids), device=ids.device)]
+        chains.at[ids] = self._begun + made
+        place, chain = torch.nonzero(made > torch.arange(len(after), device=ids.device)[:, None], as_tuple=True)
         if chains.path is not None:
-            chains.path[ids, steps + 1] = chains.states[ids]
-        return running if kept is None else running[kept]
+            chains.path[ids[chain], done.steps[place, chain] + 1] = after[place, chain]
+        if self._watch is not None:
+            for number in range(int(made.max())):
+                self._watch_step(done, number, self._depth > number)
+
+    def _watch_step(self, done: _Made, place: int, drafted: Tensor) -> None:
+        """Show the steps at one depth: those that were judged, and those that were drawn."""
+        assert self._watch is not None
+        for judged in (True, False):
+            some = torch.nonzero((done.made > place) & (drafted == judged))[:, 0]
+            if len(some):
+                states, steps, outputs, outcomes = (
+                    part[place, some] for part in (done.states, done.steps, done.outputs, done.outcomes)
+                )
+                guesses = done.guesses[place, some] if judged and done.guesses is not None else None
+                kept = done.kept[place, some] if judged and done.kept is not None else None
+                self._watch(Seen(self._active[some], steps, states, outputs, guesses, kept, outcomes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a round decided, `[depth, chains, ...]` each: of each chain the first `made` `[chains]` steps count."""
+
+    states: Tensor
+    steps: Tensor
+    outputs: Tensor
+    guesses: Tensor | None
+    kept: Tensor | None
+    outcomes: Tensor
+    made: Tensor

@@ -7,6 +7,8 @@ again. Shared numbers alone are keyed without the call: they belong to the step,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,20 +26,38 @@ class RoundNoise:
     Args:
         roots: keys of its chains `[chains]`.
         steps: where each stands `[chains]`.
-        calls: of the target for each so far `[chains]`.
+        calls: of the target for each so far `[chains]`, or by step `[depth, chains]`.
         depth: steps that the round may decide.
         dtype: of the numbers.
+        at_once: purposes for which most steps ask for numbers, so that those of all are made at once.
     """
 
-    def __init__(self, roots: Tensor, steps: Tensor, calls: Tensor, depth: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        roots: Tensor,
+        steps: Tensor,
+        calls: Tensor,
+        depth: int,
+        dtype: torch.dtype,
+        at_once: frozenset[Purpose] = frozenset({Purpose.DRAFT, Purpose.ACCEPT}),
+    ) -> None:
         self.shared_keys = mixed(roots, steps + torch.arange(depth, device=roots.device)[:, None])  # [depth, chains]
         self.keys = mixed(self.shared_keys, calls)
         self.dtype = dtype
+        self.at_once = at_once
         self._blocks: dict[tuple[int, bool, Purpose], Tensor] = {}
 
-    def at(self, depth: int, rows: Tensor | None = None) -> StepNoise:
-        """The noise of the step at a depth, 0 for the first, of some chains or all."""
-        return StepNoise(self, depth, rows)
+    def at(self, depth: int) -> StepNoise:
+        """The noise of the step at a depth, 0 for the first, of all chains."""
+        return StepNoise(self, lambda of_round: of_round[depth])
+
+    def of(self, depths: Tensor, chains: Tensor) -> StepNoise:
+        """The noise of some chains, each at a depth of its own."""
+        return StepNoise(self, lambda of_round: of_round[depths, chains])
+
+    def first(self, depth: int) -> StepNoise:
+        """The noise of all chains at the first so many depths, one behind another `[depth * chains]`."""
+        return StepNoise(self, lambda of_round: of_round[:depth].flatten(0, 1))
 
     def block(self, size: int, shared: bool, purpose: Purpose) -> Tensor:
         """Numbers `[depth, chains, size]` that most steps of the round ask for, made at once."""
@@ -48,12 +68,16 @@ class RoundNoise:
 
 
 class StepNoise:
-    """The noise of one step of some chains of a round; each method gives one row for each chain."""
+    """The noise of some steps of a round; each method gives one row for each of them.
 
-    def __init__(self, noise: RoundNoise, depth: int, rows: Tensor | None) -> None:
+    Args:
+        noise: of the round.
+        some: takes the rows of these steps from a table `[depth, chains, ...]`.
+    """
+
+    def __init__(self, noise: RoundNoise, some: Callable[[Tensor], Tensor]) -> None:
         self._noise = noise
-        self._depth = depth
-        self._rows = rows
+        self._some = some
 
     def shared_normal(self, size: int) -> Tensor:
         """Standard normal numbers `[chains, size]` of the step itself: the same however it is computed."""
@@ -78,12 +102,9 @@ class StepNoise:
         return normal, numbers(keys, 0, Purpose.RECOVERED, number, self._noise.dtype)[:, 0]
 
     def _own(self, purpose: Purpose, size: int) -> Tensor:
-        if purpose in (Purpose.DRAFT, Purpose.ACCEPT):
+        if purpose in self._noise.at_once:
             return self._some(self._noise.block(size, False, purpose))
         return numbers(self._some(self._noise.keys), size, purpose, 0, self._noise.dtype)
-
-    def _some(self, of_round: Tensor) -> Tensor:
-        return of_round[self._depth] if self._rows is None else of_round[self._depth, self._rows]
 
 
 def numbers(keys: Tensor, size: int, purpose: Purpose, index: int, dtype: torch.dtype) -> Tensor:

@@ -118,6 +118,10 @@ class Windows:
             process.
         clock: seconds.
 
+    Attributes:
+        times: what rounds take.
+        together: plain steps that the last choice of 0 stands for.
+
     Raises:
         OptionError: `most` is no whole number of 1 or more.
     """
@@ -134,6 +138,7 @@ class Windows:
         self._controller.begin(self.times)
         self._counters = Counters()
         self._rests, self._last = 0, 0
+        self.together = 1
 
     def choose(self, active: int, remaining: int) -> int:
         """Steps to draft in the next round, with so many chains, of which the longest has so many steps left."""
@@ -145,6 +150,7 @@ class Windows:
         view = RequestView(0, _PARAMS, 0, remaining, {_DRAFT: limits}, self._counters)
         (self._decision,) = self._controller.decide([view])
         self._last = min(self._decision.budget.depth, most)
+        self.together = 1 if self._last else 1 + self._controller.rests
         return self._last
 
     def observe(
@@ -161,7 +167,7 @@ class Windows:
         if self._rests > 0:
             self._rests -= 1
             return
-        self._rests = self._controller.rests
+        self._rests = self._controller.rests if self._last else 0  # plain steps were made together
         choose_s, draft_s, target_s, total_s = seconds
         steps = []
         for nodes, kept in list(zip(drafted, accepted, strict=True))[:_LEARNS]:
