@@ -103,9 +103,8 @@ def _go_on(
     """One round, or as many plain steps as were decided together; calls of the costly function that it took."""
     began = time.perf_counter()
     remaining = steps - chains.at[active]
-    window = (
-        _chosen(windows, process, chains, active, int(remaining.max())) if isinstance(windows, Windows) else windows
-    )
+    longest = int(remaining.max())
+    window = _chosen(windows, process, chains, active, longest) if isinstance(windows, Windows) else windows
     chosen = time.perf_counter()
     if not window:
         count = min(windows.together if isinstance(windows, Windows) else _MOST_PLAIN, int(remaining.min()), most)
