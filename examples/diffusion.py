@@ -137,7 +137,9 @@ def main() -> None:
         "window": options.window,
         "batch": batch_cost(sampler, noise(1), torch.full((1,), 500)),
         "ways": compared(sampler, noise(1), drafts, options),
-        "certificate": certificate(sampler, noise(16), STEPS // 5, Cheaper(lambda points, steps: 0.0 * points)),
+        "certificate": certificate(
+            sampler, noise(16), min(options.steps, 200), Cheaper(lambda points, steps: 0.0 * points)
+        ),
     }
     finish(options, record)
     if options.picture is not None:

@@ -111,7 +111,9 @@ def main() -> None:
         "window": options.window,
         "batch": batch_cost(process, start, torch.zeros(1, dtype=torch.int64)),
         "ways": compared(process, start, DRAFTS, options),
-        "certificate": certificate(process, start.expand(40, -1), 60, Cheaper(lambda points, steps: 0.0 * points)),
+        "certificate": certificate(
+            process, start.expand(40, -1), min(options.steps, 60), Cheaper(lambda points, steps: 0.0 * points)
+        ),
     }
     finish(options, record)
     if options.picture is not None:

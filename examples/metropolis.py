@@ -94,7 +94,7 @@ def main() -> None:
         "window": options.window,
         "batch": batch_cost(process, theta[None], torch.zeros(1, dtype=torch.int64)),
         "ways": compared(process, start, {"all rejected": Stays(), "normal around the mode": laplace}, options),
-        "certificate": certificate(process, start, 1000, laplace),
+        "certificate": certificate(process, start, min(options.steps, 1000), laplace),
     }
     finish(options, record)
     if options.picture is not None:
