@@ -14,9 +14,9 @@ import time
 from argparse import Namespace
 
 import torch
-from measuring import arguments, batch_cost, certificate, compared, finish
 from torch import Tensor, nn
 
+from measuring import arguments, batch_cost, certificate, compared, finish
 from truedraft import pictures
 from truedraft.process import Cheaper, Extrapolation, Gaussian, GaussianSteps, LastOutput, speculate
 
@@ -137,9 +137,7 @@ def main() -> None:
         "window": options.window,
         "batch": batch_cost(sampler, noise(1), torch.full((1,), 500)),
         "ways": compared(sampler, noise(1), drafts, options),
-        "certificate": certificate(
-            sampler, noise(16), min(options.steps, 200), Cheaper(lambda points, steps: 0.0 * points)
-        ),
+        "certificate": certificate(sampler, noise(16), min(options.steps, 200), ZERO),
     }
     finish(options, record)
     if options.picture is not None:

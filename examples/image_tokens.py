@@ -13,10 +13,10 @@ import time
 from argparse import Namespace
 
 import torch
-from measuring import arguments, finish, spread
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from measuring import arguments, finish, spread
 from truedraft import Engine, SamplingParams, pictures
 from truedraft.certify import Stack, certify
 from truedraft.control import FixedBudget

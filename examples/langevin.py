@@ -13,11 +13,11 @@ import argparse
 import itertools
 
 import torch
-from measuring import arguments, batch_cost, certificate, compared, finish
 from torch import Tensor
 
+from measuring import arguments, batch_cost, certificate, compared, finish
 from truedraft import pictures
-from truedraft.process import Chains, Cheaper, Corrected, Extrapolation, Gaussian, GaussianSteps, LastOutput, speculate
+from truedraft.process import Chains, Corrected, Extrapolation, Gaussian, GaussianSteps, LastOutput, speculate
 
 ATOMS, STEP, TEMPERATURE, TRIPLES = 13, 1e-4, 0.2, 0.07
 _FIRST, _SECOND = torch.triu_indices(ATOMS, ATOMS, 1)
@@ -111,9 +111,7 @@ def main() -> None:
         "window": options.window,
         "batch": batch_cost(process, start, torch.zeros(1, dtype=torch.int64)),
         "ways": compared(process, start, DRAFTS, options),
-        "certificate": certificate(
-            process, start.expand(40, -1), min(options.steps, 60), Cheaper(lambda points, steps: 0.0 * points)
-        ),
+        "certificate": certificate(process, start.expand(40, -1), min(options.steps, 60), ZERO),
     }
     finish(options, record)
     if options.picture is not None:

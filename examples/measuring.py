@@ -15,9 +15,11 @@ from torch import Tensor
 
 from truedraft.certify.processes import FAULTS, certify_process, planted
 from truedraft.machine import this_machine
-from truedraft.process import Chains, Draft, Process, Windows, speculate
+from truedraft.process import Chains, Cheaper, Draft, Process, Windows, speculate
 
 PLAIN = "plain"
+ZERO: Draft = Cheaper(lambda points, steps: 0.0 * points)
+"""A bad draft: what is wrong with a coupling shows where drafts are rejected."""
 
 
 def arguments(what: str, steps: int) -> argparse.ArgumentParser:
@@ -106,10 +108,7 @@ def batch_cost(process: Process, points: Tensor, steps: Tensor) -> dict[str, flo
 
 
 def certificate(process: Process, states: Tensor, steps: int, draft: Draft) -> dict[str, Any]:
-    """That steps follow the target, and which broken couplings were found by the same tests.
-
-    The draft should be a bad one: what is wrong with a coupling shows where drafts are rejected.
-    """
+    """That steps follow the target, and which broken couplings were found by the same tests."""
     report = certify_process(process, states, steps, draft=draft, windows=(2, 6))
     found = {}
     for name, faults in FAULTS.items():

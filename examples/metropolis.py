@@ -13,10 +13,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 import torch
-from measuring import arguments, batch_cost, certificate, compared, finish
 from torch import Tensor
 from torch.nn import functional
 
+from measuring import arguments, batch_cost, certificate, compared, finish
 from truedraft import pictures
 from truedraft.process import MetropolisHastings, Stays, Surrogate, speculate
 

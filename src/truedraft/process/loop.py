@@ -65,7 +65,8 @@ def speculate(
     else:
         windows = check_whole("window", window, least=0)
     chains = copy.copy(chains) if isinstance(chains, Chains) else Chains.begin(chains, seed)
-    for name in ("states", "at", "calls", "drafted", "accepted", "errors", "path", "known"):
+    chains.errors = [*chains.errors]
+    for name in ("states", "at", "calls", "drafted", "accepted", "path", "known"):
         setattr(chains, name, copy.deepcopy(getattr(chains, name)))
     if keep_path:
         path = chains.states.new_zeros(len(chains.states), steps + 1, *chains.states.shape[1:])
