@@ -16,7 +16,7 @@ from argparse import Namespace
 import torch
 from torch import Tensor, nn
 
-from measuring import arguments, batch_cost, certificate, compared, finish
+from measuring import ZERO, arguments, batch_cost, certificate, compared, finish
 from truedraft import pictures
 from truedraft.process import Cheaper, Extrapolation, Gaussian, GaussianSteps, LastOutput, speculate
 

@@ -15,7 +15,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from measuring import arguments, batch_cost, certificate, compared, finish
+from measuring import ZERO, arguments, batch_cost, certificate, compared, finish
 from truedraft import pictures
 from truedraft.process import Chains, Corrected, Extrapolation, Gaussian, GaussianSteps, LastOutput, speculate
 
