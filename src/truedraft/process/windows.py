@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median_low
 
 from truedraft.control import Budget, Controller, Goodput
 from truedraft.core.budget import NO_DRAFT, RequestView
@@ -17,6 +17,7 @@ from truedraft.theory.cost_curves import CostCurve
 MOST = 16
 _LAST, _NEAR = 7, 0.34  # times of each size that are kept, and how far sizes may be apart to say the same
 _LINEAR = 0.95  # share of what points take one by one, from which a batch brings nothing and larger ones are not tried
+_TRUST = 2.0  # times that a first time may be beyond what smaller sizes say
 _TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
 _LEARNS = 8  # chains of a round whose verdicts are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
@@ -26,7 +27,12 @@ Ask = Callable[[int], float]
 
 
 class _Measured:
-    """Seconds by size: the median of the last few of each, monotone in the size."""
+    """Seconds by size, from times that other programs only ever make longer.
+
+    Of each size the least of the last few counts, and no size takes longer than a larger one.
+
+    Worked example: 3.0 for size 1, 1.0 for 2 and 1.5 for 4 make 1.0, 1.0 and 1.5.
+    """
 
     def __init__(self) -> None:
         self._last: dict[float, deque[float]] = {}
@@ -34,8 +40,14 @@ class _Measured:
 
     def add(self, size: float, seconds: float) -> None:
         size = float(f"{size:.2g}")  # so that there are not many
+        smaller = [each for each in self._last if each < size]
+        if size not in self._last and smaller:
+            # A single time that is far beyond those of fewer says that something else ran.
+            seconds = min(seconds, _TRUST * size / max(smaller) * self(max(smaller)))
         self._last.setdefault(size, deque(maxlen=_LAST)).append(seconds)
-        self._curve = CostCurve.fit((each, median_low(last)) for each, last in self._last.items())
+        sizes = sorted(self._last)
+        least = [min(self._last[each]) for each in reversed(sizes)]
+        self._curve = CostCurve(tuple(sizes), tuple(reversed([*itertools.accumulate(least, min)])))
 
     def near(self, size: float) -> bool:
         return any(abs(size - each) <= _NEAR * each for each in self._last)
@@ -71,8 +83,8 @@ class Times:
         while rows <= most + 1:
             points = active * rows
             for _ in range(0 if self._target.near(points) else _TURNS):
-                for seconds in sorted(ask(points) for _ in range(_TRIALS))[:-1]:  # the first finds caches cold
-                    self._target.add(points, seconds)
+                for _ in range(_TRIALS):  # the first finds caches cold
+                    self._target.add(points, ask(points))
                 trials += _TRIALS
                 if rows == 1 or self._pays(rows):
                     break
