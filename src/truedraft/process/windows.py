@@ -49,6 +49,11 @@ class _Measured:
         least = [min(self._last[each]) for each in reversed(sizes)]
         self._curve = CostCurve(tuple(sizes), tuple(reversed([*itertools.accumulate(least, min)])))
 
+    @property
+    def known(self) -> bool:
+        """Whether any time was seen."""
+        return bool(self._last)
+
     def near(self, size: float) -> bool:
         return any(abs(size - each) <= _NEAR * each for each in self._last)
 
@@ -70,7 +75,7 @@ class Times:
         self.active = 1
         self._most_active = 0
         self._target = _Measured()  # by points
-        self._rest = _Measured()  # of all else in a round, by rows
+        self._plain, self._judging = _Measured(), _Measured()  # all else in a plain step, and in a round by rows
         self._draft = _Measured()  # by drafted steps, one behind another
 
     def covers(self, active: int) -> bool:
@@ -98,7 +103,8 @@ class Times:
         return self._target(rows * self.active) <= _LINEAR * rows * self._target(self.active)
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
-        return self._target(rows * self.active) + self._rest(rows)
+        rest = self._judging if rows > 1 and self._judging.known else self._plain
+        return self._target(rows * self.active) + rest(rows)
 
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._draft(depth)
@@ -114,7 +120,8 @@ class Times:
 
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         self._target.add(record.rows, record.target_s)
-        self._rest.add(record.rows / self.active, record.total_s - record.draft_s - record.target_s)
+        rest = self._judging if record.drafting else self._plain
+        rest.add(record.rows / self.active, record.total_s - record.draft_s - record.target_s)
         for each in record.drafting:
             self._draft.add(each.depth, each.seconds)
 
