@@ -1,6 +1,6 @@
 """Langevin dynamics of a cluster of 13 atoms whose forces are costly: pairs and all triples of them, by autograd.
 
-    python examples/langevin.py --out benchmarks/results/processes.jsonl --picture docs/processes_langevin.svg
+    python examples/langevin.py --out benchmarks/results/processes.jsonl --picture docs/processes_langevin.png
 
 Overdamped dynamics, x' = x + h F(x) + sqrt(2 h T) z, in units of Lennard and Jones: argon's energy of pairs and the
 triple-dipole energy of Axilrod and Teller. Drafts need no model: the last force again, its extrapolation, or the forces
@@ -95,9 +95,7 @@ def picture(options: argparse.Namespace, start: Tensor) -> None:
         every = max(options.steps // 60, 1)
         lines[f"{name}: {run.rounds} calls"] = [(n, -float(energies[n])) for n in range(0, options.steps, every)]
     heading = "A cluster of 13 atoms: the same distribution with fewer calls in sequence"
-    pictures.line_chart(lines, (heading, "step", "energy of binding")).savefig(
-        options.picture, metadata={"Date": None} if options.picture.suffix == ".svg" else None
-    )
+    pictures.line_chart(lines, (heading, "step", "energy of binding")).savefig(options.picture, dpi=80)
 
 
 def main() -> None:

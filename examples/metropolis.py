@@ -1,6 +1,6 @@
 """Bayesian logistic regression by Metropolis-Hastings: proposals of several steps are judged in one call.
 
-    python examples/metropolis.py --out benchmarks/results/processes.jsonl --picture docs/processes_metropolis.svg
+    python examples/metropolis.py --out benchmarks/results/processes.jsonl --picture docs/processes_metropolis.png
 
 The data are the 569 tumours of scikit-learn's `load_breast_cancer`, 30 measurements and a constant; the prior is normal
 with a deviation of 2. Prefetching (Angelino et al. 1403.7265) asks for the likelihood at the proposals along the branch
@@ -72,9 +72,7 @@ def picture(options: Namespace, process: Regression, start: Tensor, laplace: Sur
             (n, 5.0 + float(run.path[0, n, 0])) for n in range(0, options.steps, every)
         ]
     heading = "A weight of the regression: the same path with fewer calls in sequence"
-    pictures.line_chart(lines, (heading, "step", "weight + 5")).savefig(
-        options.picture, metadata={"Date": None} if options.picture.suffix == ".svg" else None
-    )
+    pictures.line_chart(lines, (heading, "step", "weight + 5")).savefig(options.picture, dpi=80)
 
 
 def main() -> None:
