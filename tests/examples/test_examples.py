@@ -26,7 +26,6 @@ def test_an_example_runs_and_its_certificate_holds(
     out, drawn = tmp_path / "results.jsonl", tmp_path / "drawn.png"
     words = [*SMALL[name], "--turns", "1", "--window", "3", "--out", str(out), "--picture", str(drawn)]
     monkeypatch.setattr(sys, "argv", [name, *words])
-    monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     record = json.loads(out.read_text())
     assert record["example"] == name and record["certificate"]["holds"] and drawn.stat().st_size
