@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from truedraft.process import Cheaper, DiscreteSteps, Gaussian, GaussianSteps, MetropolisHastings, StepNoise
+from truedraft.process import Cheaper, DiscreteSteps, Gaussian, GaussianSteps, MetropolisHastings
 
 
 class Letters(DiscreteSteps):
@@ -69,10 +69,3 @@ class Failing(Wells):
         if self.raises and beyond.any():
             raise RuntimeError(f"no force at {points[beyond][0].tolist()}")
         return super().evaluate(points, steps).masked_fill(beyond[:, None], torch.nan)
-
-
-class Peeking(Letters):
-    """Asks at points that noise decides; here only to see what a step's noise is."""
-
-    def points(self, states: Tensor, steps: Tensor, noise: StepNoise) -> Tensor:
-        return states
