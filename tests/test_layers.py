@@ -21,6 +21,7 @@ BELOW["core"] = _BASE | set()
 for _name in ("text", "embedded", "verification", "cache", "theory"):
     BELOW[_name] = _BASE | {"core"}
 BELOW["control"] = _BASE | {"core", "theory"}
+BELOW["process"] = _BASE | {"core", "theory", "control"}
 BELOW["models"] = _BASE | {"core", "cache", "text", "embedded"}
 BELOW["heads"] = _BASE | {"core", "models"}
 BELOW["drafters"] = BELOW["models"] | {"models", "heads", "verification", "theory", "control"}
@@ -31,6 +32,7 @@ BELOW["testing"] = BELOW["costs"] | {"costs", "engine"}
 BELOW["planning"] = BELOW["engine"] | {"engine"}
 for _name in ("training", "certify", "bench", "server"):
     BELOW[_name] = BELOW["planning"] | {"planning", "peers", "testing"}
+BELOW["certify"].add("process")
 BELOW["learning"] = BELOW["training"] | {"training", "certify"}
 BELOW["cluster"] = BELOW["server"] | {"server", "training"}
 BELOW["cli"] = set(BELOW) | {"__init__"}

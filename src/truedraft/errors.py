@@ -17,6 +17,7 @@ TruedraftError
 ├── CacheError             key/value memory was used out of order or ran out
 ├── DataError              training or prompt data cannot be read or used
 ├── TrainingError          training cannot start or go on
+├── ProcessError           a step of a process gave no state
 ├── PeerError              another engine did not answer as it should
 └── MissingExtraError      an optional dependency is not installed
 
@@ -181,6 +182,10 @@ class DataError(TruedraftError):
 
 class TrainingError(TruedraftError):
     """Training cannot start or go on."""
+
+
+class ProcessError(TruedraftError):
+    """A step of a process gave no state, or not one for each chain."""
 
 
 class PeerError(TruedraftError):

@@ -188,9 +188,17 @@ def gumbel_of(key: int | Tensor, tokens: Tensor) -> Tensor:
         key: 64 bits, or several keys as the int64 with the same bits, in a shape that goes together with `tokens`.
         tokens: ids, int64.
     """
-    bits = _finalise((tokens ^ (signed(key) if isinstance(key, int) else key)).add_(signed(GOLDEN)))
-    uniform = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
-    return uniform.log_().neg_().log_().neg_()
+    return open_unit_of(mixed(tokens, signed(key) if isinstance(key, int) else key)).log_().neg_().log_().neg_()
+
+
+def mixed(states: Tensor, parts: Tensor | int) -> Tensor:
+    """`mix` for tensors of int64, which hold the same 64 bits, in shapes that go together."""
+    return _finalise((states ^ parts).add_(signed(GOLDEN)))
+
+
+def open_unit_of(bits: Tensor) -> Tensor:
+    """`open_unit` for a tensor of int64, float64."""
+    return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:

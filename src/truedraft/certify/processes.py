@@ -1,0 +1,189 @@
+"""Whether runs of a process follow it: e-processes over every step, equal paths, broken couplings that must be found.
+
+Each step that a run makes is held to the target's own distribution after the state before it, by events whose
+probability is known before the step is drawn (`Process.events`): an e-process (`truedraft.certify.e_process`), so it
+may be looked at at any time. Under shared noise the path itself must be that of the plain process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.certify.e_process import CERTAIN, EventTests, TestResult
+from truedraft.core.noise import Purpose
+from truedraft.core.probs import draw
+from truedraft.errors import OptionError
+from truedraft.process import DiscreteSteps, Draft, GaussianSteps, Process, Seen, SharedNoise, speculate
+from truedraft.process.noise import StepNoise
+from truedraft.process.rules import Judged, reflection
+from truedraft.theory import holm
+
+FALSE_ALARM = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """What came of a certificate.
+
+    Attributes:
+        steps: that were looked at.
+        accepted: of them, drafts that stayed.
+        tests: of events, one for each.
+        p_value: the smallest after Holm, of "every step follows the target"; 1 where paths are compared.
+        same_path: whether every path is that of the plain process; None where only distributions are equal.
+    """
+
+    steps: int
+    accepted: int
+    tests: tuple[TestResult, ...]
+    p_value: float
+    same_path: bool | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing was found."""
+        return self.p_value >= FALSE_ALARM and self.same_path is not False
+
+    @property
+    def certainly_fails(self) -> bool:
+        """Whether a deviation is beyond doubt."""
+        return self.p_value < 1.0 / CERTAIN or self.same_path is False
+
+
+def certify_process(
+    process: Process, states: Tensor, steps: int, *, draft: Draft, windows: Sequence[int] = (1, 4), seed: int = 0
+) -> ProcessReport:
+    """Run a process with drafts, and test every step of it.
+
+    Args:
+        process: the process.
+        states: from which chains begin `[chains, ...]`.
+        steps: of each chain.
+        draft: guesses its costly function.
+        windows: steps drafted in a round, a run for each, with seeds of their own.
+        seed: of the first run.
+
+    Raises:
+        OptionError: no windows.
+        Exception: what ended a chain.
+    """
+    if not windows:
+        raise OptionError("must name one window or more, got none", field="windows")
+    tests: EventTests | None = None
+    made = accepted = 0
+
+    def look(seen: Seen) -> None:
+        nonlocal tests
+        names, chances, hits = process.events(seen.states, seen.steps, seen.outputs, seen.guesses, seen.outcomes)
+        if names:
+            tests = tests or EventTests(names)
+            tests.add(chances.double(), hits)
+
+    same: bool | None = None
+    for number, window in enumerate(windows):
+        own = seed if process.by_path else seed + number
+        chains = speculate(process, states, steps, draft=draft, window=window, seed=own, watch=look)
+        for error in chains.errors:
+            if error is not None:
+                raise error
+        made, accepted = made + int(chains.at.sum()), accepted + int(chains.accepted.sum())
+        if process.by_path:
+            plain = speculate(process, states, steps, draft=draft, window=0, seed=own)
+            same = same is not False and bool(process.same(chains.states, plain.states).all())
+    results = tuple(tests.results()) if tests is not None else ()
+    p_value = min(holm([each.p_value for each in results])) if results else 1.0
+    return ProcessReport(made, accepted, results, p_value, same)
+
+
+# ------------------------------------------------------------------------------------------ broken couplings
+
+
+class WrongAxis(GaussianSteps):
+    """Mirrors the noise of a rejected draft along the first axis, not along d. Mix in first.
+
+    Any orthogonal map that takes d to -d would do, so also the mirror at the origin, but not this one.
+    """
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        kept, _ = super().judge(states, steps, outputs, guesses, drafted, noise)
+        z = noise.normal(Purpose.DRAFT, states.shape[-1]).clone()
+        z[:, 0].neg_()
+        mirrored = self.law(states, steps, outputs).at(z)
+        return kept, torch.where(kept[:, None], drafted, mirrored)
+
+
+class AlikeCovariances(GaussianSteps):
+    """Takes the draft's covariance for the target's. Mix in first."""
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        z, accept = noise.normal(Purpose.DRAFT, states.shape[-1]), noise.uniform(Purpose.ACCEPT)
+        return reflection(self.law(states, steps, outputs), self.law(states, steps, guesses), drafted, z, accept)
+
+
+class GaussianDrawnAgain(GaussianSteps):
+    """Draws a rejected step again from the target. Mix in first."""
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        kept, _ = super().judge(states, steps, outputs, guesses, drafted, noise)
+        again = self.law(states, steps, outputs).at(noise.normal(Purpose.BONUS, states.shape[-1]))
+        return kept, torch.where(kept[:, None], drafted, again)
+
+
+class DiscreteDrawnAgain(DiscreteSteps):
+    """Draws a rejected step again from the target. Mix in first."""
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        kept, _ = super().judge(states, steps, outputs, guesses, drafted, noise)
+        again = draw(self.law(states, steps, outputs), noise.uniform(Purpose.RECOVERED))
+        return kept, torch.where(kept, drafted, again)
+
+
+class SeenNoise(GaussianSteps):
+    """Its draft sees the noise of the step: what is drafted leans to where that noise points. Mix in first."""
+
+    def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
+        drawn = super().draw(states, steps, outputs, noise, purpose)
+        if purpose is not Purpose.DRAFT:
+            return drawn
+        law = self.law(states, steps, outputs)
+        z = noise.normal(Purpose.DRAFT, states.shape[-1])
+        return torch.where(z.sum(-1, keepdim=True) > 0.0, law.at(1.5 * z), law.at(z))
+
+
+class AlwaysKept(SharedNoise):
+    """Keeps every draft. Mix in first."""
+
+    def judge(
+        self, states: Tensor, steps: Tensor, outputs: Tensor, guesses: Tensor, drafted: Tensor, noise: StepNoise
+    ) -> Judged:
+        return torch.ones(len(drafted), dtype=torch.bool, device=drafted.device), drafted
+
+
+FAULTS: dict[str, tuple[type[Process], ...]] = {
+    "wrong axis": (WrongAxis,),
+    "covariances taken as equal": (AlikeCovariances,),
+    "a draft that saw the noise": (SeenNoise,),
+    "drawn again from the target": (GaussianDrawnAgain, DiscreteDrawnAgain),
+    "every draft kept": (AlwaysKept,),
+}
+"""Broken couplings by what is wrong with them, for each kind of process that can have them."""
+
+
+def planted(process: Process, fault: type[Process]) -> Process:
+    """A process with one of `FAULTS`, otherwise as it is: a copy whose class has the fault before its own."""
+    broken: Callable[..., type[Process]] = type
+    made = object.__new__(broken(f"{fault.__name__}{type(process).__name__}", (fault, type(process)), {}))
+    vars(made).update(vars(process))
+    return made

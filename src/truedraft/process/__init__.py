@@ -1,0 +1,32 @@
+"""Speculation for any process that steps by a costly function: fewer calls in sequence, the same distribution."""
+
+from truedraft.process.base import DiscreteSteps, GaussianSteps, Process, SharedNoise
+from truedraft.process.chains import Chains, Seen
+from truedraft.process.drafts import Cheaper, Corrected, Draft, Extrapolation, Known, LastOutput
+from truedraft.process.loop import speculate
+from truedraft.process.metropolis import MetropolisHastings, Stays, Surrogate
+from truedraft.process.noise import StepNoise
+from truedraft.process.rules import Gaussian
+from truedraft.process.windows import Windows
+
+__all__ = [
+    "Chains",
+    "Cheaper",
+    "Corrected",
+    "DiscreteSteps",
+    "Draft",
+    "Extrapolation",
+    "Gaussian",
+    "GaussianSteps",
+    "Known",
+    "LastOutput",
+    "MetropolisHastings",
+    "Process",
+    "Seen",
+    "SharedNoise",
+    "Stays",
+    "StepNoise",
+    "Surrogate",
+    "Windows",
+    "speculate",
+]

@@ -1,0 +1,138 @@
+"""Drafts: guesses of what a costly function would give; most need no model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+Cheap = Callable[[Tensor, Tensor], Tensor]
+"""A cheaper function in place of `Process.evaluate`, by points and steps."""
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What the costly function gave at the last two kept states of each chain, the last one first.
+
+    Only what was kept is known: outputs at discarded drafts were drawn with noise that a guess must not see.
+
+    Attributes:
+        points: where it was asked `[chains, 2, ...]`.
+        outputs: what it gave `[chains, 2, ...]`.
+        steps: at which `[chains, 2]`.
+        count: how many of the two there are `[chains]`.
+    """
+
+    points: Tensor
+    outputs: Tensor
+    steps: Tensor
+    count: Tensor
+
+    @classmethod
+    def nothing(cls, points: Tensor, outputs: Tensor, chains: int) -> Known:
+        """Nothing yet, of points and outputs like these."""
+        like = [each.new_zeros(chains, 2, *each.shape[1:]) for each in (points, outputs)]
+        steps = torch.zeros(chains, 2, dtype=torch.int64, device=points.device)
+        return cls(like[0], like[1], steps, steps[:, 0].clone())
+
+    def add(self, chains: Tensor, points: Tensor, outputs: Tensor, steps: Tensor, made: Tensor) -> None:
+        """The first steps of a round; changes the tensors in place.
+
+        Args:
+            chains: of the round `[chains]`.
+            points: where the function was asked `[depth, chains, ...]`.
+            outputs: what it gave, likewise.
+            steps: at which `[depth, chains]`.
+            made: how many of them count, of each chain.
+        """
+        place = torch.arange(len(chains), device=made.device)
+        for kept, new in ((self.points, points), (self.outputs, outputs), (self.steps, steps)):
+            every = torch.cat([kept[chains].transpose(0, 1).flip(0), new])  # before, last, and those of the round
+            kept[chains] = torch.stack([every[made + 1, place], every[made, place]], 1)
+        self.count[chains] = (self.count[chains] + made).clamp_max(2)
+
+    def of(self, chains: Tensor) -> Known:
+        """That of some chains, as a copy."""
+        return Known(self.points[chains], self.outputs[chains], self.steps[chains], self.count[chains])
+
+
+class Draft(ABC):
+    """Guesses what `Process.evaluate` would give.
+
+    A guess may hang on all that was kept, and on the drafted states that it is asked for, but not on the noise of the
+    step that it is for, unless that is shared.
+
+    Attributes:
+        needs: how many outputs must be known before it guesses, 0 to 2.
+    """
+
+    needs: ClassVar[int] = 0
+
+    @abstractmethod
+    def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
+        """Outputs `[chains, ...]` at points of a step from drafted states; a row with NaN drafts no further."""
+
+
+class LastOutput(Draft):
+    """The last output again: the frozen drift of De Bortoli et al. 2501.05370, section 3.1."""
+
+    needs: ClassVar[int] = 1
+
+    def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
+        return known.outputs[:, 0]
+
+
+class Extrapolation(Draft):
+    """The last two outputs, continued in a straight line over the steps, by a share of their difference.
+
+    Worked example: outputs 3.0 at step 4 and 3.2 at step 5 make 3.6 at step 7 of a whole share, 3.4 of half of it.
+
+    Args:
+        share: how far the line is followed; outputs with noise in them want less than 1.
+    """
+
+    needs: ClassVar[int] = 2
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share = share
+
+    def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
+        last, before = known.outputs.unbind(1)
+        ahead = (steps - known.steps[:, 0]) / (known.steps[:, 0] - known.steps[:, 1]).clamp_min(1)
+        ahead = self._share * ahead.to(last.dtype)
+        return last + ahead.view(-1, *[1] * (last.dim() - 1)) * (last - before)
+
+
+class Cheaper(Draft):
+    """Another function: a coarser solver, a smaller network, a part of the data.
+
+    Args:
+        function: by points and steps.
+    """
+
+    def __init__(self, function: Cheap) -> None:
+        self._function = function
+
+    def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
+        return self._function(points, steps)
+
+
+class Corrected(Draft):
+    """Another function and the error that it made at the last output: what it leaves out changes slowly.
+
+    Args:
+        function: by points and steps.
+    """
+
+    needs: ClassVar[int] = 1
+
+    def __init__(self, function: Cheap) -> None:
+        self._function = function
+
+    def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
+        error = known.outputs[:, 0] - self._function(known.points[:, 0], known.steps[:, 0])
+        return self._function(points, steps) + error

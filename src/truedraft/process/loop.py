@@ -1,0 +1,353 @@
+"""Runs chains of a process: draft some steps ahead, ask the costly function at all of them at once, judge in order."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from truedraft.core.noise import Purpose
+from truedraft.errors import ProcessError
+from truedraft.options import check_whole
+from truedraft.process.base import Process
+from truedraft.process.chains import Chains, Seen
+from truedraft.process.drafts import Draft, Known
+from truedraft.process.noise import RoundNoise
+from truedraft.process.plain import plain_steps
+from truedraft.process.windows import Windows
+
+
+def speculate(
+    process: Process,
+    chains: Tensor | Chains,
+    steps: int,
+    *,
+    draft: Draft,
+    window: int | Windows | None = None,
+    seed: int = 0,
+    rounds: int | None = None,
+    keep_path: bool = False,
+    watch: Callable[[Seen], None] | None = None,
+) -> Chains:
+    """Run chains up to a number of steps; their distribution is that of the plain process.
+
+    Seeds. Under shared noise the same seed gives the same path, with any draft and window or none. Else it gives the
+    same path with the same draft and fixed windows, also where the run is broken off and resumed; with other drafts or
+    measured windows it gives another path of the same distribution. Both up to the rounding of `evaluate`, where rows
+    are not computed alike in batches of all sizes.
+
+    Args:
+        process: the process.
+        chains: states to begin from `[chains, ...]`, or chains to go on with, which stay as they are.
+        steps: at which chains end, counted from 0.
+        draft: guesses the costly function.
+        window: steps drafted in each round, 0 for the plain process; None chooses by what calls take and what becomes
+            of drafts.
+        seed: of new chains; those that go on keep theirs.
+        rounds: calls after which to stop early; None goes on to the end.
+        keep_path: whether all states are kept.
+        watch: is shown every step that was made.
+
+    Returns:
+        The chains, and what they took. One whose step failed has its error, and stands where it was.
+
+    Raises:
+        OptionError: an option is out of range.
+    """
+    check_whole("steps", steps, least=0)
+    windows: int | Windows
+    if window is None or isinstance(window, Windows):
+        windows = window or Windows()
+    else:
+        windows = check_whole("window", window, least=0)
+    chains = copy.copy(chains) if isinstance(chains, Chains) else Chains.begin(chains, seed)
+    chains.errors = [*chains.errors]
+    for name in ("states", "at", "calls", "drafted", "accepted", "path", "known"):
+        setattr(chains, name, copy.deepcopy(getattr(chains, name)))
+    if keep_path:
+        path = chains.states.new_zeros(len(chains.states), steps + 1, *chains.states.shape[1:])
+        if chains.path is not None:
+            path[:, : chains.path.shape[1]] = chains.path[:, : steps + 1]
+        path[torch.arange(len(path)), chains.at.clamp_max(steps)] = chains.states
+        chains.path = path
+    left = steps * len(chains.states) if rounds is None else rounds  # calls; each makes a step of a chain or ends one
+    running = _running(chains, steps)
+    while left > 0 and len(running):
+        left -= _go_on(process, chains, running, steps, draft, windows, left, watch)
+        running = _running(chains, steps)
+    return chains
+
+
+_MOST_PLAIN = 64  # steps of the plain process whose noise is made at once
+
+
+def _running(chains: Chains, steps: int) -> Tensor:
+    """The chains that have steps left."""
+    well = torch.tensor([error is None for error in chains.errors], device=chains.at.device)
+    return torch.nonzero(well & (chains.at < steps))[:, 0]
+
+
+def _go_on(
+    process: Process,
+    chains: Chains,
+    active: Tensor,
+    steps: int,
+    draft: Draft,
+    windows: int | Windows,
+    most: int,
+    watch: Callable[[Seen], None] | None,
+) -> int:
+    """One round, or as many plain steps as were decided together; calls of the costly function that it took."""
+    began = time.perf_counter()
+    remaining = steps - chains.at[active]
+    longest = int(remaining.max())
+    window = _chosen(windows, process, chains, active, longest) if isinstance(windows, Windows) else windows
+    chosen = time.perf_counter()
+    if not window:
+        count = min(windows.together if isinstance(windows, Windows) else _MOST_PLAIN, int(remaining.min()), most)
+        made, target_s = plain_steps(process, chains, active, count, watch)
+        if made:
+            if isinstance(windows, Windows):
+                step_s = (time.perf_counter() - chosen) / made
+                windows.observe([0], [0], len(active), (chosen - began, 0.0, target_s / made, step_s))
+            return made
+    made_round = _Round(process, chains, active, steps, draft, watch)
+    depth, accepted, draft_s, target_s = made_round.run(min(window, longest - 1))
+    if isinstance(windows, Windows):
+        seconds = (chosen - began, draft_s, target_s, time.perf_counter() - chosen)
+        windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds)
+    return 1
+
+
+def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, remaining: int) -> int:
+    """The window of the next round; for the first one it is measured what calls take."""
+    if not windows.times.covers(len(active)):
+        states, at, count = chains.states[active], chains.at[active], len(active)
+        dtype = states.dtype if states.is_floating_point() else torch.float64
+        points = process.points(states, at, RoundNoise(chains.roots[active], at, at, 1, dtype).at(0))
+
+        def ask(number: int) -> float:
+            which = torch.arange(number, device=points.device) % count
+            trial, steps = points[which], at[which]
+            began = time.perf_counter()
+            process.evaluate(trial, steps)
+            return time.perf_counter() - began
+
+        try:
+            chains.trials += windows.times.begin(ask, count, min(windows.most, remaining - 1))
+        except Exception:  # of a chain whose step fails, which the round itself will find
+            return 0
+    return windows.choose(len(active), remaining)
+
+
+class _Round:
+    """One call of the costly function, and the steps that it decides."""
+
+    def __init__(
+        self,
+        process: Process,
+        chains: Chains,
+        active: Tensor,
+        steps: int,
+        draft: Draft,
+        watch: Callable[[Seen], None] | None,
+    ) -> None:
+        self._process = process
+        self._chains = chains
+        self._active = active
+        self._begun = chains.at[active]
+        self._remaining = steps - self._begun
+        self._draft = draft
+        self._watch = watch
+        known = chains.known
+        self._known = None if known is None else known.of(active)
+        self._states = [chains.states[active]]  # by depth, drafted ones behind the first
+        self._points: list[Tensor] = []
+        self._guesses: list[Tensor] = []
+        self._drafted: list[Tensor] = []
+
+    def run(self, window: int) -> tuple[Tensor, Tensor, float, float]:
+        """Go through it; drafted and accepted steps of each chain, and seconds of drafting and the costly function."""
+        began = time.perf_counter()
+        depth = self._propose(0 if self._known is None and self._draft.needs else window)
+        drafted = time.perf_counter()
+        outputs, index = self._ask()
+        asked = time.perf_counter()
+        accepted = self._judge(outputs, index)
+        chains, active = self._chains, self._active
+        chains.calls[active] += 1
+        chains.drafted[active] += depth
+        chains.accepted[active] += accepted
+        chains.rounds += 1
+        return depth, accepted, drafted - began, asked - drafted
+
+    def _propose(self, window: int) -> Tensor:
+        """Draft up to so many steps; how many of each chain `[chains]`."""
+        process, chains, begun = self._process, self._chains, self._begun
+        depth = (self._remaining - 1).clamp_max(window)
+        if self._known is not None:
+            depth = torch.where(self._known.count < self._draft.needs, 0, depth)
+        roots, calls = chains.roots[self._active], chains.calls[self._active]
+        dtype = self._states[0].dtype if self._states[0].is_floating_point() else torch.float64
+        self._noise = noise = RoundNoise(roots, begun, calls, window + 1, dtype)
+        self._points.append(process.points(self._states[0], begun, noise.at(0)))
+        for place in range(window if len(depth) and int(depth.max()) else 0):
+            steps, here = begun + place, noise.at(place)
+            known = self._known or Known.nothing(self._points[0], self._points[0], len(begun))
+            guess = self._draft.guess(self._states[-1], self._points[-1], steps, known)
+            # A guess that is none ends the draft before anything is drawn from it.
+            fine = ~torch.isnan(guess).flatten(1).any(-1)
+            if not fine.all():
+                depth = torch.where(fine, depth, depth.clamp_max(place))
+                if not (depth > place).any():
+                    break
+                guess = torch.where(fine.view(-1, *[1] * (guess.dim() - 1)), guess, 0.0)
+            self._guesses.append(guess)
+            self._drafted.append(process.draw(self._states[-1], steps, guess, here, Purpose.DRAFT))
+            self._states.append(process.moved(self._states[-1], steps, self._drafted[-1]))
+            self._points.append(process.points(self._states[-1], steps + 1, noise.at(place + 1)))
+        self._depth = depth
+        return depth
+
+    def _ask(self) -> tuple[Tensor, Tensor]:
+        """Ask the costly function at all points at once.
+
+        Returns:
+            Its outputs, and where each chain's stands among them `[depth + 1, chains]`, -1 where there is none.
+        """
+        deepest = int(self._depth.max())
+        asked = self._depth >= torch.arange(deepest + 1, device=self._depth.device)[:, None]
+        rows = torch.where(asked, torch.cumsum(asked.flatten(), 0).view_as(asked) - 1, -1)
+        points = torch.stack(self._points[: deepest + 1])[asked]
+        steps = (self._begun + torch.arange(deepest + 1, device=self._depth.device)[:, None])[asked]
+        self._chains.evaluations += len(points)
+        try:
+            outputs = self._process.evaluate(points, steps)
+        except Exception:
+            return self._ask_one_by_one(points, steps, rows)
+        if len(outputs) != len(points):
+            raise ProcessError(
+                f"evaluate of {type(self._process).__name__} gave {len(outputs)} rows for {len(points)} points; it "
+                "must give one for each"
+            )
+        return outputs, rows
+
+    def _ask_one_by_one(self, points: Tensor, steps: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs up to each chain's first point that raises; a chain ends if that is where it stands.
+
+        The draft that led to a point that raises is judged all the same: whether it stays must not hang on what comes
+        of it. If it does, the next round begins there.
+        """
+        found: list[Tensor] = []
+        left = torch.full_like(rows, -1)
+        for chain in range(len(self._active)):
+            for place in range(int(self._depth[chain]) + 1):
+                row = int(rows[place, chain])
+                self._chains.trials += 1
+                try:
+                    found.append(self._process.evaluate(points[row : row + 1], steps[row : row + 1]))
+                except Exception as error:
+                    if not place:
+                        self._chains.errors[int(self._active[chain])] = error
+                    break
+                left[place, chain] = len(found) - 1
+        return torch.cat(found) if found else points[:0], left
+
+    def _judge(self, outputs: Tensor, index: Tensor) -> Tensor:
+        """Decide which drafts stay, and move the chains; accepted steps of each `[chains]`.
+
+        A chain keeps its drafts up to the first that is rejected, whose outcome counts as well. Where all stay, and the
+        costly function was asked at the last of them, one more step is drawn.
+        """
+        process, depth = self._process, len(index) - 1
+        found = index >= 0  # [depth + 1, chains], as all below
+        if not found.any():
+            return torch.zeros_like(self._depth)
+        outputs = outputs[index.clamp_min(0)]
+        each = torch.arange(len(self._active), device=index.device)
+        places = torch.arange(depth + 1, device=index.device)[:, None]
+        steps, states = self._begun + places, torch.stack(self._states[: depth + 1])
+        accepted, kept = torch.zeros_like(self._depth), None
+        outcomes, guesses = [], None
+        if depth:
+            guesses, drafted = torch.stack(self._guesses[:depth]), torch.stack(self._drafted[:depth])
+            given = states[:-1], steps[:-1], outputs[:-1], guesses, drafted
+            kept, judged = process.judge_window(*given, self._noise)
+            kept = kept & found[:-1] & (self._depth > places[:-1])
+            accepted = kept.long().cumprod(0).sum(0)
+            outcomes = [*judged]
+            after = process.moved(*(part.flatten(0, 1) for part in (*given[:2], judged)))
+            states = torch.cat([states[:1], after.unflatten(0, kept.shape)])  # of shared noise drafted ones know less
+        ends = found[accepted, each]
+        more = torch.nonzero(ends & (accepted == self._depth))[:, 0]
+        where = accepted[more], more
+        drawn = process.draw(states[where], steps[where], outputs[where], self._noise.of(*where), Purpose.BONUS)
+        made_of = torch.stack([*outcomes, drawn.new_zeros(len(each), *drawn.shape[1:])])
+        made_of[where] = drawn
+        made = self._sound(outputs, made_of, accepted + ends)
+        self._move(_Made(states, steps, outputs, guesses, kept, made_of, made))
+        return torch.minimum(accepted, made)
+
+    def _sound(self, outputs: Tensor, outcomes: Tensor, made: Tensor) -> Tensor:
+        """How many steps were made before the first that gave no state `[chains]`; its chain ends."""
+        sound = self._process.sound(outcomes.flatten(0, 1)).view(outcomes.shape[:2])
+        sound = sound & ~torch.isnan(outputs).flatten(2).any(-1)
+        if sound.all():
+            return made
+        good = torch.minimum(sound.long().cumprod(0).sum(0), made)
+        for chain in torch.nonzero(good < made)[:, 0].tolist():
+            step, number = int(self._begun[chain] + good[chain]), int(self._active[chain])
+            self._chains.errors[number] = ProcessError(
+                f"step {step} of chain {number} gave NaN, an infinite state or no outcome; look at what evaluate gives "
+                "at its state"
+            )
+        return good
+
+    def _move(self, done: _Made) -> None:
+        """Let the chains stand where their steps led."""
+        chains, ids, made = self._chains, self._active, done.made
+        given = (part.flatten(0, 1) for part in (done.states, done.steps, done.outcomes))
+        after = self._process.moved(*given).unflatten(0, done.steps.shape)
+        points = torch.stack(self._points[: len(after)])
+        if chains.known is None:
+            chains.known = Known.nothing(points[0], done.outputs[0], len(chains.states))
+        chains.known.add(ids, points, done.outputs, done.steps, made)
+        reached = torch.cat([done.states[:1], after])
+        chains.states[ids] = reached[made, torch.arange(len(ids), device=ids.device)]
+        chains.at[ids] = self._begun + made
+        place, chain = torch.nonzero(made > torch.arange(len(after), device=ids.device)[:, None], as_tuple=True)
+        if chains.path is not None:
+            chains.path[ids[chain], done.steps[place, chain] + 1] = after[place, chain]
+        if self._watch is not None:
+            for number in range(int(made.max())):
+                self._watch_step(done, number, self._depth > number)
+
+    def _watch_step(self, done: _Made, place: int, drafted: Tensor) -> None:
+        """Show the steps at one depth: those that were judged, and those that were drawn."""
+        assert self._watch is not None
+        for judged in (True, False):
+            some = torch.nonzero((done.made > place) & (drafted == judged))[:, 0]
+            if len(some):
+                states, steps, outputs, outcomes = (
+                    part[place, some] for part in (done.states, done.steps, done.outputs, done.outcomes)
+                )
+                guesses = done.guesses[place, some] if judged and done.guesses is not None else None
+                kept = done.kept[place, some] if judged and done.kept is not None else None
+                self._watch(Seen(self._active[some], steps, states, outputs, guesses, kept, outcomes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a round decided, `[depth, chains, ...]` each: of each chain the first `made` `[chains]` steps count."""
+
+    states: Tensor
+    steps: Tensor
+    outputs: Tensor
+    guesses: Tensor | None
+    kept: Tensor | None
+    outcomes: Tensor
+    made: Tensor

@@ -1,0 +1,119 @@
+"""Keyed noise of chains: normal and uniform numbers by what they decide, for all rows of a round at once.
+
+As in `truedraft.core.noise` no key serves two decisions: numbers are keyed by (seed, chain, step, call, purpose, index,
+coordinate), where call counts the target's calls so far, so that what a discarded draft was drawn with never comes
+again. Shared numbers alone are keyed without the call: they belong to the step, whoever computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from truedraft.core.noise import GOLDEN, Purpose, mix, mixed, open_unit_of, signed
+
+
+def chain_roots(seed: int, chains: int, device: torch.device) -> Tensor:
+    """The keys `[chains]` of chains 0, 1, ... of a seed, int64."""
+    return mixed(torch.arange(chains, device=device), signed(mix(GOLDEN, seed)))
+
+
+class RoundNoise:
+    """The noise of one round.
+
+    Args:
+        roots: keys of its chains `[chains]`.
+        steps: where each stands `[chains]`.
+        calls: of the target for each so far `[chains]`, or by step `[depth, chains]`.
+        depth: steps that the round may decide.
+        dtype: of the numbers.
+        at_once: purposes for which most steps ask for numbers, so that those of all are made at once.
+    """
+
+    def __init__(
+        self,
+        roots: Tensor,
+        steps: Tensor,
+        calls: Tensor,
+        depth: int,
+        dtype: torch.dtype,
+        at_once: frozenset[Purpose] = frozenset({Purpose.DRAFT, Purpose.ACCEPT}),
+    ) -> None:
+        self.shared_keys = mixed(roots, steps + torch.arange(depth, device=roots.device)[:, None])  # [depth, chains]
+        self.keys = mixed(self.shared_keys, calls)
+        self.dtype = dtype
+        self.at_once = at_once
+        self._blocks: dict[tuple[int, bool, Purpose], Tensor] = {}
+
+    def at(self, depth: int) -> StepNoise:
+        """The noise of the step at a depth, 0 for the first, of all chains."""
+        return StepNoise(self, lambda of_round: of_round[depth])
+
+    def of(self, depths: Tensor, chains: Tensor) -> StepNoise:
+        """The noise of some chains, each at a depth of its own."""
+        return StepNoise(self, lambda of_round: of_round[depths, chains])
+
+    def first(self, depth: int) -> StepNoise:
+        """The noise of all chains at the first so many depths, one behind another `[depth * chains]`."""
+        return StepNoise(self, lambda of_round: of_round[:depth].flatten(0, 1))
+
+    def block(self, size: int, shared: bool, purpose: Purpose) -> Tensor:
+        """Numbers `[depth, chains, size]` that most steps of the round ask for, made at once."""
+        place = size, shared, purpose
+        if place not in self._blocks:
+            self._blocks[place] = numbers(self.shared_keys if shared else self.keys, size, purpose, 0, self.dtype)
+        return self._blocks[place]
+
+
+class StepNoise:
+    """The noise of some steps of a round; each method gives one row for each of them.
+
+    Args:
+        noise: of the round.
+        some: takes the rows of these steps from a table `[depth, chains, ...]`.
+    """
+
+    def __init__(self, noise: RoundNoise, some: Callable[[Tensor], Tensor]) -> None:
+        self._noise = noise
+        self._some = some
+
+    def shared_normal(self, size: int) -> Tensor:
+        """Standard normal numbers `[chains, size]` of the step itself: the same however it is computed."""
+        return self._some(self._noise.block(size, True, Purpose.COUPLED))
+
+    def shared_uniform(self) -> Tensor:
+        """A number in (0, 1) `[chains]` of the step itself, likewise."""
+        return self._some(self._noise.block(0, True, Purpose.COUPLED))[:, 0]
+
+    def normal(self, purpose: Purpose, size: int) -> Tensor:
+        """Standard normal numbers `[chains, size]` for one decision."""
+        return self._own(purpose, size)
+
+    def uniform(self, purpose: Purpose) -> Tensor:
+        """A number in (0, 1) `[chains]` for one decision."""
+        return self._own(purpose, 0)[:, 0]
+
+    def attempt(self, number: int, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The noise of an attempt to draw again for some of the chains: `truedraft.process.rules.Draws`."""
+        keys = self._some(self._noise.keys)[rows]
+        normal = numbers(keys, size, Purpose.RECOVERED, number, self._noise.dtype)
+        return normal, numbers(keys, 0, Purpose.RECOVERED, number, self._noise.dtype)[:, 0]
+
+    def _own(self, purpose: Purpose, size: int) -> Tensor:
+        if purpose in self._noise.at_once:
+            return self._some(self._noise.block(size, False, purpose))
+        return numbers(self._some(self._noise.keys), size, purpose, 0, self._noise.dtype)
+
+
+def numbers(keys: Tensor, size: int, purpose: Purpose, index: int, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers `[..., size]` under keys `[...]`; with size 0 uniform ones `[..., 1]`.
+
+    Coordinate 0 is the uniform number, so that an attempt's two kinds share none.
+    """
+    places = mixed(mixed(keys, int(purpose)), index)[..., None]
+    if not size:
+        return open_unit_of(mixed(places, 0)).to(dtype)
+    uniform = open_unit_of(mixed(places, torch.arange(1, size + 1, device=keys.device)))
+    return torch.special.ndtri(uniform).to(dtype)

@@ -1,0 +1,70 @@
+"""Steps of the plain process, with nothing around them: what drafting is measured against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from truedraft.core.noise import Purpose
+from truedraft.process.base import Process
+from truedraft.process.chains import Chains, Seen
+from truedraft.process.drafts import Known
+from truedraft.process.noise import RoundNoise
+
+
+def plain_steps(
+    process: Process, chains: Chains, active: Tensor, count: int, watch: Callable[[Seen], None] | None
+) -> tuple[int, float]:
+    """Let chains make up to so many steps together, a call of the costly function each.
+
+    It stops before a step that fails for any of them.
+
+    Args:
+        process: the process.
+        chains: changed in place.
+        active: those that take part, each with so many steps left.
+        count: of steps.
+        watch: is shown each.
+
+    Returns:
+        Steps that were made, and seconds of the costly function.
+    """
+    states, at = chains.states[active], chains.at[active]
+    calls = chains.calls[active] + torch.arange(count, device=at.device)[:, None]
+    dtype = states.dtype if states.is_floating_point() else torch.float64
+    noise = RoundNoise(chains.roots[active], at, calls, count, dtype, frozenset({Purpose.BONUS}))
+    made, target_s = 0, 0.0
+    last: list[tuple[Tensor, Tensor, Tensor]] = []
+    for number in range(count):
+        here = noise.at(number)
+        points = process.points(states, at, here)
+        began = time.perf_counter()
+        try:
+            outputs = process.evaluate(points, at)
+        except Exception:
+            break
+        target_s += time.perf_counter() - began
+        if len(outputs) != len(points):
+            break
+        outcomes = process.draw(states, at, outputs, here, Purpose.BONUS)
+        if torch.isnan(outputs).any() or not process.sound(outcomes).all():
+            break
+        if watch is not None:
+            watch(Seen(active, at, states, outputs, None, None, outcomes))
+        last = [*last[-1:], (points, outputs, at)]
+        states, at, made = process.moved(states, at, outcomes), at + 1, made + 1
+        if chains.path is not None:
+            chains.path[active, at] = states
+    if made:
+        chains.states[active], chains.at[active] = states, at
+        chains.calls[active] += made
+        chains.rounds += made
+        chains.evaluations += made * len(active)
+        points, outputs, steps = (torch.stack(each) for each in zip(*last, strict=True))
+        if chains.known is None:
+            chains.known = Known.nothing(points[0], outputs[0], len(chains.states))
+        chains.known.add(active, points, outputs, steps, torch.full_like(at, len(last)))
+    return made, target_s

@@ -1,0 +1,292 @@
+"""The loop: the same paths where that is promised, the same distribution everywhere, errors, resuming, records."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from process.worlds import Failing, Letters, Walk, Wells
+from truedraft.core.probs import residual
+from truedraft.errors import OptionError, ProcessError
+from truedraft.process import (
+    Chains,
+    Cheaper,
+    Corrected,
+    Draft,
+    Extrapolation,
+    Known,
+    LastOutput,
+    Seen,
+    Stays,
+    Surrogate,
+    Windows,
+    speculate,
+)
+from truedraft.process.rules import accept_probability
+
+# ------------------------------------------------------------------------------------------ exact sums
+
+
+def chain_law(window: int, length: int) -> dict[tuple[int, ...], float]:
+    """The exact distribution of the first states, by recursion over rounds as the loop makes them."""
+    p, q = Letters.table, 0.5 * Letters.table + 0.125
+    law = {(0,): 1.0}
+    while min(map(len, law)) <= length:
+        longer: dict[tuple[int, ...], float] = {}
+        for path, mass in law.items():
+            if len(path) > length:
+                longer[path] = longer.get(path, 0.0) + mass
+                continue
+            drafted = min(window, length - len(path))
+            going = {path: mass}
+            for _ in range(drafted):
+                staying: dict[tuple[int, ...], float] = {}
+                for at, weight in going.items():
+                    here, guess = p[at[-1]], q[at[-1]]
+                    stays = guess * accept_probability(here, guess)
+                    left = residual(here, guess) * (1.0 - stays.sum())
+                    for x in range(4):
+                        staying[(*at, x)] = staying.get((*at, x), 0.0) + weight * float(stays[x])
+                        longer[(*at, x)] = longer.get((*at, x), 0.0) + weight * float(left[x])
+                going = staying
+            for at, weight in going.items():
+                for x in range(4):
+                    longer[(*at, x)] = longer.get((*at, x), 0.0) + weight * float(p[at[-1], x])
+        law = longer
+    return law
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3])
+def test_paths_of_letters_have_exactly_the_law_of_the_plain_chain(window: int) -> None:
+    law = chain_law(window, 4)
+    for path in itertools.product(range(4), repeat=4):
+        exact = 1.0
+        for before, after in itertools.pairwise((0, *path)):
+            exact *= float(Letters.table[before, after])
+        assert abs(law.get((0, *path), 0.0) - exact) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------ long chains
+
+
+@pytest.mark.parametrize("window", [1, 3, None])
+def test_long_chains_of_letters_visit_them_as_plain_ones_do(window: int | None) -> None:
+    chains = speculate(Letters(), torch.zeros(400, dtype=torch.int64), 60, draft=Letters.draft, window=window, seed=5)
+    power = torch.linalg.matrix_power(Letters.table, 60)[0]
+    shares = torch.bincount(chains.states, minlength=4) / 400
+    assert (shares - power).abs().max() < 5 * 0.5 / 20
+    assert chains.accepted.sum() > 0 or window is None
+
+
+@pytest.mark.parametrize("draft", [LastOutput(), Extrapolation(0.5), Corrected(lambda x, t: -0.5 * x)])
+def test_long_chains_in_wells_spread_as_plain_ones_do(draft: Draft) -> None:
+    process = Wells()
+    plain, drafted = (
+        speculate(process, process.start(1).expand(1500, -1), 40, draft=draft, window=window, seed=window)
+        for window in (0, 4)
+    )
+    assert drafted.steps_per_call > 1.3
+    for power in (1, 2, 4):
+        left, right = plain.states**power, drafted.states**power
+        error = ((left.var(0) + right.var(0)) / 1500).sqrt()
+        assert ((left.mean(0) - right.mean(0)).abs() < 5 * error).all()
+
+
+# ------------------------------------------------------------------------------------------ seeds
+
+
+def walk(window: int | Windows | None, draft: Draft, steps: int = 60, chains: Tensor | Chains | None = None) -> Chains:
+    process = Walk(0.8)
+    start = process.initial(torch.zeros(4, 3, dtype=torch.float64)) if chains is None else chains
+    return speculate(process, start, steps, draft=draft, window=window, seed=9, keep_path=True)
+
+
+NEAR = Surrogate(lambda thetas: -0.45 * thetas.square().sum(-1))
+
+
+@pytest.mark.parametrize("draft", [Stays(), NEAR], ids=["stays", "surrogate"])
+@pytest.mark.parametrize("window", [1, 5, None])
+def test_shared_noise_gives_the_same_path_whatever_is_drafted(window: int | None, draft: Draft) -> None:
+    plain, drafted = walk(0, Stays()), walk(window, draft)
+    assert torch.equal(plain.path, drafted.path) and torch.equal(plain.states, drafted.states)
+    if window == 5:
+        assert drafted.rounds < 0.8 * plain.rounds
+        assert torch.equal(drafted.calls + drafted.accepted, drafted.at)
+
+
+def test_under_shared_noise_a_chain_goes_on_from_a_state() -> None:
+    whole = walk(3, NEAR)
+    later = Chains.begin(whole.path[:, 25], seed=9, at=25)
+    assert torch.equal(walk(5, Stays(), chains=later).path[:, 25:], whole.path[:, 25:])
+
+
+def wells(**options: int | None) -> Chains:
+    process = Wells()
+    return speculate(
+        process, process.start(), 50, draft=LastOutput(), keep_path=True, **{"window": 4, "seed": 2, **options}
+    )
+
+
+def test_the_same_seed_gives_the_same_path_for_the_same_draft_and_window() -> None:
+    assert torch.equal(wells().path, wells().path)
+    assert not torch.equal(wells().path, wells(seed=3).path)
+    assert not torch.equal(wells().path, wells(window=3).path), "the same path is not promised for other windows"
+
+
+@pytest.mark.parametrize("rounds", [1, 7])
+def test_a_run_that_is_broken_off_goes_on_as_if_it_were_not(rounds: int) -> None:
+    part = wells(rounds=rounds)
+    before = part.states.clone()
+    process = Wells()
+    whole = speculate(process, part, 50, draft=LastOutput(), window=4, keep_path=True)
+    assert torch.equal(whole.path, wells().path) and whole.rounds == wells().rounds
+    assert torch.equal(part.states, before) and part.rounds == rounds, "what was passed stays as it was"
+
+
+def test_chains_of_a_batch_are_those_that_run_beside_fewer_others() -> None:
+    process = Wells()
+    few = speculate(process, process.start()[:2], 50, draft=LastOutput(), window=4, seed=2)
+    assert torch.equal(few.states, wells().states[:2])
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_failing_step_ends_its_chain_alone(window: int, raises: bool) -> None:
+    process = Failing(1.8, raises)
+    start = process.start(12)
+    chains = speculate(process, start, 30, draft=LastOutput(), window=window, seed=1, keep_path=True)
+    ended = torch.tensor([error is not None for error in chains.errors])
+    assert ended.any() and not ended.all()
+    assert (chains.at[~ended] == 30).all()
+    for chain in torch.nonzero(ended)[:, 0].tolist():
+        error = chains.errors[chain]
+        assert (
+            (isinstance(error, RuntimeError) and "no force" in str(error))
+            if raises
+            else isinstance(error, ProcessError)
+        )
+        assert (chains.states[chain].abs() > 1.8).any(), "it stands where its step fails"
+        assert (chains.path[chain, : int(chains.at[chain])].abs() <= 1.8).all()
+
+
+def test_failing_steps_end_as_many_chains_as_in_the_plain_process() -> None:
+    """A draft that leads to where the step fails is judged like any other."""
+    process = Failing(1.8, raises=True)
+    ends = []
+    for window in (0, 4):
+        chains = speculate(
+            process, torch.zeros(300, 2, dtype=torch.float64), 15, draft=LastOutput(), window=window, seed=4
+        )
+        ends.append(sum(error is not None for error in chains.errors) / 300)
+    assert 0.1 < ends[0] < 0.9 and abs(ends[0] - ends[1]) < 5 * 0.5 * (2 / 300) ** 0.5
+
+
+class Blind(Draft):
+    """Guesses nothing at all behind some steps."""
+
+    def guess(self, states: Tensor, points: Tensor, steps: Tensor, known: Known) -> Tensor:
+        return torch.where((steps % 3 == 2)[:, None], torch.nan, points - points**3)
+
+
+def test_a_guess_that_is_none_drafts_no_further() -> None:
+    process = Wells()
+    chains = speculate(process, process.start(), 30, draft=Blind(), window=5, seed=4)
+    assert chains.errors == [None] * 5 and (chains.at == 30).all()
+    assert 1.5 < chains.steps_per_call <= 3.0 and (chains.drafted <= 20).all() and chains.acceptance_rate > 0.99
+
+
+def test_options_out_of_range_are_refused() -> None:
+    process = Wells()
+    for options in ({"steps": -1}, {"steps": 2, "window": -1}, {"steps": 2, "window": 1.5}):
+        with pytest.raises(OptionError):
+            speculate(process, process.start(), draft=LastOutput(), **options)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="one row or more"):
+        speculate(process, process.start()[:0], 2, draft=LastOutput())
+    with pytest.raises(OptionError, match="most"):
+        Windows(0)
+
+
+def test_an_evaluation_without_a_row_for_each_point_is_refused() -> None:
+    class Short(Wells):
+        def evaluate(self, points: Tensor, steps: Tensor) -> Tensor:
+            return points[:1]
+
+    with pytest.raises(ProcessError, match="1 rows for 5 points"):
+        speculate(Short(), Wells().start(), 2, draft=LastOutput(), window=0)
+
+
+# ------------------------------------------------------------------------------------------ records and drafts
+
+
+def test_every_step_is_shown_once_in_order_and_counted() -> None:
+    seen: list[Seen] = []
+    process = Wells()
+    chains = speculate(
+        process, process.start(), 20, draft=LastOutput(), window=3, seed=7, watch=seen.append, keep_path=True
+    )
+    for chain in range(5):
+        shown = [zip(each.chains, each.steps, each.outcomes, strict=True) for each in seen]
+        own = [(int(step), outcome) for rows in shown for number, step, outcome in rows if number == chain]
+        assert [step for step, _ in own] == list(range(20))
+        assert all(torch.equal(outcome, chains.path[chain, step + 1]) for step, outcome in own)
+    kept = sum(int(each.kept.sum()) for each in seen if each.kept is not None)
+    assert kept == int(chains.accepted.sum())
+    assert chains.evaluations == int((chains.calls + chains.drafted).sum())
+    assert chains.rounds == int(chains.calls.max())
+
+
+def test_extrapolation_and_correction_by_hand() -> None:
+    points = torch.tensor([[[2.0], [1.0]]])
+    known = Known(points, torch.tensor([[[3.2], [3.0]]]), torch.tensor([[5, 4]]), torch.tensor([2]))
+    asked = torch.tensor([[2.5]])
+    guess = lambda draft: float(draft.guess(asked, asked, torch.tensor([7]), known))  # noqa: E731
+    assert guess(LastOutput()) == pytest.approx(3.2)
+    assert guess(Extrapolation()) == pytest.approx(3.6)
+    assert guess(Extrapolation(0.5)) == pytest.approx(3.4)
+    assert guess(Cheaper(lambda x, t: 10 * x)) == pytest.approx(25.0)
+    assert guess(Corrected(lambda x, t: 10 * x)) == pytest.approx(25.0 + 3.2 - 20.0)
+
+
+class Dear(Wells):
+    """Its calls take seconds of a clock that only they move, and each look at it a little.
+
+    Args:
+        call_s: seconds of a call.
+        point_s: of each of its points.
+    """
+
+    def __init__(self, call_s: float, point_s: float) -> None:
+        super().__init__(step=0.02)
+        self.call_s, self.point_s, self.now = call_s, point_s, 0.0
+
+    def evaluate(self, points: Tensor, steps: Tensor) -> Tensor:
+        self.now += self.call_s + self.point_s * len(points)
+        return super().evaluate(points, steps)
+
+    def perf_counter(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+
+@pytest.mark.parametrize("chains", [1, 4])
+def test_windows_are_chosen_where_batches_are_free_and_not_where_they_cost_their_points(
+    chains: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(process: Dear, window: int | Windows) -> Chains:
+        for module in ("loop", "plain"):
+            monkeypatch.setattr(f"truedraft.process.{module}.time", process)
+        return speculate(process, Wells().start(chains), 400, draft=LastOutput(), window=window)
+
+    free = Dear(3e-3, 0.0)
+    drafted = run(free, Windows(most=8, clock=free.perf_counter))
+    fixed = min(run(Dear(3e-3, 0.0), window).rounds for window in (1, 2, 4, 8))
+    assert drafted.rounds + drafted.trials < 1.6 * fixed < 130, "learning included"
+    linear = Dear(0.0, 3e-3)
+    plain = run(linear, Windows(most=8, clock=linear.perf_counter))
+    assert plain.evaluations < 1.05 * 400 * chains and plain.trials <= 9
