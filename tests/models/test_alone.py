@@ -149,6 +149,30 @@ def test_a_tree_leaves_the_cache_of_its_path(family: str) -> None:
         model.release_cache(fresh)
 
 
+@pytest.mark.parametrize("family", [*ALONE, *WHOLE])
+def test_layers_show_what_transformers_gives(family: str) -> None:
+    """The first layer of two, behind a prompt and at all nodes of a tree, by `output_hidden_states` of each path."""
+    model, tree, below = alone(family), TreeShape((-1, 0, 0, 2, 1, 3)), [3, 5, 7, 11, 13, 17]
+    prompt = list(PROMPTS[0])
+    cache, whole = model.new_cache(), random_model(family)
+    segment = Segment(cache, torch.tensor(prompt), chain_shape(len(prompt)), range(len(prompt)))
+    behind = model.forward_showing([segment], (0,)).layers[0]
+    cache.commit(range(len(prompt)))
+    layers = tuple(reversed(range(model.shown_layers)))
+    plain = model.forward([Segment(cache, torch.tensor(below), tree, (1, 5, 4))])
+    found = model.forward_showing([Segment(cache, torch.tensor(below), tree, (1, 5, 4))], layers)
+    torch.testing.assert_close(found.logits, plain.logits)
+    for row, node in enumerate((1, 5, 4)):
+        text = torch.tensor([[*prompt, *(below[place] for place in tree.path(node))]])
+        with torch.no_grad():
+            expected = whole(text, output_hidden_states=True).hidden_states[family != "rwkv"][0]  # which tells no input
+        torch.testing.assert_close(behind, expected[: len(prompt)], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.layers[-1][row], expected[-1], rtol=1e-4, atol=1e-4)
+        assert found.layers[0].shape == found.layers[-1].shape and not torch.equal(found.layers[0], found.layers[-1])
+    assert model.forward_showing([Segment(cache, torch.tensor([1]), chain_shape(1), ())], (0,)).layers[0].shape[0] == 0
+    model.release_cache(cache)
+
+
 def test_a_tree_is_read_in_runs() -> None:
     tree = TreeShape((-1, 0, 0, 2, 1, 3))
     assert runs_of(tree, 0) == [[0, 1, 4], [2, 3, 5]]

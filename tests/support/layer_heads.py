@@ -15,6 +15,7 @@ from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftRequest
+from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
@@ -22,11 +23,14 @@ from truedraft.models.huggingface import HuggingFaceModel
 GREEDY = SamplingParams(max_tokens=24)
 _BACKENDS = {
     "stock": StockBackend,
+    "alone": AloneBackend,
     "native": native_backend,
     "graphs": lambda model: graph_backend(model, HostRecorder()),
 }
 _needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
-on_all_backends = pytest.mark.parametrize("backend", ["stock", pytest.param("native", marks=_needs_library), "graphs"])
+on_all_backends = pytest.mark.parametrize(
+    "backend", ["stock", "alone", pytest.param("native", marks=_needs_library), "graphs"]
+)
 Head = TypeVar("Head", bound=Any)
 
 

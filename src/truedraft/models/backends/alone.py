@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from truedraft.cache import Buffers, RequestCache
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.backends.base import Backend
+from truedraft.models.backends.base import Backend, decoder_layers, showing
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packing import ForwardPlan, SegmentPlan
@@ -42,6 +42,10 @@ class AloneBackend(Backend):
         self._keyword = cache_keyword(model) or ""
         self._refuse()
         self._captured: list[Tensor] = []
+        self._outputs: dict[int, Tensor] = {}  # of the layers that are watched, in the last forward
+        self._shown: dict[int, list[Tensor]] = {}  # of these, by wanted rows
+        self._layers = decoder_layers(model)
+        self.shown_layers = len(self._layers)
         self._head = model.get_output_embeddings()
         self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
         self.least_rows = 1
@@ -66,12 +70,15 @@ class AloneBackend(Backend):
         hidden: list[Tensor] = []
         for part in plan.segments:
             tokens = plan.tokens[0, part.start : part.start + part.count]
-            found: dict[int, tuple[Tensor, Tensor]] = {}
+            found: dict[int, tuple[Tensor, ...]] = {}
             for run in runs_of(part.segment.shape, part.segment.written + self._passed(part, tokens)):
                 found |= self._read(part, run, tokens)
             for row in part.segment.rows:
-                logits.append(found[row][0])
-                hidden.append(found[row][1])
+                one, vector, *shown = found[row]
+                logits.append(one)
+                hidden.append(vector)
+                for vectors, each in zip(self._shown.values(), shown, strict=True):
+                    vectors.append(each)
         if not logits:
             width, dtype = lm_head_width(self._head), lm_head_dtype(self._head)
             none = torch.zeros(0, width, dtype=dtype, device=plan.tokens.device)
@@ -85,8 +92,23 @@ class AloneBackend(Backend):
         cache.family.apart = not cache.family.encodes  # nobody knows under which masks a decoder read
         return found
 
-    def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Read a run; returns logits and the LM head's input of those of its new tokens whose rows are wanted."""
+    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        self._shown = {layer: [] for layer in layers}
+        try:
+            with showing(self._layers, layers, self._outputs.__setitem__):
+                found = self.run(plan) if plan.segments[0].segment.inputs is None else self.run_inputs(plan)
+            width = self._model.config.get_text_config().hidden_size
+            for layer, rows in self._shown.items():
+                seen[layer] = torch.stack(rows) if rows else found[1].new_zeros(0, width)
+        finally:
+            self._shown, self._outputs = {}, {}
+        return found
+
+    def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
+        """Read a run; of those of its new tokens whose rows are wanted logits, the LM head's input, and watched layers.
+
+        A forward may read more than the new tokens, which are its last.
+        """
         segment = part.segment
         own = [node - segment.written for node in run]
         wanted = set(segment.rows)
@@ -104,7 +126,8 @@ class AloneBackend(Backend):
         hidden = self._captured.pop()[0]
         pick = slice(None) if len(logits) == len(places) else places
         kept = hidden if len(hidden) == len(places) else hidden[places]
-        return {own[place]: (one, vector) for place, one, vector in zip(places, logits[pick], kept, strict=True)}
+        shown = [self._outputs[layer][0, -len(own) :][places] for layer in self._shown]
+        return {own[place]: each for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
         """How many of a segment's first tokens the model's forward is not given."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -197,3 +197,26 @@ class Backend(ABC):
 
 BackendMaker: TypeAlias = Callable[[PreTrainedModel], Backend]
 """Makes a backend of a loaded model; it may change the model's modules."""
+
+
+def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """The model's layers in order; none where they are not one list, as many as its configuration says."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    return list(lists[0]) if len(lists) == 1 else ()
+
+
+@contextmanager
+def showing(layers: Sequence[nn.Module], chosen: Sequence[int], show: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside the block `show` is given what each chosen layer puts out, `[1, tokens, width]`, behind its number."""
+
+    def noted(layer: int, output: Any) -> None:
+        show(layer, output if isinstance(output, Tensor) else output[0])
+
+    with ExitStack() as hooks:
+        for layer in chosen:
+            handle = layers[layer].register_forward_hook(
+                lambda module, inputs, output, layer=layer: noted(layer, output)
+            )
+            hooks.callback(handle.remove)
+        yield

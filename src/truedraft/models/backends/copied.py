@@ -108,7 +108,7 @@ class WholeTextBackend(AloneBackend):
     def _refuse(self) -> None:
         """Any forward will do."""
 
-    def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
         segment = part.segment
         own = [node - segment.written for node in run]
         if not set(own).isdisjoint(segment.rows):

@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ from truedraft.cache import CachePool
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.adapters import Adapters, LowRank
 from truedraft.models.attention import AttentionPattern, Scoring
-from truedraft.models.backends.base import Backend
+from truedraft.models.backends.base import Backend, decoder_layers, showing
 from truedraft.models.backends.native.linear import quantized_linears
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
@@ -71,7 +71,7 @@ class StockBackend(Backend):
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
         self.any_threads = model.device.type == "cpu" and model.dtype is torch.bfloat16
         self.fast_paths = ()
-        self._layers = _decoder_layers(model)
+        self._layers = decoder_layers(model)
         self.shown_layers = len(self._layers)
 
     def new_pool(self, limit: int) -> CachePool:
@@ -108,29 +108,16 @@ class StockBackend(Backend):
         return twin
 
     def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        def show(layer: int, output: Any) -> None:
-            vectors = output[0] if isinstance(output, tuple) else output  # [1, total, width]
+        def show(layer: int, vectors: Tensor) -> None:
             seen[layer] = vectors[0].index_select(0, plan.rows)
 
-        with ExitStack() as hooks:
-            for layer in layers:
-                handle = self._layers[layer].register_forward_hook(
-                    lambda module, inputs, output, layer=layer: show(layer, output)
-                )
-                hooks.callback(handle.remove)
+        with showing(self._layers, layers, show):
             return self.run(plan) if plan.segments[0].segment.inputs is None else self.run_inputs(plan)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
         self._captured.clear()
         return logits[: len(vectors)]
-
-
-def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The model's layers in order; none where they are not one list, as many as its configuration says."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-    return list(lists[0]) if len(lists) == 1 else ()
 
 
 class _PackedAttention:
