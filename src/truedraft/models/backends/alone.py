@@ -127,7 +127,7 @@ class AloneBackend(Backend):
         pick = slice(None) if len(logits) == len(places) else places
         kept = hidden if len(hidden) == len(places) else hidden[places]
         shown = [self._outputs[layer][0, -len(own) :][places] for layer in self._shown]
-        return {own[place]: each for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
+        return {own[place]: tuple(each) for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
         """How many of a segment's first tokens the model's forward is not given."""
