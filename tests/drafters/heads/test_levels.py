@@ -201,7 +201,7 @@ SENSELESS: dict[str, tuple[dict[str, Any], str]] = {
     "odd heads": ({"head": 15}, "their entries even"),
     "a layer twice": ({"layers": (1, 1)}, "different layers"),
     "the embedding": ({"layers": (-1, 1)}, "different layers"),
-    "a mask that is no id": ({"mask_id": VOCAB}, "one of 97"),
+    "a mask that is no id": ({"mask_id": VOCAB}, "an id below 97, got 97"),
     "fewer ids in the target's head": ({"draft_vocab": 40}, "needs an LM head of its own"),
     "another Markov head": ({"markov": 4, "markov_kind": "lstm"}, "vanilla, gated, rnn"),
     "a token that nobody embeds": ({"confidence": True, "confidence_reads_token": True}, "Markov head's embedding"),
