@@ -71,8 +71,12 @@ def test_the_script_measures_every_version_and_goes_on(
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [each["what"] for each in lines] == ["traffic", "version", "version", "summary"]
     assert lines[0]["versions"][0] == 0 and set(lines[0]["versions"]) == {0, 1} and len(lines[0]["versions"]) == 9
-    assert lines[3]["last_of_first"] == pytest.approx(dict.fromkeys(lines[3]["last_of_first"], 1.0))
-    assert lines[3]["least_of_old"] == pytest.approx(1.0)
+    gains = [*lines[3]["last_of_first"].values(), lines[3]["least_of_old"]]
+    assert len(gains) == 5 and all(each == pytest.approx({"value": 1.0, "low": 1.0, "high": 1.0}) for each in gains)
+    first, last = ({"x": n / 20, "x, each": [[n, 10], [n, 10]]} for n in (20, 30))
+    assert online.gain(first, last, "x") == pytest.approx({"value": 1.5, "low": 1.5, "high": 1.5})
+    last["x, each"] = [[40, 10], [20, 10]]
+    assert online.gain(first, last, "x") == pytest.approx({"value": 1.5, "low": 1.0, "high": 2.0})
     online.main()
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert again == [*lines, lines[3]]
