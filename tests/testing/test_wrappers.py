@@ -81,3 +81,24 @@ def test_a_rule_that_decides_otherwise_verifies_otherwise() -> None:
     given = [Proposal.deterministic(TokenTree.chain([1]))], [torch.full((2, 4), 0.25)], [KeyedNoise(1, 0, 0)]
     assert altered(rule, accept=accept).verify(*given) == rule.verify(*given)
     assert asked == [1]
+
+
+def test_forwards_that_show_layers_have_the_other_logits_too() -> None:
+    """Heads that read layers make the engine ask so."""
+    model = packed("llama")
+
+    def shown(asked: LanguageModel) -> tuple[Tensor, Tensor]:
+        cache = model.new_cache()
+        try:
+            count = len(PROMPTS[0])
+            output = asked.forward_showing([Segment(cache, torch.tensor(PROMPTS[0]), chain_shape(count), (0, 1))], (0,))
+            return output.logits, output.layers[0]
+        finally:
+            model.release_cache(cache)
+
+    logits, layer = shown(model)
+    for other, expected in ((scaled(model, 2.0), logits * 2.0), (reduced(model, [3, 5]), logits)):
+        found, same = shown(other)
+        finite = found.isfinite()
+        assert torch.equal(found[finite], expected[finite]) and torch.equal(same, layer)
+    assert shown(reduced(model, [3, 5]))[0].isfinite().sum() == 4

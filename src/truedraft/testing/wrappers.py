@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -45,11 +46,17 @@ def scaled(model: LanguageModel, factor: float) -> LanguageModel:
         factor: of its logits, which become float32.
     """
 
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        output = model.forward(segments)
-        return ForwardOutput(output.logits.float() * factor, output.hidden)
+    return _with_logits(model, lambda logits: logits.float() * factor)
 
-    return altered(model, forward=forward)
+
+def _with_logits(model: LanguageModel, change: Callable[[Tensor], Tensor], **more: Any) -> LanguageModel:
+    """A model whose forwards give other logits `[rows, vocab]`, also those that show layers; and other changes."""
+
+    def showing(segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
+        output = model.forward_showing(segments, layers) if layers else model.forward(segments)
+        return replace(output, logits=change(output.logits))
+
+    return altered(model, forward=lambda segments: showing(segments, ()), forward_showing=showing, **more)
 
 
 def reduced(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
@@ -66,16 +73,12 @@ def reduced(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
         found[:, ids] = logits[:, ids]
         return found
 
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        output = model.forward(segments)
-        return ForwardOutput(only_kept(output.logits), output.hidden)
-
     def unembed(vectors: Tensor) -> Tensor:
         return only_kept(model.unembed(vectors))
 
-    return altered(
+    return _with_logits(
         model,
-        forward=forward,
+        only_kept,
         unembed=unembed,
         likeliest=lambda vectors, count: TopK.of(unembed(vectors), count),
         shared_heads=lambda blocks: None,  # a faster way would not know which ids are kept
