@@ -250,6 +250,27 @@ def test_less_is_taken_of_what_is_worse_on_older_answers(better: str) -> None:
     assert engine is not None
 
 
+def test_a_winner_that_loses_at_every_share_is_dropped_and_seen_answers_are_forgotten() -> None:
+    learner = Unthreaded(share=1.0)
+    engine, student = learning(untrained(), learner), learner.student
+    judged(student, new=10)
+    shares = []
+    while student._winner is not None and len(shares) < 9:
+        shares.append(student._winner.share)
+        winner = student._winner
+        answers = [Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(24)]
+        for number, answer in enumerate(answers):
+            answer.number = number
+            answer.scores = {student.served.number: Score(60, 40, 20), winner.now.number: Score(60, 40, 10)}
+            if number >= 16:
+                answer.scores[winner.now.number] = Score(60, 40, 24)
+        student._judge_winner(winner, answers)
+    assert shares == pytest.approx([0.7, 0.49, 0.343, 0.2401]) and student.promotions == 0 and engine is not None
+    student._judged.update(range(1000, 2000))
+    student._judge()
+    assert not student._judged
+
+
 def test_what_no_longer_gains_on_the_newest_answers_is_dropped() -> None:
     learner = Unthreaded(share=1.0)
     engine, student = learning(untrained(), learner), learner.student

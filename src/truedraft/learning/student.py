@@ -215,6 +215,7 @@ class Student:
 
     def _judge(self) -> None:
         fresh, old = self.traffic.answers(self.traffic.held)
+        self._judged.intersection_update(each.number for each in fresh)  # others are never looked at again
         for comparison in self._comparisons():
             for answer in comparison.waiting(fresh):
                 if comparison.new.number in answer.scores and comparison.old.number in answer.scores:
@@ -249,8 +250,7 @@ class Student:
             for each in compared
         ):
             self._promote(winner.now)
-        elif winner.share > _LEAST:
-            share = _LESS * winner.share
+        elif (share := _LESS * winner.share) >= _LEAST:
             self._winner = winner._replace(now=self._between(winner.whole.head, share), share=share)
 
     def _promote(self, candidate: Candidate) -> None:
