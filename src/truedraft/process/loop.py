@@ -12,6 +12,7 @@ from torch import Tensor
 
 from truedraft.core.noise import Purpose
 from truedraft.errors import ProcessError
+from truedraft.machine import wait_for
 from truedraft.options import check_whole
 from truedraft.process.base import Process
 from truedraft.process.chains import Chains, Seen
@@ -134,7 +135,7 @@ def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, 
             which = torch.arange(number, device=points.device) % count
             trial, steps = points[which], at[which]
             began = time.perf_counter()
-            process.evaluate(trial, steps)
+            wait_for(process.evaluate(trial, steps).device)
             return time.perf_counter() - began
 
         try:
@@ -229,6 +230,7 @@ class _Round:
             outputs = self._process.evaluate(points, steps)
         except Exception:
             return self._ask_one_by_one(points, steps, rows)
+        wait_for(outputs.device)  # judging waits for it anyway, and times tell what took how long
         if len(outputs) != len(points):
             raise ProcessError(
                 f"evaluate of {type(self._process).__name__} gave {len(outputs)} rows for {len(points)} points; it "
