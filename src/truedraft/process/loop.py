@@ -83,7 +83,7 @@ def speculate(
     return chains
 
 
-_MOST_PLAIN = 64  # steps of the plain process whose noise is made at once
+_MOST_PLAIN, _MOST_NUMBERS = 512, 1 << 20  # steps of the plain process whose noise is made at once, and numbers of it
 
 
 def _running(chains: Chains, steps: int) -> Tensor:
@@ -109,7 +109,9 @@ def _go_on(
     window = _chosen(windows, process, chains, active, longest) if isinstance(windows, Windows) else windows
     chosen = time.perf_counter()
     if not window:
-        count = min(windows.together if isinstance(windows, Windows) else _MOST_PLAIN, int(remaining.min()), most)
+        at_once = max(1, min(_MOST_PLAIN, _MOST_NUMBERS // max(chains.states[active].numel(), 1)))
+        together = windows.together if isinstance(windows, Windows) else at_once
+        count = min(together, at_once, int(remaining.min()), most)
         made, target_s = plain_steps(process, chains, active, count, watch)
         if made:
             if isinstance(windows, Windows):
