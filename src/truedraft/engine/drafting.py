@@ -71,6 +71,11 @@ class Drafting:
         # Requests that were asked one behind another tell nothing of a batch.
         return tuple(each for each, asked in spent if each is not None and each.requests == asked)
 
+    @property
+    def warmups(self) -> int:
+        """Forwards of drafters so far that took longer than others of their shape will."""
+        return sum(member.drafter.warmups for member in self._members.values())
+
     def limit(self, request: Request, speculation: Speculation | None) -> None:
         """Let only those drafters draft for a request that can and that it wants, and no longer paths than it wants.
 
