@@ -12,6 +12,7 @@ from support.pairwise import pairwise
 from support.tiny_models import COUNT, PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
+from truedraft.core.stats import StepRecord
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from truedraft.cache.arena import Arena, ArenaPool
