@@ -90,9 +90,6 @@ class Masked(Unrolled):
         lengths = {pair: min(every[pair], int((kept > rank).sum())) for rank, pair in enumerate(order)}
         return dict(sorted(lengths.items(), key=lambda each: -each[1]))
 
-    def _taken(self, step: int, deep: Sequence[Sequence[int]], most: int) -> Sequence[Sequence[int]]:
-        return deep if step else super()._taken(step, deep, most)
-
     def _entering(self, step: int, pairs: Tensor, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         if not step:
             return super()._entering(step, pairs, x, embedded)
