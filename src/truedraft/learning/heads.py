@@ -1,0 +1,201 @@
+"""Heads that learn: those that read one vector of the target, and those that read several of its layers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.heads.base import HeadDrafter, refuse_other_target
+from truedraft.heads import Head, VectorHead
+from truedraft.learning.learnable import Learnable
+from truedraft.learning.replay import PLACES, Narrowed, agrees, replayed, scored
+from truedraft.learning.traffic import Answered, Score
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
+from truedraft.training.block import DFlashTrainingConfig, DSparkTrainingConfig
+from truedraft.training.eagle import ChainLoss, Chains, Eagle3TrainingConfig, Texts, chains_at
+from truedraft.training.head_config import HeadTrainingConfig
+from truedraft.training.head_objective import HeadLoss, HeadsObjective
+from truedraft.training.medusa import MedusaTrainingConfig
+from truedraft.training.peagle import PEagleTrainingConfig
+from truedraft.training.redrafter import RedrafterTrainingConfig
+from truedraft.training.texts.self_distillation import CollatedBatch
+
+HeadT = TypeVar("HeadT", bound=Head)
+_IDS, _OTHERS = 8192, 2048  # a larger vocabulary is narrowed, to the traffic's ids and so many others
+_WINDOW = 8  # positions of a stretch for heads that read one vector
+_CHAINS = 32  # of a stretch, one behind each token, for heads that read layers
+
+
+class LearnableHeads(Learnable[HeadT]):
+    """What heads of all kinds share."""
+
+    configs: ClassVar[Mapping[str, type[HeadTrainingConfig]]]
+    """How each kind is trained."""
+
+    def __init__(self, drafter: HeadDrafter[HeadT, Any], target: LanguageModel, lm_head: LmHead) -> None:
+        self._drafter, self._target, self._lm_head = drafter, target, lm_head
+        self.kind, self.plural = drafter.head.kind, drafter.head.plural
+        self._config: Any = self.configs[self.kind]()
+        self.origin = self._placed(drafter.head)
+
+    @classmethod
+    def takes(cls, drafter: Drafter) -> bool:
+        return isinstance(drafter, HeadDrafter) and drafter.head.kind in cls.configs
+
+    def _placed(self, head: HeadT) -> HeadT:
+        """A copy as the target runs it."""
+        return copy.deepcopy(head).to("cpu", self._lm_head.weight.dtype).eval().requires_grad_(False)
+
+    def change(self, module: HeadT) -> Callable[[], None]:
+        return partial(self._drafter.take, module)
+
+    def save(self, module: HeadT, folder: Path) -> None:
+        record = replace(self.origin.record, target_name=self._target.name, fingerprint=self._target.fingerprint)
+        short = self.dtype in (torch.bfloat16, torch.float16)
+        module.save(folder, record, dtype=self.dtype if short else torch.float32)
+
+    def load(self, folder: Path) -> HeadT:
+        head = type(self.origin).load(folder)
+        refuse_other_target(head, self._target)
+        return self._placed(head.with_record(self.origin.record))
+
+
+class LearnableVectorHeads(LearnableHeads[VectorHead]):
+    """Heads that read the vector from which the last token was drawn."""
+
+    configs: ClassVar = {each.head.kind: each for each in (MedusaTrainingConfig, RedrafterTrainingConfig)}
+    reads_prompts = False
+    answers = 16
+
+    @property
+    def least(self) -> int:  # type: ignore[override]
+        return self.origin.reach + 2
+
+    def learn(
+        self, shadow: VectorHead, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
+    ) -> int:
+        batch = self._batch(chosen, shadow.reach, chance)
+        narrowed = Narrowed.of(self._lm_head, self._config.distillation_loss, self._ids(known, chance))
+        loss = HeadLoss(shadow, narrowed.lm_head, narrowed.loss, decay=self._config.place_decay)
+        feed = self._config.feed(shadow, self._lm_head)
+        objective = HeadsObjective(shadow, self._lm_head, lambda _: batch, feed, narrowed, loss)
+        objective.accumulate(batch.places, 1.0)
+        return len(batch.places)
+
+    def _batch(self, chosen: Sequence[Answered], reach: int, chance: random.Random) -> CollatedBatch:
+        """A stretch of each of some answers, with the rows that a head reaches from it."""
+        tokens, vectors, places, end = [], [], [], 0
+        for each in chosen:
+            count = min(_WINDOW, len(each) - reach)
+            first = chance.randrange(len(each) - reach - count + 1)
+            rows = slice(first, first + count + reach)
+            tokens.append(each.tokens[rows])
+            vectors.append(each.vectors[rows].to("cpu"))
+            places.append(torch.arange(end, end + count))
+            end += count + reach
+        return CollatedBatch(torch.cat(vectors), torch.cat(tokens), torch.cat(places), np.arange(end))
+
+    def _ids(self, known: Sequence[Answered], chance: random.Random) -> Tensor | None:
+        """Ids that a step looks at: those of the traffic and some others, rising; None is all."""
+        if any(output is not None for output in self.origin.outputs):
+            return None
+        return some_ids(known, len(self._lm_head.weight), chance)
+
+    def replayed(self, modules: Sequence[VectorHead], answer: Answered) -> list[Score]:
+        return replayed(modules, self._lm_head, answer)
+
+
+def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Tensor | None:
+    """Ids that a step looks at: those of the traffic and some others, rising; None is all, of a small vocabulary."""
+    if vocab <= _IDS:
+        return None
+    others = torch.tensor([chance.randrange(vocab) for _ in range(_OTHERS)])
+    return torch.cat([*(each.tokens for each in known), others]).unique()
+
+
+class LearnableLayerHeads(LearnableHeads[Head]):
+    """Heads with layers of their own, which read several of the target's: EAGLE-3, P-EAGLE, DFlash and DSpark."""
+
+    configs: ClassVar = {
+        each.head.kind: each
+        for each in (Eagle3TrainingConfig, PEagleTrainingConfig, DFlashTrainingConfig, DSparkTrainingConfig)
+    }
+    answers = 4
+    least = 2
+
+    def __init__(self, drafter: HeadDrafter[Head, Any], target: LanguageModel, lm_head: LmHead) -> None:
+        super().__init__(drafter, target, lm_head)
+        config: Any = self.origin.config
+        self.layers = config.layers
+
+    def _chains(self, head: Head) -> Chains:
+        chains: Chains = self._config.chains(head, self._lm_head, self._target)
+        return chains
+
+    def learn(self, shadow: Head, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random) -> int:
+        chains, config, reach = self._chains(shadow), self._config, shadow.reach
+        texts, pairs = [], []
+        for each in chosen:
+            first = chance.randrange(max(len(each) - _CHAINS, 1))
+            places = range(first, min(first + _CHAINS, len(each) - 1))
+            end = min(places.stop + reach, len(each))
+            texts.append(self._text(chains, each, first + 1, end))
+            pairs.append(_pairs(each, places, end, reach))
+        counts = chains_at(pairs, reach)
+        loss = ChainLoss(chains, config.distillation_loss, None if config.by_acceptance else config.place_decay)
+        for text, own in zip(texts, pairs, strict=True):
+            loss.accumulate(chains.along(text, [own]), counts, 1.0)
+        return counts[0]
+
+    @torch.no_grad()
+    def _text(self, chains: Chains, answer: Answered, first: int, end: int) -> Texts:
+        """Prompt and tokens of an answer up to one, with the target's distributions of those from another one on."""
+        like = next(chains.head.parameters())
+        tokens = torch.cat([answer.prompt, answer.tokens[:end]])
+        # Behind the rows of all tokens but the last comes one for that, which nothing reads.
+        rows = [answer.layers[number][: len(tokens) - 1].to(like) for number in self.layers]
+        log_probs = functional.log_softmax(self._lm_head(answer.vectors[first:end].to("cpu")).float(), -1)
+        numbers = np.zeros(len(tokens), np.int64)
+        numbers[len(answer.prompt) + first - 1 : -1] = np.arange(end - first)
+        ids = chains.head.draft_ids
+        known = log_probs if ids is None else log_probs[:, ids]
+        return Texts(tokens, [0, len(tokens)], [functional.pad(each, (0, 0, 0, 1)) for each in rows], known, numbers)
+
+    def replayed(self, modules: Sequence[Head], answer: Answered) -> list[Score]:
+        return [self._replayed(each, answer) for each in modules]
+
+    @torch.no_grad()
+    def _replayed(self, head: Head, answer: Answered) -> Score:
+        end = min(len(answer), PLACES + 1)
+        kept, alive = torch.zeros(end - 1, dtype=torch.int64), torch.ones(end - 1, dtype=torch.bool)
+        if end > 1:
+            chains, pairs = self._chains(head), _pairs(answer, range(end - 1), end, head.reach)
+            for step in chains.along(self._text(chains, answer, end - 1, end), [pairs]):
+                found = torch.zeros_like(alive)
+                found[step.chains] = agrees(chains.logits(step.leaving), chains.ids(step.tokens))
+                alive &= found
+                kept += alive
+        return scored(kept)
+
+
+def _pairs(answer: Answered, places: Sequence[int], end: int, reach: int) -> dict[int, int]:
+    """Pairs whose chains begin behind tokens of an answer by their places, with their steps up to the token before
+    `end`, as `chains_in`.
+
+    Worked example: behind a prompt of 4 the answer's token 0 stands at 4, so its pair is 3, which is about the token
+    at 5; with an answer of 3 and a reach of 3 the pairs are 3 with two steps and 4 with one.
+    """
+    first = len(answer.prompt) - 1
+    return {first + place: min(reach, end - 1 - place) for place in places}
