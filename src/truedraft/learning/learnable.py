@@ -114,3 +114,10 @@ class Learnable(ABC, Generic[ModuleT]):
     def dtype(self) -> torch.dtype:
         """In which a module is served."""
         return next(self.origin.parameters()).dtype
+
+
+def in_dtype(module: ModuleT, dtype: torch.dtype) -> ModuleT:
+    """The same module with its weights in a dtype; what else it holds, as the angles of a rotation, stays exact."""
+    for weight in module.parameters():
+        weight.data = weight.data.to(dtype)
+    return module

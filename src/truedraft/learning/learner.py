@@ -23,6 +23,7 @@ from truedraft.engine import Engine
 from truedraft.engine.learner import LearnerStatus
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.files import user_path
+from truedraft.learning.drafts import LearnableDrafts
 from truedraft.learning.heads import LearnableLayerHeads, LearnableVectorHeads
 from truedraft.learning.learnable import Learnable
 from truedraft.learning.student import Student
@@ -42,7 +43,7 @@ _CANNOT = (
     "heads that were trained, and draft models in this process with the target's tokenizer, do; draft with these, or "
     "leave the learner out"
 )
-_KINDS: Sequence[type[Learnable[Any]]] = (LearnableVectorHeads, LearnableLayerHeads)
+_KINDS: Sequence[type[Learnable[Any]]] = (LearnableVectorHeads, LearnableLayerHeads, LearnableDrafts)
 
 Result = TypeVar("Result")
 

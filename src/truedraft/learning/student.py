@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from truedraft.learning.learnable import Learnable
+from truedraft.learning.learnable import Learnable, in_dtype
 from truedraft.learning.promotion import OWN, Candidate, Comparison, tokens_a_place, tokens_per_call
 from truedraft.learning.traffic import Answered, Traffic
 from truedraft.learning.versions import Versions
@@ -79,7 +79,7 @@ class Student:
 
     def _start_over(self) -> None:
         """Let the shadow be what is served."""
-        self._began = copy.deepcopy(self.served.module).float()
+        self._began = in_dtype(copy.deepcopy(self.served.module), torch.float32)
         self._average = copy.deepcopy(self._began)
         self._shadow = copy.deepcopy(self._average).requires_grad_(True).train()
         rates = OptimizerConfig(self._rate, self._rate, matrix_weight_decay=0.0)
@@ -133,7 +133,7 @@ class Student:
         with torch.no_grad():
             for weight, end in zip(found.parameters(), module.parameters(), strict=True):
                 weight.lerp_(end.float(), share)
-        return Candidate(found.to(self._learnable.dtype).eval().requires_grad_(False))
+        return Candidate(in_dtype(found, self._learnable.dtype).eval().requires_grad_(False))
 
     # ------------------------------------------------------------------------------------- judging
 
