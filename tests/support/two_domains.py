@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +10,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.head_models import MarkovWithEmbedding
+from support.tiny_models import build
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import DFlash, DSpark, Eagle3, Medusa, PEagle, Redrafter
+from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagle, Redrafter
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
 from truedraft.heads.peagle import PEagleHead
@@ -20,7 +23,9 @@ from truedraft.learning import Learner
 from truedraft.learning.learnable import Learnable
 from truedraft.learning.learner import _able
 from truedraft.learning.student import Student
+from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead, LogitFinish
 
 VOCAB, HALF, REACH = 12, 6, 3
@@ -62,6 +67,10 @@ def prompts(kind: int, count: int, seed: int = 0) -> list[list[int]]:
 
 
 WIDTH = VOCAB**2
+_DRAFT = LlamaConfig(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
 _LAYERS: dict[str, Any] = {"layers": (0,), "heads": 4, "kv_heads": 4, "head": 8, "inner": 64}
 _SIZES: dict[type[Head], dict[str, Any]] = {
     MedusaHeads: {"heads": REACH, "reads_token": True},
@@ -74,14 +83,18 @@ _SIZES: dict[type[Head], dict[str, Any]] = {
 
 
 def untrained(kind: type[Any] = RedrafterHead, seed: int = 0) -> Any:
-    """A head that was never trained."""
+    """A head, or a draft model, that was never trained."""
+    if kind is LlamaForCausalLM:
+        return build(_DRAFT, seed, spread=0.05).requires_grad_(False)
     torch.manual_seed(seed)
     made: Head = kind(kind.sizes(WIDTH, VOCAB, **_SIZES[kind]))
     return made.double().requires_grad_(False)
 
 
-def drafter_of(head: Any) -> HeadDrafter:
+def drafter_of(head: Any) -> Any:
     """Chains of its best guesses, or a small tree."""
+    if isinstance(head, LlamaForCausalLM):
+        return DraftModel(HuggingFaceModel(copy.deepcopy(head), None, "tiny", StockBackend), REACH)
     if isinstance(head, MedusaHeads):
         return Medusa(head, nodes=REACH)
     if isinstance(head, RedrafterHead):

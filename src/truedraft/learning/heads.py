@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -146,32 +147,36 @@ class LearnableLayerHeads(LearnableHeads[Head]):
 
     def learn(self, shadow: Head, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random) -> int:
         chains, config, reach = self._chains(shadow), self._config, shadow.reach
-        texts, pairs = [], []
+        spans, pairs = [], []
         for each in chosen:
             first = chance.randrange(max(len(each) - _CHAINS, 1))
             places = range(first, min(first + _CHAINS, len(each) - 1))
             end = min(places.stop + reach, len(each))
-            texts.append(self._text(chains, each, first + 1, end))
+            spans.append((each, first + 1, end))
             pairs.append(_pairs(each, places, end, reach))
         counts = chains_at(pairs, reach)
         loss = ChainLoss(chains, config.distillation_loss, None if config.by_acceptance else config.place_decay)
-        for text, own in zip(texts, pairs, strict=True):
-            loss.accumulate(chains.along(text, [own]), counts, 1.0)
+        loss.accumulate(chains.along(self._texts(chains, spans), pairs), counts, 1.0)
         return counts[0]
 
     @torch.no_grad()
-    def _text(self, chains: Chains, answer: Answered, first: int, end: int) -> Texts:
-        """Prompt and tokens of an answer up to one, with the target's distributions of those from another one on."""
-        like = next(chains.head.parameters())
-        tokens = torch.cat([answer.prompt, answer.tokens[:end]])
-        # Behind the rows of all tokens but the last comes one for that, which nothing reads.
-        rows = [answer.layers[number][: len(tokens) - 1].to(like) for number in self.layers]
-        log_probs = functional.log_softmax(self._lm_head(answer.vectors[first:end].to("cpu")).float(), -1)
-        numbers = np.zeros(len(tokens), np.int64)
-        numbers[len(answer.prompt) + first - 1 : -1] = np.arange(end - first)
-        ids = chains.head.draft_ids
+    def _texts(self, chains: Chains, spans: Sequence[tuple[Answered, int, int]]) -> Texts:
+        """Prompts and answers up to the second of their two places, with the target's distributions from the first."""
+        texts = [torch.cat([each.prompt, each.tokens[:end]]) for each, _, end in spans]
+        starts = list(itertools.accumulate(map(len, texts), initial=0))
+        rows, about = np.zeros(starts[-1], np.int64), []
+        for start, (each, first, end) in zip(starts, spans, strict=False):
+            about.append(start + len(each.prompt) - 1 + np.arange(first, end))
+        rows[np.concatenate(about)] = np.arange(sum(map(len, about)))
+        vectors = torch.cat([each.vectors[first:end] for each, first, end in spans]).to("cpu")
+        log_probs, ids = functional.log_softmax(self._lm_head(vectors).float(), -1), chains.head.draft_ids
         known = log_probs if ids is None else log_probs[:, ids]
-        return Texts(tokens, [0, len(tokens)], [functional.pad(each, (0, 0, 0, 1)) for each in rows], known, numbers)
+        like, layers = next(chains.head.parameters()), []
+        for number in self.layers:
+            # Behind the rows of a text's tokens comes one for its last, which nothing reads.
+            own = [each.layers[number][: len(each.prompt) + end - 1].to(like) for each, _, end in spans]
+            layers.append(torch.cat([functional.pad(each, (0, 0, 0, 1)) for each in own]))
+        return Texts(torch.cat(texts), starts, layers, known, rows)
 
     def replayed(self, modules: Sequence[Head], answer: Answered) -> list[Score]:
         return [self._replayed(each, answer) for each in modules]
@@ -182,7 +187,7 @@ class LearnableLayerHeads(LearnableHeads[Head]):
         kept, alive = torch.zeros(end - 1, dtype=torch.int64), torch.ones(end - 1, dtype=torch.bool)
         if end > 1:
             chains, pairs = self._chains(head), _pairs(answer, range(end - 1), end, head.reach)
-            for step in chains.along(self._text(chains, answer, end - 1, end), [pairs]):
+            for step in chains.along(self._texts(chains, [(answer, end - 1, end)]), [pairs]):
                 found = torch.zeros_like(alive)
                 found[step.chains] = agrees(chains.logits(step.leaving), chains.ids(step.tokens))
                 alive &= found
