@@ -405,11 +405,12 @@ def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:
     assert not drafter._own
 
 
-def test_both_tenants_are_drafted_for_in_one_batch() -> None:
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head])
+def test_both_tenants_are_drafted_for_in_one_batch(kind: type[Any]) -> None:
     learner = Unthreaded(per_tenant=True)
-    engine = learning(trained(), learner)
+    engine = learning(trained(kind), learner)
     (drafter,) = learner._tenants.values()
-    drafter.take("b", untrained())  # type: ignore[call-arg,arg-type]
+    drafter.take("b", untrained(kind))
     asked = prompts(0, 4)
     requests = [
         engine.submit(each, SamplingParams(max_tokens=30), scope="ab"[number % 2]) for number, each in enumerate(asked)
@@ -420,7 +421,7 @@ def test_both_tenants_are_drafted_for_in_one_batch() -> None:
     assert [each.pieces[-1].answer.token_ids for each in requests] == [each.token_ids for each in plain]  # type: ignore[union-attr]
     lengths = [each.counters.mean_acceptance_length for each in requests]
     assert min(lengths[0], lengths[2]) > max(lengths[1], lengths[3])
-    assert not drafter.held.requests
+    assert not drafter.held.requests and not drafter.held.n_bytes
 
 
 def test_what_cannot_learn_or_is_no_number_is_refused_in_a_sentence() -> None:
@@ -476,11 +477,18 @@ def test_answers_are_forgotten_in_time() -> None:
     assert traffic.is_empty and traffic.n_bytes == 0
 
 
-def test_an_answer_that_is_too_long_is_cut() -> None:
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head])
+def test_what_is_too_long_is_cut(kind: type[Any]) -> None:
+    """An answer behind, and a prompt, where it is noted, before."""
     learner = Noting()
     target = two_domains()
     target.context_length = 2000
-    engine = Engine(target, drafter_of(trained()), controller="fixed", learner=learner)
-    engine.generate(prompts(0, 1)[0], SamplingParams(max_tokens=700))
+    engine = Engine(target, drafter_of(untrained(kind)), controller="fixed", learner=learner)
+    prompt = prompts(0, 1)[0] * 150
+    tokens = engine.generate(prompt, SamplingParams(max_tokens=700)).token_ids
     ((_, answer),) = learner.seen
     assert len(answer) == len(answer.vectors) == 512
+    if kind is Eagle3Head:
+        text = [*prompt, *tokens[:511]]
+        expected = torch.stack([target.vector_after(text[:end]) for end in range(89, len(text) + 1)])
+        assert answer.prompt.tolist() == prompt[-512:] and torch.equal(answer.layers[0], expected)

@@ -14,7 +14,7 @@ import torch
 
 from support.two_domains import Unthreaded, ask, learnable_of, learning, prompts, teach, trained, two_domains, untrained
 from truedraft.errors import OptionError
-from truedraft.heads import MedusaHeads, RedrafterHead
+from truedraft.heads import DSparkHead, Eagle3Head, MedusaHeads, RedrafterHead
 from truedraft.learning.student import Student
 from truedraft.learning.traffic import Answered
 from truedraft.learning.versions import Versions
@@ -117,16 +117,21 @@ def test_what_is_written_are_heads_and_no_text(tmp_path: Path) -> None:
     )
 
 
-def test_a_rollback_is_named_on_disk_too(tmp_path: Path) -> None:
-    learner = Unthreaded(tmp_path, share=1.0)
-    learning(trained(), learner)
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head, DSparkHead])
+def test_a_rollback_is_named_on_disk_too(kind: type[Any], tmp_path: Path) -> None:
+    learner, first, other = Unthreaded(tmp_path, share=1.0), untrained(kind, 1), untrained(kind)
+    learning(first, learner)
     student = learner.student
     origin = student.served
-    student._promote(type(origin)(untrained()))
-    assert json.loads((tmp_path / "redrafter" / "current.json").read_text())["version"] == 1
+    student._promote(type(origin)(other))
+    folder = tmp_path / kind.kind
+    assert json.loads((folder / "current.json").read_text())["version"] == 1
+    found = Versions(folder, learnable_of(first), two_domains()).load()
+    assert found is not None and found[0] == 1
+    torch.testing.assert_close(dict(found[1].state_dict()), dict(other.state_dict()), rtol=1e-6, atol=1e-7)
     student._roll_back(origin)
-    assert json.loads((tmp_path / "redrafter" / "current.json").read_text())["version"] == 0
-    assert Versions(tmp_path / "redrafter", learnable_of(trained()), two_domains()).load() is None
+    assert json.loads((folder / "current.json").read_text())["version"] == 0
+    assert Versions(folder, learnable_of(first), two_domains()).load() is None
 
 
 def test_each_tenant_has_versions_of_its_own(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.heads.base import HeadDrafter, refuse_other_target
+from truedraft.errors import CompositionError
 from truedraft.heads import Head, VectorHead
 from truedraft.learning.learnable import Learnable
 from truedraft.learning.replay import PLACES, Narrowed, agrees, replayed, scored
@@ -49,6 +50,16 @@ class LearnableHeads(Learnable[HeadT]):
         self._drafter, self._target, self._lm_head = drafter, target, lm_head
         self.kind, self.plural = drafter.head.kind, drafter.head.plural
         self._config: Any = self.configs[self.kind]()
+        own = [
+            each
+            for each in drafter.head.outputs
+            if each is not None and getattr(drafter.head, "draft_ids", None) is None
+        ]
+        if any(each.out_features != len(lm_head.weight) for each in own):
+            raise CompositionError(
+                f"these {self.plural} guess among {own[0].out_features} ids, and {target.name} has "
+                f"{len(lm_head.weight)}; they draft, but do not learn"
+            )
         self.origin = self._placed(drafter.head)
 
     @classmethod
@@ -88,7 +99,9 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
         self, shadow: VectorHead, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
     ) -> int:
         batch = self._batch(chosen, shadow.reach, chance)
-        narrowed = Narrowed.of(self._lm_head, self._config.distillation_loss, self._ids(known, chance))
+        own = any(output is not None for output in shadow.outputs)
+        ids = None if own else some_ids(known, len(self._lm_head.weight), chance)
+        narrowed = Narrowed.of(self._lm_head, self._config.distillation_loss, ids)
         loss = HeadLoss(shadow, narrowed.lm_head, narrowed.loss, decay=self._config.place_decay)
         feed = self._config.feed(shadow, self._lm_head)
         objective = HeadsObjective(shadow, self._lm_head, lambda _: batch, feed, narrowed, loss)
@@ -107,12 +120,6 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
             places.append(torch.arange(end, end + count))
             end += count + reach
         return CollatedBatch(torch.cat(vectors), torch.cat(tokens), torch.cat(places), np.arange(end))
-
-    def _ids(self, known: Sequence[Answered], chance: random.Random) -> Tensor | None:
-        """Ids that a step looks at: those of the traffic and some others, rising; None is all."""
-        if any(output is not None for output in self.origin.outputs):
-            return None
-        return some_ids(known, len(self._lm_head.weight), chance)
 
     def replayed(self, modules: Sequence[VectorHead], answer: Answered) -> list[Score]:
         return replayed(modules, self._lm_head, answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,7 +14,6 @@ from torch import nn
 from truedraft.drafters.base import Drafter
 from truedraft.learning.traffic import Answered, Score
 from truedraft.models.base import LanguageModel
-from truedraft.models.huggingface import weights_hash
 from truedraft.models.lm_head import LmHead
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -80,8 +79,7 @@ class Learnable(ABC, Generic[ModuleT]):
     def replayed(self, modules: Sequence[ModuleT], answer: Answered) -> list[Score]:
         """What chains of each module's best guesses along an answer come to, from each of its first places.
 
-        A chain is kept as far as it agrees with the answer, at every temperature. What a guess reads before it are
-        tokens that were kept, so they are the answer's.
+        A chain is kept as far as it agrees with the answer, at every temperature, so what a guess reads is the answer.
         """
 
     @abstractmethod
@@ -104,11 +102,6 @@ class Learnable(ABC, Generic[ModuleT]):
             ModelError: the folder is damaged, or holds something else.
             CompositionError: it is for another target.
         """
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        """What versions belong to, beside the target."""
-        return {"kind": self.kind, "origin": weights_hash(self.origin)}
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,6 +18,7 @@ from truedraft.errors import CompositionError, ModelError, OptionError, errors_a
 from truedraft.files import object_of, take_place, written_whole
 from truedraft.learning.learnable import Learnable
 from truedraft.models.base import LanguageModel
+from truedraft.models.huggingface import weights_hash
 
 _POINTER, _VERSIONS = "current.json", "versions"
 _KEPT = 4  # versions beside the one that is served
@@ -38,7 +39,7 @@ class Versions:
 
     def __init__(self, folder: Path, learnable: Learnable[Any], target: LanguageModel) -> None:
         self._folder, self._learnable = folder, learnable
-        self._about = {**learnable.about, "target": target.fingerprint}
+        self._about = {"kind": learnable.kind, "origin": weights_hash(learnable.origin), "target": target.fingerprint}
         kept = object_of(folder / _POINTER)
         if kept and (differ := [name for name, each in self._about.items() if kept.get(name) != each]):
             raise OptionError(

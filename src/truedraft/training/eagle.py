@@ -446,13 +446,6 @@ class ChainLoss:
         torch.autograd.backward(leaving, gradients)
         return sums
 
-    def mean(self, sums: Tensor, counts: Sequence[int]) -> dict[str, float]:
-        """The loss, and that of each step, of sums over all chains."""
-        means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
-        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
-        word = self._chains.head.place_word
-        return {"loss": total} | {f"{word}_{step}": mean for step, mean in enumerate(means, start=1)}
-
     def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient in what leaves a step of its losses times weights `[rows]`; the sum of its losses, and how
         probably each of its tokens is accepted, `[rows]`, where that is asked for."""
@@ -488,7 +481,8 @@ class ChainObjective:
     def __init__(
         self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
     ) -> None:
-        self._unrolled, self._text, self._loss = unrolled, text, ChainLoss(unrolled, loss, decay)
+        self._unrolled, self._text, self._decay = unrolled, text, decay
+        self._loss = ChainLoss(unrolled, loss, decay)
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         """Add `scale` times the gradient of the mean loss over some answers, given by their windows and
@@ -504,7 +498,9 @@ class ChainObjective:
         for group in read_together(texts if own is None else texts[own], sums.device):
             steps = self._unrolled.steps([each for each, _ in group], [pairs for _, pairs in group])
             sums += self._loss.accumulate(steps, counts, scale)
-        return self._loss.mean(sums, counts)
+        means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
+        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
+        return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
 
 
 def chains_at(chosen: Sequence[Mapping[int, int]], reach: int) -> list[int]:
