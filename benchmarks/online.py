@@ -4,9 +4,9 @@
 
 Questions of `--old` come one behind another, and after `--shift` requests those of `--new`; a learner trains the
 drafter on a share of the time. Then every version that was served is measured on prompts that were not asked, of both
-kinds: tokens for each target call, which hang on no machine's speed. Last, requests are timed with a learner and without one,
-in turns, each in a process of its own. A file of questions is of HumanEval, GSM8K or another published set, or has JSON
-lines with a "text" each, as of source files, whose beginning is asked to be continued.
+kinds: tokens for each target call, which hang on no machine's speed. Last, requests are timed with a learner and
+without one, in turns, each in a process of its own. A file of questions is of HumanEval, GSM8K or another published
+set, or has JSON lines with a "text" each, as of source files, whose beginning is asked to be continued.
 
 What was done is in `--out` and `--folder`; a run that was broken off goes on behind it. The last line is a summary.
 """

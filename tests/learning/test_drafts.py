@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from support.gguf_files import write
 from support.parallel_drafting import beside, tiny_llama
+from support.tiny_models import FAMILIES, packed, stock
 from support.two_domains import Unthreaded, drafter_of, learning, prompts, trained, two_domains, untrained
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
@@ -21,7 +23,9 @@ from truedraft.drafters import DraftModel, from_spec
 from truedraft.errors import CompositionError
 from truedraft.learning.drafts import LearnableDrafts
 from truedraft.learning.promotion import Candidate
+from truedraft.learning.traffic import Answered
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.translated import TranslatedModel
 
 GREEDY = SamplingParams(max_tokens=16)
@@ -85,6 +89,20 @@ def test_a_draft_of_a_gguf_file_learns_in_numbers_and_serves_with_few_bits(tmp_p
     assert draft._backend.bits == 4
     learnable.change(module)()
     assert torch.equal(logits(draft).float(), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_every_family_learn_and_serve_their_weights(family: str) -> None:
+    draft, target = HuggingFaceModel(stock(family), None, family), packed("llama")
+    before, learnable = logits(draft), LearnableDrafts(DraftModel(draft, 3), target, target.lm_head())
+    answer = Answered(torch.arange(20), torch.randn(20, target.head_width), prompt=torch.arange(50, 56))
+    shadow = copy.deepcopy(learnable.origin).requires_grad_(True)
+    assert learnable.learn(shadow, [answer], [answer], random.Random(0)) == 20
+    assert all(weight.grad is not None for weight in shadow.parameters())
+    learnable.change(copy.deepcopy(learnable.origin))()
+    assert torch.equal(logits(draft), before)
+    learnable.change(moved(learnable.origin).module)()
+    assert not torch.equal(logits(draft), before)
 
 
 def test_behind_a_swap_nothing_is_left_of_what_the_old_one_read() -> None:
