@@ -118,8 +118,7 @@ class Learner:
 
         Raises:
             CompositionError: nothing that drafts can learn so, or the learner has an engine already.
-            OptionError: the folder holds versions of another head, or for another target.
-            UnsupportedModelError: the target has no LM head that heads could learn with.
+            OptionError: the folder holds versions of something else, or for another target.
         """
         if self._able:
             raise CompositionError("this learner learns beside another engine already; make one for each")
@@ -288,7 +287,6 @@ def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
 
     Raises:
         CompositionError: nothing can; says why.
-        UnsupportedModelError: the target has no LM head that could be shared.
     """
     members, lm_head = engine.drafter.members, functools.cache(engine.target.lm_head)
     kinds = {name: kind for name, each in members.items() for kind in _KINDS if kind.takes(each)}
@@ -306,6 +304,8 @@ def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
             f"nothing of the drafter {engine.drafter.name!r} can learn while it serves"
             + (f" ({'; '.join(reasons)})" if reasons else f": {_CANNOT}")
         )
+    if reasons:
+        _log.warning("some of what drafts does not learn: %s", "; ".join(reasons))
     return able
 
 
