@@ -1,12 +1,12 @@
-"""What heads that learn while they serve bring where traffic changes: `truedraft.learning` on published questions.
+"""What drafters that learn while they serve bring where traffic changes: `truedraft.learning` on published questions.
 
     python benchmarks/online.py MODEL KIND:FOLDER[,option=value]... --old FILE --new FILE... --folder DIR
 
-Questions of `--old` come one behind another, and after `--shift` requests those of `--new`; a learner trains the heads
-on a share of the time. Then every version that was served is measured on prompts that were not asked, of both kinds:
-tokens for each target call, which hang on no machine's speed. Last, requests are timed with a learner and without one,
-in turns, each in a process of its own. A file of questions is of HumanEval, GSM8K or another published set, or has JSON
-lines with a "text" each, as of source files, whose beginning is asked to be continued.
+Questions of `--old` come one behind another, and after `--shift` requests those of `--new`; a learner trains the
+drafter on a share of the time. Then every version that was served is measured on prompts that were not asked, of both
+kinds: tokens for each target call, which hang on no machine's speed. Last, requests are timed with a learner and
+without one, in turns, each in a process of its own. A file of questions is of HumanEval, GSM8K or another published
+set, or has JSON lines with a "text" each, as of source files, whose beginning is asked to be continued.
 
 What was done is in `--out` and `--folder`; a run that was broken off goes on behind it. The last line is a summary.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,6 @@ from common import RESULTS, Lines, note
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.bench.prompts import is_question_file, read_questions, spread
 from truedraft.core.stats import Counters
-from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.specs import from_spec
 from truedraft.learning import Learner
 from truedraft.machine import dtype_name, machine_facts
@@ -47,7 +47,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("drafter", help="heads that learn, with how many nodes they draft")
+    parser.add_argument("drafter", help="what learns, with how much it drafts")
     parser.add_argument("--old", type=Path, nargs="+", required=True, help="questions that are asked first")
     parser.add_argument("--new", type=Path, nargs="+", required=True, help="questions behind them, each file in turn")
     parser.add_argument("--folder", type=Path, required=True, help="for versions")
@@ -144,10 +144,11 @@ def measured(
     options: argparse.Namespace, target: LanguageModel, held: dict[str, list[list[int]]], version: int
 ) -> dict[str, Any]:
     """Tokens for each call of a version on prompts of both kinds."""
-    drafter = from_spec(options.drafter, target)
-    assert isinstance(drafter, HeadDrafter)
+    spec = options.drafter
     if version:
-        drafter.take(type(drafter.head).load(options.folder / "kept" / str(version)))
+        kind, more = re.fullmatch(r"([^:,]*)[^,]*(.*)", spec).groups()
+        spec = f"{kind}:{options.folder / 'kept' / str(version)}{more}"
+    drafter = from_spec(spec, target)
     found: dict[str, Any] = {}
     for temperature in _TEMPERATURES:
         engine = Engine(target, drafter, controller="fixed", entropy=2)

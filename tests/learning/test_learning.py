@@ -7,15 +7,18 @@ import itertools
 import random
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from support.two_domains import (
     VOCAB,
     Unthreaded,
     ask,
     drafter_of,
+    learnable_of,
     learning,
     measured,
     prompts,
@@ -25,30 +28,47 @@ from support.two_domains import (
     untrained,
 )
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters import Portfolio, PromptLookup
+from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import StepOutcome
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, OptionError
-from truedraft.heads import MedusaHeads, RedrafterHead, VectorHead
+from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, MedusaHeads, RedrafterHead
+from truedraft.heads.peagle import PEagleHead
 from truedraft.learning import Learner
+from truedraft.learning.heads import LearnableLayerHeads
 from truedraft.learning.promotion import Candidate
-from truedraft.learning.replay import Narrowed, replayed
+from truedraft.learning.replay import Narrowed
 from truedraft.learning.student import Student, _Winner
 from truedraft.learning.tenants import Tenants
 from truedraft.learning.traffic import Answered, Score, Traffic
 from truedraft.training.losses import ForwardKL
 
-KINDS = pytest.mark.parametrize("kind", [RedrafterHead, MedusaHeads])
+LEARNED = [RedrafterHead, MedusaHeads, Eagle3Head, LlamaForCausalLM]
+OTHERS = [PEagleHead, DFlashHead, DSparkHead]
+KINDS = pytest.mark.parametrize("kind", [*LEARNED, *OTHERS])
 
 
-@KINDS
-def test_it_learns_a_new_kind_of_texts_and_keeps_the_old_one(kind: type[VectorHead]) -> None:
+def heads_of(kind: type[Any]) -> tuple[Any, Any]:
+    """One that drafts well where it learned in another test, and one that does not."""
+    return trained(kind) if kind in LEARNED else untrained(kind, 1), untrained(kind)
+
+
+def drafting(engine: Engine) -> torch.nn.Module:
+    """The module that drafts."""
+    drafter: Any = engine.drafter
+    return drafter.model.module if isinstance(drafter, DraftModel) else drafter.head
+
+
+@pytest.mark.parametrize("kind", [*LEARNED, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+def test_it_learns_a_new_kind_of_texts_and_keeps_the_old_one(kind: type[Any]) -> None:
     before, learner = trained(kind), Unthreaded(share=1.0)
     engine = learning(before, learner)
     teach(engine, learner, 0, 2)
-    teach(engine, learner, 1, 10)
-    after = learner.student.served.head
-    assert learner.status.promotions and engine.drafter.trees is not None and engine.drafter.trees.head is after
+    teach(engine, learner, 1, 7 if kind is Eagle3Head else 10)
+    after = learner.student.served.module
+    assert learner.status.promotions
+    drafts = drafting(engine).state_dict()
+    assert all(torch.equal(drafts[name], each) for name, each in after.state_dict().items())
     assert measured(after, 1) > 1.1 * measured(before, 1)
     assert measured(after, 0) > 0.98 * measured(before, 0)
     gained = learner.status
@@ -60,32 +80,38 @@ def test_it_learns_a_new_kind_of_texts_and_keeps_the_old_one(kind: type[VectorHe
 class Noting(Unthreaded):
     """Notes what came, and never learns from it."""
 
-    def _take(self, scope: object, tokens: torch.Tensor, vectors: torch.Tensor) -> None:
-        self.seen = [*getattr(self, "seen", []), (scope, tokens, vectors)]
+    def _take(self, scope: object, answer: Answered) -> None:
+        self.seen = [*getattr(self, "seen", []), (scope, answer)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_answers_and_their_vectors_are_what_is_recorded(temperature: float) -> None:
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head, LlamaForCausalLM])
+def test_the_answers_and_their_vectors_are_what_is_recorded(kind: type[Any], temperature: float) -> None:
     learner = Noting()
-    engine = learning(trained(), learner)
+    engine = learning(trained(kind), learner)
     asked = prompts(0, 5)
     params = SamplingParams(max_tokens=23, temperature=temperature)
     requests = [engine.submit(prompt, params, scope=number) for number, prompt in enumerate(asked)]
     while engine.step():
         pass
     target = two_domains()
-    assert sorted(scope for scope, _, _ in learner.seen) == [0, 1, 2, 3, 4]
-    for scope, tokens, vectors in learner.seen:
+    assert sorted(scope for scope, _ in learner.seen) == [0, 1, 2, 3, 4]
+    for scope, noted in learner.seen:
         answer = requests[scope].pieces[-1].answer
-        assert answer is not None and tokens.tolist() == answer.token_ids
-        for place, vector in enumerate(vectors):
+        assert answer is not None and noted.tokens.tolist() == answer.token_ids
+        for place, vector in enumerate(noted.vectors):
             assert torch.equal(vector, target.vector_after([*asked[scope], *answer.token_ids[:place]]))
+        text = [*asked[scope], *answer.token_ids]
+        assert noted.prompt.tolist() == ([] if kind is RedrafterHead else asked[scope])
+        rows = [target.vector_after(text[: place + 1]) for place in range(len(text) - 1)]
+        assert list(noted.layers) == ([0] if kind is Eagle3Head else [])
+        assert all(torch.equal(layer, torch.stack(rows)) for layer in noted.layers.values())
 
 
 class Swapping(Unthreaded):
     """Gives heads in turn, one behind each so many steps, and notes how often."""
 
-    heads: Sequence[VectorHead] = ()
+    heads: Sequence[Any] = ()
     every, steps, swaps = 3, 0, 0
 
     def changes(self):  # type: ignore[no-untyped-def]
@@ -93,19 +119,19 @@ class Swapping(Unthreaded):
         if self.steps % self.every or not self.heads:
             return ()
         self.swaps += 1
-        (drafter,) = self._drafters.values()
-        return [(drafter.name, partial(drafter.take, self.heads[self.swaps % len(self.heads)]))]
+        ((name, learnable),) = self._able.items()
+        return [(name, learnable.change(self.heads[self.swaps % len(self.heads)]))]
 
 
 @KINDS
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
-def test_a_swap_in_the_middle_changes_no_answer(kind: type[VectorHead], how: dict[str, float]) -> None:
+def test_a_swap_in_the_middle_changes_no_answer(kind: type[Any], how: dict[str, float]) -> None:
     params = SamplingParams(max_tokens=40, **how)  # type: ignore[arg-type]
     asked = prompts(0, 3) + prompts(1, 3)
     plain = [each.token_ids for each in Engine(two_domains()).generate(asked, params)]
     learner = Swapping()
-    learner.heads = trained(kind), untrained(kind)
-    answers = learning(trained(kind), learner).generate(asked, params)
+    learner.heads = heads_of(kind)
+    answers = learning(learner.heads[0], learner).generate(asked, params)
     assert [each.token_ids for each in answers] == plain
     assert learner.swaps > 3 and not any(each.warnings for each in answers)
 
@@ -143,7 +169,7 @@ def test_what_a_drafter_holds_behind_a_swap_is_what_a_new_one_would() -> None:
     requests = [engine.submit(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(0, 3)]
     for _ in range(4):
         engine.step()
-    (drafter,) = learner._drafters.values()
+    drafter = engine.drafter
     assert isinstance(drafter, HeadDrafter)
     before = held_by(drafter)
     engine._drafting.renew(drafter.name, partial(drafter.take, untrained()), engine._scheduler.running)
@@ -177,26 +203,29 @@ def test_a_change_that_fails_leaves_what_was_there() -> None:
     assert drafter.head is trained() and request.finish_reason == "length" and not request.warnings
 
 
-def feed(learner: Unthreaded, answers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tokens, vectors in answers:
-        learner._take(None, tokens, vectors)
-        learner.settle(12)
-    learner.settle()
+def feed(learner: Unthreaded, answers: Sequence[Answered], works: int = 12) -> None:
+    for answer in answers:
+        learner._take(None, answer)
+        learner.settle(works)
 
 
-def test_random_labels_are_not_promoted() -> None:
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head, LlamaForCausalLM])
+def test_random_labels_are_not_promoted(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that nothing foretells, with vectors of the target that say something else."""
+    monkeypatch.setattr(LearnableLayerHeads, "answers", 1)  # of a step, for speed
     learner, target, chance = Unthreaded(share=1.0), two_domains(), random.Random(0)
-    engine = learning(trained(), learner)
+    engine = learning(trained(kind), learner)
     answers = []
     for _ in range(160):
-        tokens = [chance.randrange(VOCAB) for _ in range(40)]
+        tokens = torch.tensor([chance.randrange(VOCAB) for _ in range(40)])
         pairs = [[chance.randrange(VOCAB), chance.randrange(VOCAB)] for _ in range(40)]
-        answers.append((torch.tensor(tokens), torch.stack([target.vector_after(pair) for pair in pairs])))
-    feed(learner, answers)
+        vectors = torch.stack([target.vector_after(pair) for pair in pairs])
+        answers.append(Answered(tokens, vectors, prompt=tokens[:1], layers={0: vectors}))
+    before = copy.deepcopy(drafting(engine).state_dict())
+    feed(learner, answers, 3 if kind is Eagle3Head else 12)
     assert learner.status.trials > 3 and learner.status.promotions == 0
     ask(engine, prompts(0, 1))
-    assert engine.drafter.trees is not None and engine.drafter.trees.head is trained()
+    assert all(torch.equal(before[name], each) for name, each in drafting(engine).state_dict().items())
 
 
 def test_a_head_that_turns_out_worse_is_rolled_back() -> None:
@@ -209,16 +238,16 @@ def test_a_head_that_turns_out_worse_is_rolled_back() -> None:
     student._learned = 10**9  # nothing is trained, so that nothing else can be promoted
     ask(engine, prompts(0, 1))
     drafter = engine.drafter
-    assert isinstance(drafter, HeadDrafter) and drafter.head is not good.head
+    assert isinstance(drafter, HeadDrafter) and drafter.head is not good.module
     teach(engine, learner, 0, 6)
-    assert student.rollbacks == 1 and student.served is good and drafter.head is good.head
+    assert student.rollbacks == 1 and student.served is good and drafter.head is good.module
 
 
 def judged(student: Student, newest: int = 24, **kept: int) -> Candidate:
     """What is served when a winner was judged that keeps so many guesses of 60 on older answers, and on the newest."""
     winner = Candidate(untrained())
     with torch.no_grad():
-        for weight in winner.head.parameters():
+        for weight in winner.module.parameters():
             weight.add_(1.0)
     heads = {"served": student.served, "origin": student.origin, "new": winner}
     groups = [[Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(8)] for _ in range(3)]
@@ -241,7 +270,7 @@ def test_less_is_taken_of_what_is_worse_on_older_answers(better: str) -> None:
     assert student.served is served and student._winner is not None and student._winner.whole is winner
     less = student._winner
     assert less.share == pytest.approx(0.7) and less.now is not winner
-    began, whole, now = (list(each.parameters()) for each in (student._began, winner.head, less.now.head))
+    began, whole, now = (list(each.parameters()) for each in (student._began, winner.module, less.now.module))
     for first, last, found in zip(began, whole, now, strict=True):
         torch.testing.assert_close(found.float(), torch.lerp(first, last.float(), 0.7))
         assert not torch.equal(first, found.float())
@@ -278,21 +307,23 @@ def test_what_no_longer_gains_on_the_newest_answers_is_dropped() -> None:
     assert student.served is student.origin and student._winner is None and engine is not None
 
 
-def test_replay_is_what_an_engine_with_chains_does() -> None:
+@pytest.mark.parametrize("kind", [each for each in (*LEARNED, *OTHERS) if each is not MedusaHeads])  # makes no chains
+def test_replay_is_what_an_engine_with_chains_does(kind: type[Any]) -> None:
     """Tokens and calls of greedy answers, against the engine's own counts; two heads together as each alone."""
-    target, head, kind_of = two_domains(), trained(), RedrafterHead
-    lm_head = target.lm_head()
-    engine = learning(head, None)
-    for kind in (0, 1):
-        for prompt in prompts(kind, 6):
+    target, (head, another) = two_domains(), heads_of(kind)
+    engine, learnable = learning(head, None), learnable_of(head)
+    for domain in (0, 1):
+        for prompt in prompts(domain, 6):
             answer = engine.generate(prompt, SamplingParams(max_tokens=32))
             texts = [[*prompt, *answer.token_ids[:place]] for place in range(len(answer.token_ids))]
             vectors = torch.stack([target.vector_after(text) for text in texts])
-            answered_ = Answered(torch.tensor(answer.token_ids), vectors, 0.0)
-            own, other = replayed([head, untrained(kind_of)], lm_head, answered_)
+            read = torch.stack([target.vector_after(prompt[:end]) for end in range(1, len(prompt))])
+            layers = {0: torch.cat([read, vectors])}
+            answered_ = Answered(torch.tensor(answer.token_ids), vectors, prompt=torch.tensor(prompt), layers=layers)
+            own, other = learnable.replayed([head, another], answered_)
             assert own[:2] == (answer.stats.emitted_tokens, answer.stats.target_calls)
             assert own.tokens - own.calls <= own.kept  # chains begin at every place, also within others
-            assert other == replayed([untrained(kind_of)], lm_head, answered_)[0]
+            assert other == learnable.replayed([another], answered_)[0]
 
 
 def test_a_narrowed_step_learns_what_the_whole_vocabulary_says_of_its_ids() -> None:
@@ -341,7 +372,7 @@ def test_a_tenants_strings_reach_no_other_tenants_drafts() -> None:
         learner.settle()
     asked_by("planter", 1, 1, 0)
     assert learner.status.promotions
-    (drafter,) = learner._drafters.values()
+    (drafter,) = learner._tenants.values()
     seen: dict[str, list[list[int]]] = {}
     inner = {"planter": drafter._own["planter"], "other": drafter.base}  # type: ignore[union-attr]
     assert inner["other"].head is trained() and inner["planter"].head is not trained()
@@ -361,11 +392,11 @@ def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:
     learner = Unthreaded(per_tenant=True, keep_s=60.0, clock=lambda: now[0])
     engine = learning(trained(), learner)
     for _ in range(8):
-        learner._take("a", torch.zeros(9, dtype=torch.int64), torch.zeros(9, VOCAB**2))
+        learner._take("a", answered(9, width=VOCAB**2))
     learner._meet()
     learner._students["a", "redrafter"]._promote(Candidate(untrained()))  # type: ignore[union-attr]
     ask(engine, prompts(0, 1))
-    (drafter,) = learner._drafters.values()
+    (drafter,) = learner._tenants.values()
     assert isinstance(drafter, Tenants) and set(drafter._own) == {"a"}
     now[0] = 100.0
     learner.turn()
@@ -374,11 +405,12 @@ def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:
     assert not drafter._own
 
 
-def test_both_tenants_are_drafted_for_in_one_batch() -> None:
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head])
+def test_both_tenants_are_drafted_for_in_one_batch(kind: type[Any]) -> None:
     learner = Unthreaded(per_tenant=True)
-    engine = learning(trained(), learner)
-    (drafter,) = learner._drafters.values()
-    drafter.take("b", untrained())  # type: ignore[call-arg,arg-type]
+    engine = learning(trained(kind), learner)
+    (drafter,) = learner._tenants.values()
+    drafter.take("b", untrained(kind))
     asked = prompts(0, 4)
     requests = [
         engine.submit(each, SamplingParams(max_tokens=30), scope="ab"[number % 2]) for number, each in enumerate(asked)
@@ -389,7 +421,7 @@ def test_both_tenants_are_drafted_for_in_one_batch() -> None:
     assert [each.pieces[-1].answer.token_ids for each in requests] == [each.token_ids for each in plain]  # type: ignore[union-attr]
     lengths = [each.counters.mean_acceptance_length for each in requests]
     assert min(lengths[0], lengths[2]) > max(lengths[1], lengths[3])
-    assert not drafter.held.requests
+    assert not drafter.held.requests and not drafter.held.n_bytes
 
 
 def test_what_cannot_learn_or_is_no_number_is_refused_in_a_sentence() -> None:
@@ -419,8 +451,8 @@ def test_of_a_portfolio_the_heads_learn() -> None:
     assert all(each is not None and each._learned for each in learner._students.values())
 
 
-def answered(count: int, since_s: float = 0.0) -> Answered:
-    return Answered(torch.zeros(count, dtype=torch.int64), torch.zeros(count, 4), since_s)
+def answered(count: int, since_s: float = 0.0, width: int = 4) -> Answered:
+    return Answered(torch.zeros(count, dtype=torch.int64), torch.zeros(count, width), since_s)
 
 
 def test_memory_is_bounded_and_older_answers_are_sampled_evenly() -> None:
@@ -445,10 +477,18 @@ def test_answers_are_forgotten_in_time() -> None:
     assert traffic.is_empty and traffic.n_bytes == 0
 
 
-def test_an_answer_that_is_too_long_is_cut() -> None:
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head])
+def test_what_is_too_long_is_cut(kind: type[Any]) -> None:
+    """An answer behind, and a prompt, where it is noted, before."""
     learner = Noting()
     target = two_domains()
     target.context_length = 2000
-    engine = Engine(target, drafter_of(trained()), controller="fixed", learner=learner)
-    engine.generate(prompts(0, 1)[0], SamplingParams(max_tokens=700))
-    assert len(learner.seen[0][1]) == len(learner.seen[0][2]) == 512
+    engine = Engine(target, drafter_of(untrained(kind)), controller="fixed", learner=learner)
+    prompt = prompts(0, 1)[0] * 150
+    tokens = engine.generate(prompt, SamplingParams(max_tokens=700)).token_ids
+    ((_, answer),) = learner.seen
+    assert len(answer) == len(answer.vectors) == 512
+    if kind is Eagle3Head:
+        text = [*prompt, *tokens[:511]]
+        expected = torch.stack([target.vector_after(text[:end]) for end in range(89, len(text) + 1)])
+        assert answer.prompt.tolist() == prompt[-512:] and torch.equal(answer.layers[0], expected)

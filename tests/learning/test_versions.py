@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from support.two_domains import Unthreaded, ask, learning, prompts, teach, trained, two_domains, untrained
+from support.two_domains import Unthreaded, ask, learnable_of, learning, prompts, teach, trained, two_domains, untrained
 from truedraft.errors import OptionError
-from truedraft.heads import MedusaHeads, RedrafterHead
+from truedraft.heads import DSparkHead, Eagle3Head, MedusaHeads, RedrafterHead
 from truedraft.learning.student import Student
+from truedraft.learning.traffic import Answered
 from truedraft.learning.versions import Versions
 
 _KILLED = """
@@ -24,7 +25,7 @@ from pathlib import Path
 sys.path[:0] = {path}
 import torch
 torch.set_num_threads(1)
-from support.two_domains import two_domains, untrained
+from support.two_domains import learnable_of, two_domains, untrained
 import truedraft.learning.versions
 from truedraft.learning.versions import Versions
 
@@ -42,13 +43,13 @@ def write_until_killed(folder, point):
             if audited == point:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    versions = Versions(folder, head, two_domains())
+    versions = Versions(folder, learnable_of(head), two_domains())
     sys.addaudithook(killed)
     for number in range(1, 5):
         with torch.no_grad():
             for weight in head.parameters():
                 weight.fill_(number / 8)
-        versions.name(versions.write(head, torch.float32))
+        versions.name(versions.write(head))
         Path(f"{{folder}}.told").write_text(str(number))
 
 folders, points = Path(sys.argv[1]), int(sys.argv[2])
@@ -66,7 +67,7 @@ for point in range(1, points):
 
 def marks(folder: Path) -> int:
     """The number that the weights of the version which loads were marked with; 0 of the head itself."""
-    found = Versions(folder, untrained(), two_domains()).load()
+    found = Versions(folder, learnable_of(untrained()), two_domains()).load()
     if found is None:
         return 0
     number, head = found
@@ -86,8 +87,8 @@ def test_whatever_write_it_is_killed_at_the_last_named_version_loads(tmp_path: P
         noted = tmp_path / f"{folder.name}.told"
         told = int(noted.read_text()) if noted.exists() else 0
         assert marks(folder) in (told, told + 1), folder
-        versions = Versions(folder, untrained(), two_domains())  # and it goes on from there
-        number = versions.write(trained(), torch.float32)
+        versions = Versions(folder, learnable_of(untrained()), two_domains())  # and it goes on from there
+        number = versions.write(trained())
         versions.name(number)
         found = versions.load()
         assert found is not None and found[0] == number
@@ -104,7 +105,7 @@ def test_what_is_written_are_heads_and_no_text(tmp_path: Path) -> None:
     kinds = {each.name for each in folder.rglob("*") if each.is_file()}
     assert kinds == {"current.json", "config.json", "heads.safetensors", "facts.json"}
     loaded = RedrafterHead.load(folder / "versions" / str(student.served.version))
-    for name, weight in student.served.head.state_dict().items():
+    for name, weight in student.served.module.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name].double(), weight, rtol=1e-6, atol=1e-7)
 
     again = Unthreaded(tmp_path, share=1.0)  # as after a restart
@@ -112,27 +113,32 @@ def test_what_is_written_are_heads_and_no_text(tmp_path: Path) -> None:
     ask(engine, prompts(0, 1))
     assert engine.drafter.trees is not None and again.student.served.version == student.served.version
     torch.testing.assert_close(
-        dict(engine.drafter.trees.head.state_dict()), dict(student.served.head.state_dict()), rtol=1e-6, atol=1e-7
+        dict(engine.drafter.trees.head.state_dict()), dict(student.served.module.state_dict()), rtol=1e-6, atol=1e-7
     )
 
 
-def test_a_rollback_is_named_on_disk_too(tmp_path: Path) -> None:
-    learner = Unthreaded(tmp_path, share=1.0)
-    learning(trained(), learner)
+@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head, DSparkHead])
+def test_a_rollback_is_named_on_disk_too(kind: type[Any], tmp_path: Path) -> None:
+    learner, first, other = Unthreaded(tmp_path, share=1.0), untrained(kind, 1), untrained(kind)
+    learning(first, learner)
     student = learner.student
     origin = student.served
-    student._promote(type(origin)(untrained()))
-    assert json.loads((tmp_path / "redrafter" / "current.json").read_text())["version"] == 1
+    student._promote(type(origin)(other))
+    folder = tmp_path / kind.kind
+    assert json.loads((folder / "current.json").read_text())["version"] == 1
+    found = Versions(folder, learnable_of(first), two_domains()).load()
+    assert found is not None and found[0] == 1
+    torch.testing.assert_close(dict(found[1].state_dict()), dict(other.state_dict()), rtol=1e-6, atol=1e-7)
     student._roll_back(origin)
-    assert json.loads((tmp_path / "redrafter" / "current.json").read_text())["version"] == 0
-    assert Versions(tmp_path / "redrafter", trained(), two_domains()).load() is None
+    assert json.loads((folder / "current.json").read_text())["version"] == 0
+    assert Versions(folder, learnable_of(first), two_domains()).load() is None
 
 
 def test_each_tenant_has_versions_of_its_own(tmp_path: Path) -> None:
     learner = Unthreaded(tmp_path, per_tenant=True)
     learning(trained(), learner)
     for tenant in "ab":
-        learner._take(tenant, torch.zeros(3, dtype=torch.int64), torch.zeros(3, 144))
+        learner._take(tenant, Answered(torch.zeros(3, dtype=torch.int64), torch.zeros(3, 144)))
         student = learner._new_student(tenant, "redrafter")
         student._promote(type(student.served)(untrained()))
     assert len(list((tmp_path / "redrafter" / "tenants").iterdir())) == 2
@@ -141,8 +147,8 @@ def test_each_tenant_has_versions_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["origin", "target", "kind", "damaged"])
 def test_a_folder_of_something_else_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
-    versions = Versions(tmp_path / "redrafter", trained(), two_domains())
-    versions.name(versions.write(trained(), torch.float32))
+    versions = Versions(tmp_path / "redrafter", learnable_of(trained()), two_domains())
+    versions.name(versions.write(trained()))
     head: Any = trained()
     if what == "origin":
         head = untrained()
@@ -183,4 +189,4 @@ def test_where_a_version_cannot_be_written_the_old_one_is_served(
     learner._work()
     ask(engine, prompts(0, 1))
     assert drafter.head is trained() and learner.status.failures == 1
-    assert student.served.head is not drafter.head or student.served is student.origin
+    assert student.served.module is not drafter.head or student.served is student.origin

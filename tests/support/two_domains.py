@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.head_models import MarkovWithEmbedding
+from support.tiny_models import build
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import Medusa, Redrafter
+from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagle, Redrafter
 from truedraft.drafters.heads.base import HeadDrafter
-from truedraft.heads import MedusaConfig, MedusaHeads, RedrafterConfig, RedrafterHead, VectorHead
+from truedraft.heads import DFlashHead, DSparkHead, Eagle3Head, Head, MedusaHeads, RedrafterHead
+from truedraft.heads.peagle import PEagleHead
 from truedraft.learning import Learner
+from truedraft.learning.learnable import Learnable
+from truedraft.learning.learner import _able
 from truedraft.learning.student import Student
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.lm_head import LmHead, LogitFinish
 
 VOCAB, HALF, REACH = 12, 6, 3
@@ -23,7 +33,15 @@ ODD = 1e-3  # of a token of the other kind
 
 
 class TwoDomains(MarkovWithEmbedding):
-    """Ids below `HALF` are texts of the first kind, the others of the second; what follows hangs on the last two."""
+    """Ids below `HALF` are texts of the first kind, the others of the second; what follows hangs on the last two.
+
+    Its one layer gives what enters the LM head."""
+
+    shown_layers = 1
+
+    def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
+        output = self.forward(segments)
+        return replace(output, layers=(output.hidden,) * len(layers))
 
     def lm_head(self) -> LmHead:
         embedding = torch.eye(self.head_width, dtype=self.dtype)[: self.vocab_size]
@@ -48,22 +66,42 @@ def prompts(kind: int, count: int, seed: int = 0) -> list[list[int]]:
     return [[HALF * kind + chance.randrange(HALF) for _ in range(4)] for _ in range(count)]
 
 
-def untrained(kind: type[VectorHead] = RedrafterHead) -> VectorHead:
-    """A head that was never trained."""
-    torch.manual_seed(0)
-    width = VOCAB**2
-    if kind is MedusaHeads:
-        return MedusaHeads(MedusaConfig(width, VOCAB, REACH, reads_token=True)).double().requires_grad_(False)
-    made = RedrafterHead(RedrafterConfig(width, VOCAB, state=16, exit_width=width, layers=1, length=REACH))
+WIDTH = VOCAB**2
+_DRAFT = LlamaConfig(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+_LAYERS: dict[str, Any] = {"layers": (0,), "heads": 4, "kv_heads": 4, "head": 8, "inner": 64}
+_SIZES: dict[type[Head], dict[str, Any]] = {
+    MedusaHeads: {"heads": REACH, "reads_token": True},
+    RedrafterHead: {"state": 16, "exit_width": WIDTH, "layers": 1, "length": REACH},
+    Eagle3Head: {**_LAYERS, "reach": REACH},
+    PEagleHead: {**_LAYERS, "reach": REACH, "mask_token": VOCAB - 1},
+    DFlashHead: {**_LAYERS, "block": REACH + 1, "mask_id": VOCAB - 1, "depth": 1},
+    DSparkHead: {**_LAYERS, "block": REACH, "mask_id": VOCAB - 1, "depth": 1, "from_anchor": True, "markov": 16},
+}
+
+
+def untrained(kind: type[Any] = RedrafterHead, seed: int = 0) -> Any:
+    """A head, or a draft model, that was never trained."""
+    if kind is LlamaForCausalLM:
+        return build(_DRAFT, seed, spread=0.05).requires_grad_(False)
+    torch.manual_seed(seed)
+    made: Head = kind(kind.sizes(WIDTH, VOCAB, **_SIZES[kind]))
     return made.double().requires_grad_(False)
 
 
-def drafter_of(head: VectorHead) -> HeadDrafter:
+def drafter_of(head: Any) -> Any:
     """Chains of its best guesses, or a small tree."""
+    if isinstance(head, LlamaForCausalLM):
+        return DraftModel(HuggingFaceModel(copy.deepcopy(head), None, "tiny", StockBackend), REACH)
     if isinstance(head, MedusaHeads):
         return Medusa(head, nodes=REACH)
-    assert isinstance(head, RedrafterHead)
-    return Redrafter(head, beams=1, length=REACH, nodes=REACH, sampled=False)
+    if isinstance(head, RedrafterHead):
+        return Redrafter(head, beams=1, length=REACH, nodes=REACH, sampled=False)
+    kinds: dict[str, Any] = {each.name: each for each in (Eagle3, PEagle, DFlash, DSpark)}
+    made: HeadDrafter = kinds[head.kind](head)
+    return made
 
 
 class Unthreaded(Learner):
@@ -89,9 +127,15 @@ class Unthreaded(Learner):
         return found
 
 
-def learning(head: VectorHead, learner: Learner | None, **options: Any) -> Engine:
+def learning(head: Any, learner: Learner | None, **options: Any) -> Engine:
     """An engine that drafts with a head, on `two_domains`."""
     return Engine(two_domains(), drafter_of(head), controller="fixed", learner=learner, entropy=1, **options)
+
+
+def learnable_of(head: Any) -> Learnable[Any]:
+    """How a head learns, on `two_domains`."""
+    (found,) = _able(learning(head, None), False).values()
+    return found
 
 
 def ask(engine: Engine, asked: Sequence[list[int]], temperature: float = 1.0, tokens: int = 40) -> float:
@@ -101,7 +145,7 @@ def ask(engine: Engine, asked: Sequence[list[int]], temperature: float = 1.0, to
     return sum(each.stats.emitted_tokens for each in answers) / calls
 
 
-def measured(head: VectorHead, kind: int) -> float:
+def measured(head: Any, kind: int) -> float:
     """Tokens per call of a head on prompts that nobody learned from."""
     return ask(learning(head, None), prompts(kind, 24, seed=99))
 
@@ -115,9 +159,9 @@ def teach(engine: Engine, learner: Unthreaded, kind: int, rounds: int) -> None:
 
 
 @cache
-def trained(kind: type[VectorHead] = RedrafterHead) -> VectorHead:
+def trained(kind: type[Any] = RedrafterHead) -> Any:
     """A head that learned the first kind of texts, from what was answered."""
     learner = Unthreaded(share=1.0)
     teach(learning(untrained(kind), learner), learner, 0, 6)
     assert learner.student.promotions
-    return learner.student.served.head
+    return learner.student.served.module

@@ -1,6 +1,6 @@
-"""Drafters that learn while they serve: heads train in the background on what was answered, into a copy.
+"""Drafters that learn while they serve: heads and draft models train in the background on what was answered.
 
-A copy takes the place of the heads that are served where replay of answers that nobody trained on shows, with a stated
+A copy takes the place of what is served where replay of answers that nobody trained on shows, with a stated
 probability of error, that it brings more; and gives it back where later answers show the opposite. What is answered
 never depends on it, only how fast.
 """

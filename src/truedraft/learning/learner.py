@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import logging
@@ -12,27 +11,26 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from truedraft.drafters.base import Drafter
-from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.portfolio import with_members
 from truedraft.engine import Engine
 from truedraft.engine.learner import LearnerStatus
-from truedraft.errors import CompositionError, OptionError
+from truedraft.errors import CompositionError, OptionError, UnsupportedModelError
 from truedraft.files import user_path
-from truedraft.heads import VectorHead
+from truedraft.learning.drafts import LearnableDrafts
+from truedraft.learning.heads import LearnableLayerHeads, LearnableVectorHeads
+from truedraft.learning.learnable import Learnable
 from truedraft.learning.student import Student
 from truedraft.learning.tenants import Tenants
 from truedraft.learning.traffic import Answered, Recorder, Traffic
 from truedraft.learning.versions import Versions
 from truedraft.options import check_positive, check_whole
-from truedraft.training import HeadTrainingConfig, MedusaTrainingConfig, RedrafterTrainingConfig
 
 _log = logging.getLogger("truedraft.learning")
 
@@ -41,21 +39,23 @@ _IDLE_S, _FULL_S = 0.5, 0.2  # between looks at whether there is something to do
 _MOST_TENANTS = 16
 _LEAST_ANSWERS = 8  # of a tenant that heads of its own are begun for
 _ALL = None
-_CONFIGS: dict[str, Callable[[], HeadTrainingConfig]] = {
-    each.head.kind: each for each in (MedusaTrainingConfig, RedrafterTrainingConfig)
-}
+_CANNOT = (
+    "heads that were trained, and draft models in this process with the target's tokenizer, do; draft with these, or "
+    "leave the learner out"
+)
+_KINDS: Sequence[type[Learnable[Any]]] = (LearnableVectorHeads, LearnableLayerHeads, LearnableDrafts)
 
 Result = TypeVar("Result")
 
 
 class Learner:
-    """Trains the heads that an engine drafts with on what it answers, and swaps them between steps.
+    """Trains what an engine drafts with on what it answers, and swaps it between steps.
 
     OSD (2310.07177) trains a draft on what was answered; here also who judges it is guarded. Answers stay in memory, as
-    tokens and the target's vectors, no longer than `keep_s`; a quarter of them is never trained on. A copy of the head
-    trains in a thread. It is promoted where replay of these answers shows that it brings more tokens per call, by bets
-    that are wrong with probability `level`, and where it is no worse on older ones; and rolled back where later answers
-    show the opposite. One learner is for one engine.
+    tokens and the target's vectors, no longer than `keep_s`; a quarter of them is never trained on. A copy of what
+    drafts trains in a thread. It is promoted where replay of these answers shows that it brings more tokens per call,
+    by bets that are wrong with probability `level`, and where it is no worse on older ones; and rolled back where later
+    answers show the opposite. One learner is for one engine.
 
     Args:
         folder: of promoted versions; the last is loaded at the start. None writes nothing.
@@ -66,7 +66,7 @@ class Learner:
         most_bytes: of memory for answers.
         most_tokens: likewise.
         level: probability of a promotion that brings nothing, and of a rollback without cause.
-        rate: that heads are trained with, by AdamW.
+        rate: that is trained with, by AdamW.
         clock: seconds that pass.
         processor: seconds that the calling thread computed.
 
@@ -104,7 +104,8 @@ class Learner:
         self._traffic: dict[Hashable, Traffic] = {}
         self._changes: list[tuple[str, Callable[[], None]]] = []
         self._students: dict[tuple[Hashable, str], Student | None] = {}  # None: learns no more
-        self._drafters: dict[str, HeadDrafter[Any, Any] | Tenants] = {}
+        self._able: dict[str, Learnable[Any]] = {}
+        self._tenants: dict[str, Tenants] = {}  # each drafter with what each tenant has of its own
         self._spent_s = 0.0
         self._began_s = clock()
         self._closed = threading.Event()
@@ -117,27 +118,26 @@ class Learner:
 
         Raises:
             CompositionError: nothing that drafts can learn so, or the learner has an engine already.
-            OptionError: the folder holds versions of another head, or for another target.
-            UnsupportedModelError: the target has no LM head that heads could learn with.
+            OptionError: the folder holds versions of something else, or for another target.
         """
-        if self._drafters:
+        if self._able:
             raise CompositionError("this learner learns beside another engine already; make one for each")
-        able = {name: each for name, each in engine.drafter.members.items() if _can_learn(each)}
-        if not able:
-            raise CompositionError(
-                f"nothing of the drafter {engine.drafter.name!r} can learn while it serves: only heads of the kinds "
-                "medusa and redrafter do; draft with these, or leave the learner out"
-            )
-        self._target, self._lm_head = engine.target, engine.target.lm_head()
-        self._origins = {name: self._placed(each.head) for name, each in able.items()}
-        self._drafters = {name: Tenants(each) if self._per_tenant else each for name, each in able.items()}
-        self._engine = weakref.ref(engine)
-        if not self._per_tenant:
-            self._traffic[_ALL] = self._new_traffic()
-            for name in able:
-                self._students[_ALL, name] = self._new_student(_ALL, name)
-        drafter = with_members(engine.drafter, {**engine.drafter.members, **self._drafters})
-        return drafter if self._per_tenant else engine.drafter, Recorder(self._take, engine.target.head_width)
+        self._able = _able(engine, self._per_tenant)
+        self._target, self._engine = engine.target, weakref.ref(engine)
+        recorder = Recorder(
+            self._take,
+            engine.target.head_width,
+            sorted({layer for each in self._able.values() for layer in each.layers}),
+            any(each.reads_prompts for each in self._able.values()),
+        )
+        if self._per_tenant:
+            members: Mapping[str, Any] = engine.drafter.members
+            self._tenants = {name: Tenants(members[name]) for name in self._able}
+            return with_members(engine.drafter, {**members, **self._tenants}), recorder
+        self._traffic[_ALL] = self._new_traffic()
+        for name in self._able:
+            self._students[_ALL, name] = self._new_student(_ALL, name)
+        return engine.drafter, recorder
 
     def changes(self) -> Sequence[tuple[str, Callable[[], None]]]:
         """See `EngineLearner`; the first step of the engine starts the thread."""
@@ -159,64 +159,55 @@ class Learner:
             self._traffic.clear()
             self._students.clear()
 
-    def _take(self, scope: Hashable, tokens: Tensor, vectors: Tensor) -> None:
+    def _take(self, scope: Hashable, answer: Answered) -> None:
         """An answer is over; called by the thread that steps."""
         key = scope if self._per_tenant else _ALL
         with self._guard:
             if key not in self._traffic and (self._closed.is_set() or len(self._traffic) >= _MOST_TENANTS):
                 return
             traffic = self._traffic.setdefault(key, self._new_traffic())
-        traffic.add(Answered(tokens, vectors, self._clock()))
+        answer.since_s = self._clock()
+        traffic.add(answer)
 
     # ------------------------------------------------------------------------------------- the students
 
     def _new_traffic(self) -> Traffic:
         return Traffic(self._most_bytes, self._most_tokens, self._keep_s)
 
-    def _placed(self, head: VectorHead) -> VectorHead:
-        """A copy as the target runs it, on the CPU."""
-        return copy.deepcopy(head).to("cpu", self._lm_head.weight.dtype).eval().requires_grad_(False)
-
     def _new_student(self, scope: Hashable, name: str) -> Student:
         """One that goes on where the folder says."""
-        origin, versions, found = self._origins[name], None, None
+        learnable, versions, found = self._able[name], None, None
         if self._folder is not None:
             folder = self._folder / name
             if self._per_tenant:
                 folder = folder / "tenants" / hashlib.sha256(repr(scope).encode()).hexdigest()[:16]
-            versions = Versions(folder, origin, self._target)
+            versions = Versions(folder, learnable, self._target)
             found = versions.load()
-        number, head = (0, origin) if found is None else (found[0], self._placed(found[1]))
+        number, module = (0, learnable.origin) if found is None else found
         serve = functools.partial(self._serve, scope, name)
         if found is not None:
-            serve(head)
-        config = _CONFIGS[origin.kind]()
-        traffic = self._traffic[scope]
-        return Student(head, origin, self._lm_head, config, traffic, self._level, self._rate, serve, versions, number)
+            serve(module)
+        return Student(module, learnable, self._traffic[scope], self._level, self._rate, serve, versions, number)
 
-    def _serve(self, scope: Hashable, name: str, head: VectorHead | None) -> None:
-        """Let a head be drafted with from the next step on; None, of a tenant: the one that all began with."""
-        drafter = self._drafters[name]
-        if isinstance(drafter, Tenants):
-            take = functools.partial(drafter.take, scope, head)
-        else:
-            assert head is not None
-            take = functools.partial(drafter.take, head)
+    def _serve(self, scope: Hashable, name: str, module: Any) -> None:
+        """Let a module be drafted with from the next step on; None, of a tenant: the one that all began with."""
+        tenants = self._tenants.get(name)
+        change = self._able[name].change(module) if tenants is None else functools.partial(tenants.take, scope, module)
         with self._guard:
-            self._changes.append((name, take))
+            self._changes.append((name, change))
 
     def _meet(self) -> None:
         """Begin heads of their own for tenants that ask often enough, and let go of those that are gone."""
         with self._guard:
             known = list(self._traffic.items())
         for scope, traffic in known:
-            for name in self._drafters:
+            for name in self._able:
                 if (scope, name) not in self._students and traffic.count >= _LEAST_ANSWERS:
                     self._students[scope, name] = self._or_none(name, functools.partial(self._new_student, scope, name))
             if traffic.is_empty:
                 with self._guard:
                     self._traffic.pop(scope)
-                for name in self._drafters:
+                for name in self._able:
                     if self._students.pop((scope, name), None) is not None:
                         self._serve(scope, name, None)
 
@@ -291,8 +282,31 @@ class Learner:
         )
 
 
-def _can_learn(drafter: Drafter) -> TypeGuard[HeadDrafter[Any, Any]]:
-    return isinstance(drafter, HeadDrafter) and isinstance(drafter.head, VectorHead) and drafter.head.kind in _CONFIGS
+def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
+    """What can learn of what an engine drafts with, by the names of its drafters.
+
+    Raises:
+        CompositionError: nothing can; says why.
+    """
+    members, lm_head = engine.drafter.members, functools.cache(engine.target.lm_head)
+    kinds = {name: kind for name, each in members.items() for kind in _KINDS if kind.takes(each)}
+    able: dict[str, Learnable[Any]] = {}
+    reasons = []
+    for name, kind in kinds.items():
+        try:
+            if per_tenant and not kind.for_tenants:
+                raise CompositionError("it learns for all clients together; leave learning for each tenant out")
+            able[name] = kind(members[name], engine.target, lm_head())
+        except (CompositionError, UnsupportedModelError) as error:
+            reasons.append(f"{name!r}: {error}")
+    if not able:
+        raise CompositionError(
+            f"nothing of the drafter {engine.drafter.name!r} can learn while it serves"
+            + (f" ({'; '.join(reasons)})" if reasons else f": {_CANNOT}")
+        )
+    if reasons:
+        _log.warning("some of what drafts does not learn: %s", "; ".join(reasons))
+    return able
 
 
 def _lower_priority() -> None:

@@ -1,4 +1,4 @@
-"""Whether one head brings more than another: bets on the differences of replayed answers.
+"""Whether one module brings more than another: bets on the differences of replayed answers.
 
 For differences D_1, D_2, ... in [-1, 1] whose mean, given those before, is 0 or less, the product of (1 + b_i D_i) is a
 supermartingale for any bets b_i in [0, 1) that follow from what came before D_i. By Ville's inequality it ever reaches
@@ -12,7 +12,8 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from truedraft.heads import VectorHead
+from torch import nn
+
 from truedraft.learning.traffic import Answered
 
 _UNIT = 0.1
@@ -23,15 +24,15 @@ _numbers = itertools.count()
 
 
 class Candidate:
-    """A head whose replays are kept with the answers, by a number that no other one has.
+    """A module whose replays are kept with the answers, by a number that no other one has.
 
     Args:
-        head: in evaluation mode, in the dtype in which it is served.
+        module: in evaluation mode, in the dtype in which it is served.
         version: its number as one that is served, 0 for the one that all began with.
     """
 
-    def __init__(self, head: VectorHead, version: int = 0) -> None:
-        self.head = head
+    def __init__(self, module: nn.Module, version: int = 0) -> None:
+        self.module = module
         self.version = version
         self.number = next(_numbers)
 
@@ -79,7 +80,7 @@ class GainTest:
 
 
 class Comparison:
-    """A head and one that may take its place, held to each other on answers as they come, each answer once.
+    """A module and one that may take its place, held to each other on answers as they come, each answer once.
 
     A later candidate may go on where one was: which one plays is known before an answer is looked at, so evidence
     that there is a gain is evidence that some of them had one.

@@ -15,18 +15,14 @@ from truedraft.training.losses import DistillationLoss
 from truedraft.training.targets import TargetRows, computed_rows
 from truedraft.training.texts.self_distillation import CollatedBatch
 
-_PLACES = 32  # of an answer that are replayed
+PLACES = 32
+"""Of an answer that are replayed."""
 _ROWS = 128  # whose logits are held at once
 
 
 @torch.no_grad()
 def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[Score]:
-    """Tokens of an answer behind its first, and the target calls that they take with chains of a head's best guesses.
-
-    A chain is kept as far as it agrees with the answer, at every temperature, and the next begins behind the token that
-    the target gave there. What a guess reads before it are tokens that were kept, so they are the answer's.
-
-    Worked example: behind token 0 two guesses of three agree, so tokens 1 and 2 are kept and the call gives token 3.
+    """What chains of best guesses come to, of heads that read one vector; see `Learnable.replayed`.
 
     Args:
         heads: of one kind and size, each by itself; together their guesses take fewer passes over a large LM head.
@@ -36,7 +32,7 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
     Returns:
         What each head comes to.
     """
-    tokens = answer.tokens[: _PLACES + 1]
+    tokens = answer.tokens[: PLACES + 1]
     places, reach = len(tokens) - 1, heads[0].reach
     if places < 1:
         return [Score(0, 0, 0)] * len(heads)
@@ -56,27 +52,30 @@ def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> 
             own = torch.zeros_like(alive)
             own[some_heads] = alive[some_heads]
             rows = zip(vectors[:, place][own].split(_ROWS), labels[own].split(_ROWS), strict=True)
-            alive[own] = torch.cat([_agrees(head.place_logits(place, some[0], lm_head), some[1]) for some in rows])
+            alive[own] = torch.cat([agrees(head.place_logits(place, some[0], lm_head), some[1]) for some in rows])
         kept += alive
-    return [Score(places, _calls(each), sum(each)) for each in kept.tolist()]
+    return [scored(each) for each in kept]
 
 
-def _agrees(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the likeliest id by each row of logits `[rows, vocab]`, the lowest of those alike, is its label."""
+def agrees(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the likeliest id by each row of logits `[rows, ids]`, the lowest of those alike, is its label, not -1."""
     largest = logits.amax(-1)
-    found = logits.gather(1, labels[:, None])[:, 0] == largest
+    found = (logits.gather(1, labels.clamp_min(0)[:, None])[:, 0] == largest) & (labels >= 0)
     tied = logits[found] == largest[found, None]  # of few rows: these passes cost as much as the product does
     lower = torch.arange(logits.shape[1], device=logits.device) < labels[found, None]
     found[found.clone()] = ~(tied & lower).any(-1)
     return found
 
 
-def _calls(kept: Sequence[int]) -> int:
-    """Of a text, at whose places so many guesses are kept."""
-    at = calls = 0
-    while at < len(kept):
-        at, calls = at + 1 + kept[at], calls + 1
-    return calls
+def scored(kept: Tensor) -> Score:
+    """Of an answer at whose places so many guesses are kept; the next chain begins behind the token of the target.
+
+    Worked example: behind token 0 two guesses of three agree, so tokens 1 and 2 are kept and the call gives token 3.
+    """
+    counts, at, calls = kept.tolist(), 0, 0
+    while at < len(counts):
+        at, calls = at + 1 + counts[at], calls + 1
+    return Score(len(counts), calls, sum(counts))
 
 
 @dataclass(frozen=True)

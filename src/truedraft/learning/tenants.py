@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from truedraft.core.budget import Budget
+from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
@@ -26,10 +26,16 @@ class Tenants(Drafter):
         self.base = base
         self.name = base.name  # type: ignore[misc]
         self.limits, self.features, self.trees, self.branching = base.limits, base.features, base, base.branching
+        self.ranks, self.levels = base.ranks, base.levels
         self.observes_lazily = base.observes_lazily
         self._own: dict[Hashable, HeadDrafter[Any, Any]] = {}
         self._drafts: dict[int, HeadDrafter[Any, Any]] = {}  # by request: who does for it
-        self.held = Held(noted=[self._drafts], request_bytes=base.held.request_bytes)
+        self.held = Held(
+            noted=[self._drafts],
+            request_bytes=base.held.request_bytes,
+            token_bytes=base.held.token_bytes,
+            tokens=lambda: sum(each.held.tokens() for each in {*self._drafts.values()}),
+        )
 
     def take(self, scope: Hashable, head: Head | None) -> None:
         """Draft for a scope with heads of its own from the next `begin` on; None: with those of all."""
@@ -52,6 +58,9 @@ class Tenants(Drafter):
 
     def kinds_for(self, judged: frozenset[DrawKind]) -> frozenset[DrawKind]:
         return self.base.kinds_for(judged)
+
+    def hint(self, request: DraftRequest) -> Hint:
+        return self._drafts[request.id].hint(request) if request.id in self._drafts else self.base.hint(request)
 
     @property
     def report(self) -> Mapping[str, float]:

@@ -1,11 +1,12 @@
-"""What was answered lately, in memory alone: tokens, and the target's vectors that they were drawn from."""
+"""What was answered lately, in memory alone: tokens, the target's vectors that they were drawn from, and of prompts
+what drafts read of them."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -16,7 +17,7 @@ from truedraft.drafters.base import DraftRequest, Features, NoDrafter, StepOutco
 from truedraft.drafters.held import Held
 
 MOST_TOKENS = 512
-"""Of an answer that are kept, its first ones."""
+"""Of an answer that are kept, its first ones; and of a prompt, its last ones, where what learns reads prompts."""
 _HELD_OUT = 4  # one answer of so many is not trained on
 _FRESH = 96  # answers that are new
 _HELD_SHARE = 0.25  # of the memory, for these
@@ -47,13 +48,18 @@ class Answered:
         vectors: `[tokens, width]`: what entered the target's LM head where each was drawn; its distribution is what the
             LM head makes of it.
         since_s: when it was over.
+        prompt: the end of the prompt; no token where nothing that learns reads prompts.
+        layers: `[prompt + tokens - 1, width]` of each layer of the target that is read, by its number: its output at
+            each token but the last, of the prompt as it is here and of the answer.
         number: counted up; no other one of its traffic has it.
         scores: what replay by heads came to, by their numbers.
     """
 
     tokens: Tensor
     vectors: Tensor
-    since_s: float
+    since_s: float = 0.0
+    prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    layers: Mapping[int, Tensor] = field(default_factory=dict)
     number: int = 0
     scores: dict[int, Score] = field(default_factory=dict)
 
@@ -63,7 +69,8 @@ class Answered:
     @property
     def n_bytes(self) -> int:
         """That it takes."""
-        return self.vectors.nbytes + _ID_BYTES * len(self.tokens)
+        kept = (self.vectors, self.prompt, *self.layers.values())
+        return sum(each.nbytes for each in kept) + _ID_BYTES * len(self.tokens)
 
 
 class Pool:
@@ -182,8 +189,18 @@ class Traffic:
             return sum(each.n_bytes for pool in (self.trained, self.held) for each in pool)
 
 
-Take: TypeAlias = Callable[[Hashable, Tensor, Tensor], None]
-"""Takes an answer: the scope of its request, its tokens `[tokens]`, and their vectors `[tokens, width]`."""
+Take: TypeAlias = Callable[[Hashable, Answered], None]
+"""Takes an answer, and the scope of its request."""
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """What was noted of an answer that is being written."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    vectors: list[Tensor] = field(default_factory=list)
+    layers: list[Sequence[Tensor]] = field(default_factory=list)  # of each step, [rows, width] of each layer
 
 
 class Recorder(NoDrafter):
@@ -194,31 +211,49 @@ class Recorder(NoDrafter):
     Args:
         take: is called for each answer, by the thread that steps.
         width: entries of a vector that heads read.
+        layers: numbers of the target's layers whose output is noted, too.
+        prompts: whether the last tokens of prompts are.
     """
 
     name: ClassVar[str] = "learner"
     observes_lazily = False
-    features: Features | None = Features("accepted")
 
-    def __init__(self, take: Take, width: int) -> None:
-        self._take, self._width = take, width
-        self._open: dict[int, tuple[list[int], list[Tensor]]] = {}
+    def __init__(self, take: Take, width: int, layers: Sequence[int] = (), prompts: bool = False) -> None:
+        self._take, self._width, self._layers = take, width, tuple(layers)
+        self._prompts = prompts
+        self._open: dict[int, _Open] = {}
+        self.features: Features | None = Features("kept" if layers else "accepted", layers=self._layers)
         self.held = Held(noted=[self._open])
 
     def begin(self, request: DraftRequest) -> None:
         if request.kept and request.inputs is None:
-            self._open[request.id] = [], []
+            self._open[request.id] = _Open(list(request.tokens) if self._prompts else [])
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         for request, outcome in zip(batch, outcomes, strict=True):
-            tokens, vectors = self._open.get(request.id, ([], []))
-            count = min(len(outcome.tokens), MOST_TOKENS - len(tokens))
-            if outcome.hidden is not None and count > 0 and request.id in self._open:
-                # Row i is where the step's token i was drawn. A copy: the next forward may write over it.
-                tokens.extend(outcome.tokens[:count])
-                vectors.append(outcome.hidden[:count, : self._width].clone())
+            noted = self._open.get(request.id)
+            if noted is None or outcome.hidden is None or len(noted.tokens) >= MOST_TOKENS:
+                continue
+            # A copy: the next forward may write over it.
+            if self._layers:
+                noted.layers.append([each[:, : self._width].clone() for each in outcome.layers])
+            if outcome.tokens:
+                # Row i is where the step's token i was drawn, behind those of a prompt's last part.
+                rows = outcome.hidden if noted.tokens else outcome.hidden[-1:]
+                count = min(len(outcome.tokens), MOST_TOKENS - len(noted.tokens))
+                noted.tokens.extend(outcome.tokens[:count])
+                noted.vectors.append(rows[:count, : self._width].clone())
 
     def end(self, request: DraftRequest) -> None:
-        tokens, vectors = self._open.pop(request.id, ([], []))
-        if tokens:
-            self._take(request.scope, torch.tensor(tokens), torch.cat(vectors))
+        noted = self._open.pop(request.id, None)
+        if noted is None or not noted.tokens:
+            return
+        tokens, vectors = torch.tensor(noted.tokens), torch.cat(noted.vectors)
+        seen = len(noted.prompt) + len(tokens) - 1
+        rows = [torch.cat(each)[:seen] for each in zip(*noted.layers, strict=True)]
+        if all(len(each) == seen for each in rows):
+            prompt = noted.prompt[-MOST_TOKENS:]
+            most = len(prompt) + len(tokens) - 1
+            layers = {number: each[seen - most :].clone() for number, each in zip(self._layers, rows, strict=True)}
+            answer = Answered(tokens, vectors, prompt=torch.tensor(prompt, dtype=torch.int64), layers=layers)
+            self._take(request.scope, answer)

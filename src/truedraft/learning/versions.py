@@ -1,4 +1,4 @@
-"""Heads that were learned, on disk: whole versions, and a file that names the one that is served.
+"""What was learned, on disk: whole versions, and a file that names the one that is served.
 
 `FOLDER/versions/N` is a folder as `truedraft train` writes it, and `FOLDER/current.json` names N. A version is written
 beside and renamed when it is whole, and only then named, so whatever ends the process leaves a version that loads. No
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
+from torch import nn
 
-from truedraft.drafters.heads.base import refuse_other_target
 from truedraft.errors import CompositionError, ModelError, OptionError, errors_about
 from truedraft.files import object_of, take_place, written_whole
-from truedraft.heads import VectorHead
+from truedraft.learning.learnable import Learnable
 from truedraft.models.base import LanguageModel
 from truedraft.models.huggingface import weights_hash
 
@@ -26,23 +25,21 @@ _KEPT = 4  # versions beside the one that is served
 
 
 class Versions:
-    """The versions of one head.
+    """The versions of what one drafter drafts with.
 
     Args:
         folder: of them; it is made when the first is written.
-        origin: the head that all of them come from, which is version 0 and is not written.
+        learnable: what learns; its origin is version 0 and is not written.
         target: that they are for.
 
     Raises:
-        OptionError: the folder holds versions of another head, or for another target.
+        OptionError: the folder holds versions of something else, or for another target.
         ModelError: the target's weights cannot be read again.
     """
 
-    def __init__(self, folder: Path, origin: VectorHead, target: LanguageModel) -> None:
-        self._folder = folder
-        self._origin, self._target = origin, target
-        self._record = replace(origin.record, target_name=target.name, fingerprint=target.fingerprint)
-        self._about = {"kind": origin.kind, "origin": weights_hash(origin), "target": target.fingerprint}
+    def __init__(self, folder: Path, learnable: Learnable[Any], target: LanguageModel) -> None:
+        self._folder, self._learnable = folder, learnable
+        self._about = {"kind": learnable.kind, "origin": weights_hash(learnable.origin), "target": target.fingerprint}
         kept = object_of(folder / _POINTER)
         if kept and (differ := [name for name, each in self._about.items() if kept.get(name) != each]):
             raise OptionError(
@@ -51,8 +48,8 @@ class Versions:
                 field="learn_folder",
             )
 
-    def load(self) -> tuple[int, VectorHead] | None:
-        """The version that was served last; None where that is the head itself.
+    def load(self) -> tuple[int, nn.Module] | None:
+        """The version that was served last; None where that is the origin.
 
         Raises:
             OptionError: it is missing or damaged, or does not fit the target.
@@ -63,15 +60,13 @@ class Versions:
         path = self._folder / _VERSIONS / str(number)
         try:
             with errors_about("learn_folder"):
-                head = type(self._origin).load(path)
-                refuse_other_target(head, self._target)
+                return int(number), self._learnable.load(path)
         except (ModelError, CompositionError) as error:
             raise OptionError(
                 f"{str(path)!r} cannot be served ({error}); remove the folder", field="learn_folder"
             ) from error
-        return int(number), head.with_record(self._origin.record)
 
-    def write(self, head: VectorHead, dtype: torch.dtype) -> int:
+    def write(self, module: nn.Module) -> int:
         """Write a version, which nothing names yet; returns its number.
 
         Raises:
@@ -84,7 +79,7 @@ class Versions:
             number = max(there, default=0) + 1
             partial = versions / f"{number}.tmp"
             shutil.rmtree(partial, ignore_errors=True)
-            head.save(partial, self._record, dtype=dtype)
+            self._learnable.save(module, partial)
             for file in partial.iterdir():
                 take_place(file, file)  # onto the disk
             take_place(partial, versions / str(number))
@@ -97,7 +92,7 @@ class Versions:
         return number
 
     def name(self, number: int) -> None:
-        """Let a version be the one that is served, 0 the head itself.
+        """Let a version be the one that is served, 0 the origin.
 
         Raises:
             ModelError: that cannot be written.

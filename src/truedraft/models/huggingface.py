@@ -29,7 +29,7 @@ from truedraft.models.packed_linear import PackedLinear
 from truedraft.models.padding import is_padded, padding_note_of, recorded_fingerprint, unpadded_width
 from truedraft.models.probe import rows_depend_on_their_number
 from truedraft.models.processor import Processor
-from truedraft.models.quantized import numbers_of
+from truedraft.models.quantized import dequantize, numbers_of
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
 from truedraft.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ class HuggingFaceModel(LanguageModel):
         self._fingerprint: str | None = None
         if reread is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
-        self._backend = backend(model)
+        self._make_backend, self._backend = backend, backend(model)
         self.device = model.device
         self.weight_bytes = self._backend.weight_bytes or self.weight_bytes
         self.pool = self._backend.new_pool(self.context_length)
@@ -271,6 +271,54 @@ class HuggingFaceModel(LanguageModel):
         twin.fast_paths, twin.shown_layers = backend.fast_paths, backend.shown_layers
         twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
         return twin
+
+    def whole_module(self) -> PreTrainedModel:
+        """A copy of the model on the CPU, in float32, run by transformers' own code.
+
+        Raises:
+            UnsupportedModelError: its weights were padded, packed or cut, and cannot be read again.
+        """
+        module = self._model
+        cut = getattr(module, "cut_into", 1) > 1  # over processes
+        if cut or is_padded(module) or not (self._reread or is_whole(module)):
+            raise UnsupportedModelError(
+                f"the weights of {self.name} were padded, packed or shared out to processes; load it without these"
+            )
+        read = module if self._reread is None else self._reread()
+        if self._reread is not None:
+            dequantize(read)
+        with torch.random.fork_rng(devices=[]):  # what it draws is not kept
+            made = type(read)(copy.deepcopy(read.config))
+        made.load_state_dict(read.state_dict())
+        made.generation_config = read.generation_config
+        made.set_attn_implementation("sdpa" if made._supports_sdpa else "eager")
+        return made.eval().requires_grad_(False)
+
+    def with_weights(self, model: PreTrainedModel) -> HuggingFaceModel:
+        """This model with other weights of the same shapes, in the form in which it runs, of as many bits if of few.
+
+        Name, fingerprint and caches are this one's.
+
+        Args:
+            model: as of `whole_module`, in this one's dtype; it is taken over.
+        """
+        twin = copy.copy(self)
+        twin._model = model.to(self.device).eval().requires_grad_(False)
+        twin._backend, twin._finish_is_checked = self._make_backend(twin._model), False
+        if self._backend.bits:
+            twin._backend.quantize(8 if self._backend.bits > 4 else 4)
+        twin.weight_bytes = twin._backend.weight_bytes or self.weight_bytes
+        twin.fast_paths = twin._backend.fast_paths
+        return twin
+
+    def take_weights(self, twin: HuggingFaceModel) -> None:
+        """Run with those of a twin (`with_weights`) from the next forward on.
+
+        Keys and values that were computed before are of other weights: nobody may go on from them.
+        """
+        with self._lock:
+            for name in ("_model", "_backend", "_finish_is_checked", "weight_bytes", "fast_paths"):
+                setattr(self, name, getattr(twin, name))
 
     def stepping(self) -> AbstractContextManager[None]:
         return torch_on_one_thread() if self._backend.own_threads else nullcontext()

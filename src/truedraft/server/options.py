@@ -63,10 +63,10 @@ class LearningOptions:
     """Whether what drafts learns from what is answered."""
 
     learn: bool = flag(
-        "Train medusa and redrafter heads on what is answered, in the background, and take what is shown to be better."
+        "Train heads and draft models on what is answered, in the background, and take what is shown to be better."
     )
     learn_folder: Path | None = option(
-        None, "Write the heads that were learned here, and go on with the last of them; no text is written.", "DIR",
+        None, "Write what was learned here, and go on with the last of it; no text is written.", "DIR",
         shown_default="nothing is written",
     )  # fmt: skip
     learn_share: float = option(0.05, "Learn for this share of the time at most, and never at capacity.", "X")

@@ -124,7 +124,7 @@ class Blocks(Chains):
         chosen = np.random.default_rng((self._seed, number)).choice([*every], self._anchors, replace=False)
         return {pair: every[pair] for pair in sorted(chosen.tolist())}
 
-    def _steps(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+    def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
         head, device = self.head, texts.tokens.device
         x = self._guessed(texts, [[pair + 1 for pair in own] for own in chosen])
         starts = zip(texts.starts, chosen, strict=False)

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -247,10 +247,10 @@ class Chains(ABC):
         """
         chosen = [chains_in(each, self.head.reach) for each in answers] if pairs is None else pairs
         if any(chosen):
-            yield from self._steps(self._read(answers), chosen)
+            yield from self.along(self._read(answers), chosen)
 
     @abstractmethod
-    def _steps(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+    def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
         """The same, of texts that the target has read; there are chains."""
 
     def pairs(self, answer: WrittenAnswer, number: int) -> Mapping[int, int]:
@@ -333,7 +333,7 @@ class Unrolled(Chains):
     steps: what is there in decoding, where a chain of k tokens was drafted behind position i (2503.01840, section 3.2).
     """
 
-    def _steps(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
+    def along(self, texts: Texts, chosen: Sequence[Mapping[int, int]]) -> Iterator[UnrolledStep]:
         head, device = self.head, texts.tokens.device
         counts, starts = texts.counts, torch.tensor(texts.starts[:-1], device=device)[:, None]
         # Rows of the pairs, [texts, pairs]; behind a text's end its last, which none before it sees.
@@ -347,7 +347,7 @@ class Unrolled(Chains):
             deep = [[pair for pair, steps in own.items() if steps > step] for own in chosen]
             if not any(deep):
                 return
-            taken = self._taken(step, deep, most)
+            taken: Sequence[Sequence[int]] = deep if step else [range(most)] * len(deep)
             width = max(map(len, taken))
             pairs = torch.tensor([[*own, *[0] * (width - len(own))] for own in taken], device=device)
             entering, read = (each.flatten(0, 1) for each in self._entering(step, pairs, x, embedded))
@@ -360,26 +360,17 @@ class Unrolled(Chains):
             chains = [first + number for first, own in zip(firsts, deep, strict=False) for number in range(len(own))]
             yield UnrolledStep(leaving, *texts.behind(places), torch.tensor(chains, device=device))
 
-    def _taken(self, step: int, deep: Sequence[Sequence[int]], most: int) -> Sequence[Sequence[int]]:
-        """The pairs of each text that are read at a step: all that have one, in their order.
-
-        Args:
-            step: its number.
-            deep: whose chains have this step.
-            most: pairs of the longest text.
-        """
-        return [range(most - step)] * len(deep)
-
     def _entering(self, step: int, pairs: Tensor, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """What stands for vectors and embeddings, `[texts, rows, width]`, of the pairs `[texts, rows]` of a step.
 
         Args:
             step: its number.
             pairs: that are read.
-            x: what the step before gave, at first the target's vectors.
+            x: what the step before gave, at first the target's vectors; behind the second its first rows are theirs.
             embedded: `[texts, pairs, width]`: embeddings of the text's tokens.
         """
-        return x[:, : pairs.shape[1]], embedded[:, step:]
+        texts = torch.arange(len(pairs), device=pairs.device)[:, None]
+        return x[texts, pairs] if step < 2 else x[:, : pairs.shape[1]], embedded[texts, pairs + step]
 
     def _embed(self, ids: Tensor) -> Tensor:
         own = self.head.embed_tokens
@@ -418,51 +409,42 @@ class _Seen:
         return mixed.flatten(2).flatten(0, 1)
 
 
-class ChainObjective:
+class ChainLoss:
     """sum_k decay^k loss_k over the steps of training-time test, with loss_k the mean over the answers' tokens.
 
     Args:
-        unrolled: the head in training.
-        text: what the target wrote.
+        chains: of the head in training.
         loss: between the distributions, over the draft's ids.
         decay: by how much each step counts less than the one before; None weighs each token by the probability that
             all tokens of its chain before it are accepted, the products of their sum min(p, q), which have no gradient.
     """
 
-    def __init__(
-        self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
-    ) -> None:
-        self._unrolled, self._text, self._loss, self._decay = unrolled, text, loss, decay
+    def __init__(self, chains: Chains, loss: DistillationLoss, decay: float | None) -> None:
+        self._chains, self._loss, self._decay = chains, loss, decay
 
-    def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
-        """Add `scale` times the gradient of the mean loss over some answers, given by their windows and
-        numbers `[count, 3]`."""
-        head = self._unrolled.head
-        starts, records = self._text.starts, self._text.records
-        texts = []
-        for first, _, number in batch.tolist():
-            answer = records[bisect.bisect_right(starts, first) - 1]
-            texts.append((answer, self._unrolled.pairs(answer, number)))
-        lengths = np.array([steps for _, own in texts for steps in own.values()])
-        counts = [int((lengths > step).sum()) for step in range(head.reach)]
-        sums = torch.zeros(head.reach, device=next(head.parameters()).device)
-        for group in read_together(texts if own is None else texts[own], sums.device):
-            together, pairs = [each for each, _ in group], [own for _, own in group]
-            leaving: list[Tensor] = []
-            gradients: list[Tensor] = []
-            alive = torch.ones(sum(map(len, pairs)), device=sums.device)
-            for step, unrolled in enumerate(self._unrolled.steps(together, pairs)):
-                weights = alive[unrolled.chains] if self._decay is None else self._decay**step
-                weights = torch.as_tensor(weights, device=sums.device).expand(len(unrolled.chains))
-                gradient, losses, accepted = self._learn(unrolled, weights * (scale / counts[step]))
-                sums[step] += losses
-                alive[unrolled.chains] *= accepted
-                gradients.append(gradient)
-                leaving.append(unrolled.leaving)
-            torch.autograd.backward(leaving, gradients)
-        means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
-        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
-        return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
+    def accumulate(self, steps: Iterable[UnrolledStep], counts: Sequence[int], scale: float) -> Tensor:
+        """Add `scale` times the gradient of the loss along some chains; returns the sum of losses at each step.
+
+        Args:
+            steps: of the chains.
+            counts: tokens at each step that means are over, of which these may be a part.
+            scale: of the gradient.
+        """
+        device = next(self._chains.head.parameters()).device
+        sums, alive = torch.zeros(len(counts), device=device), torch.ones(0, device=device)
+        leaving: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for step, each in enumerate(steps):
+            alive = alive if step else torch.ones(len(each.chains), device=device)
+            weights = alive[each.chains] if self._decay is None else self._decay**step
+            weights = torch.as_tensor(weights, device=device).expand(len(each.chains))
+            gradient, losses, accepted = self._learn(each, weights * (scale / counts[step]))
+            sums[step] += losses
+            alive[each.chains] *= accepted
+            gradients.append(gradient)
+            leaving.append(each.leaving)
+        torch.autograd.backward(leaving, gradients)
+        return sums
 
     def _learn(self, step: UnrolledStep, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient in what leaves a step of its losses times weights `[rows]`; the sum of its losses, and how
@@ -470,11 +452,11 @@ class ChainObjective:
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
-            logits, target = self._unrolled.logits(some[0]), step.target[rows]
+            logits, target = self._chains.logits(some[0]), step.target[rows]
             labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
             loss = distill(logits, target, labels, self._loss)
             sums.add_(loss.detach().sum())
-            said = self._unrolled.acceptance(some[0])
+            said = self._chains.acceptance(some[0])
             if self._decay is None or said is not None:
                 student = functional.log_softmax(logits.detach().float(), -1)
                 accepted[rows] = torch.minimum(target, student).exp().sum(-1)
@@ -484,6 +466,47 @@ class ChainObjective:
             yield (loss * weights[rows]).sum()
 
         return gradient_in_chunks(step.leaving[None], losses)[0], sums, accepted
+
+
+class ChainObjective:
+    """`ChainLoss` on answers that the target reads.
+
+    Args:
+        unrolled: the head in training.
+        text: what the target wrote.
+        loss: as of `ChainLoss`.
+        decay: likewise.
+    """
+
+    def __init__(
+        self, unrolled: Chains, text: SelfDistillationData, loss: DistillationLoss, decay: float | None
+    ) -> None:
+        self._unrolled, self._text, self._decay = unrolled, text, decay
+        self._loss = ChainLoss(unrolled, loss, decay)
+
+    def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
+        """Add `scale` times the gradient of the mean loss over some answers, given by their windows and
+        numbers `[count, 3]`."""
+        starts, records = self._text.starts, self._text.records
+        texts = []
+        for first, _, number in batch.tolist():
+            answer = records[bisect.bisect_right(starts, first) - 1]
+            texts.append((answer, self._unrolled.pairs(answer, number)))
+        head = self._unrolled.head
+        counts = chains_at([pairs for _, pairs in texts], head.reach)
+        sums = torch.zeros(head.reach, device=next(head.parameters()).device)
+        for group in read_together(texts if own is None else texts[own], sums.device):
+            steps = self._unrolled.steps([each for each, _ in group], [pairs for _, pairs in group])
+            sums += self._loss.accumulate(steps, counts, scale)
+        means = [total / max(count, 1) for total, count in zip(sums.tolist(), counts, strict=True)]
+        total = sum((self._decay or 1.0) ** step * mean for step, mean in enumerate(means))
+        return {"loss": total} | {f"{head.place_word}_{step}": mean for step, mean in enumerate(means, start=1)}
+
+
+def chains_at(chosen: Sequence[Mapping[int, int]], reach: int) -> list[int]:
+    """How many chains have each step, of those that begin at pairs and are so long."""
+    lengths = np.array([steps for own in chosen for steps in own.values()])
+    return [int((lengths > step).sum()) for step in range(reach)]
 
 
 Chosen: TypeAlias = tuple[WrittenAnswer, Mapping[int, int]]

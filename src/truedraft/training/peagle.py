@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,9 +89,6 @@ class Masked(Unrolled):
         kept = np.ceil(self._shares * len(order))
         lengths = {pair: min(every[pair], int((kept > rank).sum())) for rank, pair in enumerate(order)}
         return dict(sorted(lengths.items(), key=lambda each: -each[1]))
-
-    def _taken(self, step: int, deep: Sequence[Sequence[int]], most: int) -> Sequence[Sequence[int]]:
-        return deep if step else super()._taken(step, deep, most)
 
     def _entering(self, step: int, pairs: Tensor, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         if not step:

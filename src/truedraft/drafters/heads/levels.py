@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -382,6 +382,13 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         read = len(self.features.layers) if self.features is not None else 0
         unread = max(read, 1) * target.head_width * target.dtype.itemsize
         self.held.request_bytes, self.held.token_bytes = 0, self._running[0].token_bytes + unread
+
+    def with_head(self, head: HeadT) -> Self:
+        other = super().with_head(head)
+        other._texts = {}
+        own = self.held
+        other.held = Held([], [other._texts], own.request_bytes, own.token_bytes, other._held_tokens)
+        return other
 
     def _held_tokens(self) -> int:
         """Tokens that keys or vectors are held of."""

@@ -34,6 +34,7 @@ class Backend(ABC):
         adapters: that a segment may name.
         input_names: what a prompt may have beside its tokens.
         weight_bytes: of weights that a forward reads; 0 where nothing but the model's own are read.
+        bits: fewest of a linear weight; 0 where they are numbers of the model's dtype.
         failure: why it runs no more, in a sentence; None while it does.
         rows_vary: whether a row's last bits may hang on the tokens behind it, whatever a few small forwards show.
         warmups: forwards so far that took longer than others of their shape will.
@@ -48,6 +49,7 @@ class Backend(ABC):
     adapters: tuple[str, ...] = ()
     input_names: frozenset[str] = frozenset()
     weight_bytes: int = 0
+    bits: int = 0
     failure: str | None = None
     rows_vary: bool = False
     warmups: int = 0

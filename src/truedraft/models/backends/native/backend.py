@@ -91,6 +91,7 @@ class NativeBackend(Backend):
         bits = sorted({linear.bits for whole, _ in _linears(model) for linear in pieces(whole)})
         self.fast_paths = ("native forward", "packed weights")
         if any(bits):
+            self.bits = min(filter(None, bits))
             self.fast_paths = ("native forward", _weights_of(library, bits))
             self.weight_bytes = sum(
                 self._weights.bytes_of(linear) * count for whole, count in _linears(model) for linear in pieces(whole)
@@ -149,7 +150,7 @@ class NativeBackend(Backend):
         weights.free(before)
         self._lm_head.forget()
         self.weight_bytes = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(model))
-        self.fast_paths = ("native forward", _weights_of(self._library, [bits]))
+        self.bits, self.fast_paths = bits, ("native forward", _weights_of(self._library, [bits]))
 
     def quantized(self, bits: int) -> NativeBackend:
         fewer = sum(quantized_bytes(linear, bits, count) for linear, count in _linears(self._model))
