@@ -9,6 +9,7 @@ import pytest
 from support import tiny_models
 from truedraft import Engine, SamplingParams
 from truedraft.cache import PrefixCache, RequestCache
+from truedraft.cache.buffers import Buffers
 from truedraft.core.budget import Speculation
 from truedraft.drafters import DraftModel, DraftRequest, PromptLookup
 from truedraft.errors import OptionError
@@ -66,6 +67,23 @@ def test_one_that_gets_no_memory_fails_alone(
             assert answer.token_ids == own[number]
     assert engine.check_idle() == []
     assert [answer.token_ids for answer in engine.generate(PROMPTS, PARAMS)] == own
+
+
+@pytest.mark.plants_failures
+def test_where_memory_is_for_two_one_of_three_fails(target: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it held is given back before the next one is tried alone."""
+
+    def scarce(self: Buffers, start: int, end: int, limit: int) -> None:
+        if pool.in_use > 2 or pool.kept_bytes:
+            raise MemoryError("no room")
+        reserve(self, start, end, limit)
+
+    own, pool, reserve = expected(target), target.pool, Buffers.reserve
+    assert pool is not None
+    monkeypatch.setattr(Buffers, "reserve", scarce)
+    answers = Engine(target).generate(PROMPTS, PARAMS)
+    assert [answer.finish_reason for answer in answers] == ["error", "length", "length"]
+    assert [answer.token_ids for answer in answers[1:]] == own[1:]
 
 
 @pytest.mark.plants_failures
