@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,10 +71,18 @@ def _one_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def served(size: Size = TWO, **words: Any) -> Iterator[str]:
+def served(size: Size = TWO, make: Any = loaded, **words: Any) -> Iterator[str]:
     options = read_words(ServeOptions, WORDS | words)
-    with running(partial(loaded, options), options.server, lambda: size) as url:
+    with running(partial(make, options), options.server, lambda: size) as url:
         yield url
+
+
+def short_of_memory(options: ServeOptions, number: int) -> Any:
+    """A replica that gets 64 MiB beside its model: three whole contexts or so."""
+    made = loaded(options, number)
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (data + (64 << 20),) * 2)
+    return made
 
 
 def post(url: str, body: dict[str, Any]) -> httpx2.Response:
@@ -117,6 +127,19 @@ def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error() -> None:
         served(model="/no/such/folder"),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_a_worker_out_of_memory_says_so_and_the_service_is_back() -> None:
+    """Torch's allocator fails, which the engine survives, or something else does, which ends the process."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import it
+    with served(Size(1, 0, 1, 1), short_of_memory) as url, ThreadPoolExecutor(12) as pool:
+        replies = list(pool.map(lambda _: post(url, LONG), range(12)))
+        told = [each.json()["error"]["message"] for each in replies if each.status_code in (500, 503)]
+        assert told and len(told) == sum(each.status_code != 200 for each in replies)
+        assert all("can't allocate memory" in each or "ask again" in each for each in told)
+        until(lambda: post(url, SHORT).status_code == 200)
+        assert [post(url, SHORT).status_code for _ in range(4)] == [200] * 4
 
 
 @pytest.fixture(scope="module")  # first used here: it holds both processors to the end
