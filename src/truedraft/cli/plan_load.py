@@ -14,7 +14,6 @@ from truedraft.options import option
 if TYPE_CHECKING:
     from truedraft.planning import Level, Plan, WhatIf
 
-_MILLI = 1e3
 _USUAL_BATCH = 32  # as of `truedraft serve`
 
 
@@ -68,8 +67,7 @@ def tell_load(
 
     if asked.load is None:
         return {}
-    token_s = None if asked.token_ms is None else asked.token_ms / _MILLI
-    traffic = Traffic.of(made, asked.load, asked.prompt_tokens, asked.answer_tokens, token_s)
+    traffic = Traffic.of(made, asked.load, asked.prompt_tokens, asked.answer_tokens, asked.token_ms)
     found = levels(made, traffic, asked.max_batch or _USUAL_BATCH, what_if)
     record = load_record(found, traffic)
     measured = int(made.forwards.base.sizes[-1])
@@ -94,9 +92,9 @@ def _print_levels(found: Sequence[Level], measured: int, terminal: Terminal) -> 
             f"{level.requests}{'~' if level.rows > measured else ''}",
             f"{level.plain.tokens_per_s:.1f}",
             f"{level.best.tokens_per_s:.1f}",
-            f"{level.best.tokens_per_s / level.plain.tokens_per_s:.2f}",
-            f"{_MILLI * level.plain.token_s:.1f}",
-            f"{_MILLI * level.best.token_s:.1f}",
+            f"{level.ratio:.2f}",
+            f"{level.plain.token_ms:.1f}",
+            f"{level.best.token_ms:.1f}",
             level.best.drafter,
         )
         for level in found
@@ -117,7 +115,7 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
         said = "drafting does not pay, however few requests are open"
     else:
         said = f"drafting stops to pay at {stops} open requests"
-    bound = "" if record["token_s"] is None else f", a token in at most {_MILLI * record['token_s']:g} ms"
+    bound = "" if record["token_ms"] is None else f", a token in at most {record['token_ms']:g} ms"
     asked = (
         f"{record['requests_per_s']:g} requests a second, each of {record['prompt']} prompt and {record['answer']} "
         f"answer tokens{bound}:"
@@ -128,10 +126,10 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
 def _needed(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "no number of replicas is enough, for one request alone takes longer for a token"
-    way, count = found["way"], found["count"]
+    way, count, requests = found["way"], found["count"], found["requests"]
     return (
-        f"{count} replica{'' if count == 1 else 's'}, with {found['requests']} requests open in each, "
-        f"{_MILLI * way['token_s']:.1f} ms a token, drafter {way['drafter']}"
+        f"{count} replica{'' if count == 1 else 's'}, {requests} request{'' if requests == 1 else 's'} open in each, "
+        f"{way['token_ms']:.1f} ms a token, drafter {way['drafter']}"
     )
 
 

@@ -20,6 +20,7 @@ from truedraft.options import check_positive, check_whole
 from truedraft.planning.plan import NONE, Plan
 from truedraft.planning.predictions import WhatIf
 
+_MILLI = 1e3
 FILLED = 0.75
 """Share of what a replica can answer that is asked of it, for requests do not come evenly; Ray aims at as much."""
 
@@ -32,7 +33,7 @@ class Traffic:
         requests_per_s: that come.
         prompt: tokens that are read for each; those of a kept prefix are not.
         answer: tokens of each, 2 or more.
-        token_s: longest that a token may take; None is no bound.
+        token_ms: longest that a token may take; None is no bound.
 
     Raises:
         OptionError: a number that is out of range.
@@ -41,29 +42,24 @@ class Traffic:
     requests_per_s: float
     prompt: int
     answer: int
-    token_s: float | None = None
+    token_ms: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no traffic."""
         check_positive("load", self.requests_per_s)
         check_whole("prompt_tokens", self.prompt, least=1)
         check_whole("answer_tokens", self.answer, least=2)
-        if self.token_s is not None:
-            check_positive("token_ms", self.token_s)
+        if self.token_ms is not None:
+            check_positive("token_ms", self.token_ms)
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        requests_per_s: float,
-        prompt: int | None = None,
-        answer: int | None = None,
-        token_s: float | None = None,
+        cls, plan: Plan, requests_per_s: float, prompt: int | None, answer: int | None, token_ms: float | None
     ) -> Traffic:
         """Prompts and answers as long as the plan's, the mean of each, where nothing is said."""
         behind_first = plan.tokens / plan.prompts
         prompt = max(1, round(plan.context - behind_first / 2)) if prompt is None else prompt
-        return cls(requests_per_s, prompt, 1 + round(behind_first) if answer is None else answer, token_s)
+        return cls(requests_per_s, prompt, 1 + round(behind_first) if answer is None else answer, token_ms)
 
 
 @dataclass(frozen=True)
@@ -74,13 +70,13 @@ class Way:
         drafter: words of the drafter and size, or `none`.
         requests_per_s: that it answers.
         tokens_per_s: of all their answers.
-        token_s: between two tokens of an answer, the mean; prompts that are read meanwhile are in it.
+        token_ms: between two tokens of an answer, the mean; prompts that are read meanwhile are in it.
     """
 
     drafter: str
     requests_per_s: float
     tokens_per_s: float
-    token_s: float
+    token_ms: float
 
 
 @dataclass(frozen=True)
@@ -92,12 +88,14 @@ class Level:
         rows: most of a forward.
         plain: without drafts.
         best: in the way that is predicted to be fastest, which may be plain.
+        ratio: of their tokens a second, best over plain.
     """
 
     requests: int
     rows: int
     plain: Way
     best: Way
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def levels(plan: Plan, traffic: Traffic, most: int, what_if: WhatIf | None = Non
     def way(drafter: str, requests: int, token_s: float) -> Way:
         waited_s = token_s + (requests - 1) * prompt_s / (traffic.answer - 1)
         rate = requests / (prompt_s + (traffic.answer - 1) * waited_s)
-        return Way(drafter, rate, rate * traffic.answer, waited_s)
+        return Way(drafter, rate, rate * traffic.answer, _MILLI * waited_s)
 
     found = []
     for requests in range(1, most + 1):
@@ -140,14 +138,13 @@ def levels(plan: Plan, traffic: Traffic, most: int, what_if: WhatIf | None = Non
         gains = first.speedup.value > 1.0
         best = way(first.option.drafter, requests, first.plain_s / first.speedup.value) if gains else plain
         rows = max(nodes for nodes, _, _ in first.option.steps) + 1 if gains else 1
-        found.append(Level(requests, requests * rows, plain, best))
+        found.append(Level(requests, requests * rows, plain, best, best.tokens_per_s / plain.tokens_per_s))
     return found
 
 
 def stops_to_pay(found: Sequence[Level]) -> int | None:
     """Fewest open requests from which on drafting gains nothing; None where it gains to the last."""
-    gains = [level.requests for level in found if level.best.drafter != NONE]
-    last = max(gains, default=0)
+    last = max((level.requests for level in found if level.best.drafter != NONE), default=0)
     return None if last == found[-1].requests else last + 1
 
 
@@ -158,7 +155,7 @@ def replicas(ways: Sequence[Way], traffic: Traffic) -> Replicas | None:
         ways: of a replica with 1, 2, ... requests open.
         traffic: what comes.
     """
-    fast = [way for way in ways if traffic.token_s is None or way.token_s <= traffic.token_s]
+    fast = [way for way in ways if traffic.token_ms is None or way.token_ms <= traffic.token_ms]
     if not fast:
         return None
     most = max(way.requests_per_s for way in fast)
