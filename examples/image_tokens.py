@@ -106,6 +106,7 @@ def main() -> None:
     parser = arguments("Image tokens through the text engine, plain and with a draft model.", LENGTH)
     parser.add_argument("--images", type=int, default=20, help="for each run (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training (default: %(default)s)")
+    parser.add_argument("--certify", type=float, default=20.0, help="seconds (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     patches, classes = images()
@@ -137,7 +138,7 @@ def main() -> None:
     }
     stack = Stack(target, DraftModel(draft, options.window), SpeculativeSampling())
     prompts = [[CODES + number, *tokens[number].tolist()[1:9]] for number in range(CLASSES)]
-    report = certify(stack, prompts, SamplingParams(temperature=1.0, max_tokens=16), seconds=20.0)
+    report = certify(stack, prompts, SamplingParams(temperature=1.0, max_tokens=16), seconds=options.certify)
     record["certificate"] = {
         "failed": [finding.name for finding in report.failures],
         "holds": [finding.name for finding in report.findings if finding.status.value == "holds"],

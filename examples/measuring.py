@@ -41,24 +41,30 @@ def arguments(what: str, steps: int) -> argparse.ArgumentParser:
 def compared(
     process: Process, states: Tensor, drafts: Mapping[str, Draft], options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Runs of the plain process and of each draft, by fixed windows and by chosen ones, in turns.
+    """Runs of each draft, by fixed windows and by chosen ones, each behind one of the plain process, in turns.
 
     Returns:
-        For each way medians over turns, each held against the plain run of the same turn, and the least and the most
-        of these: of seven, an interval that holds the median with a probability of 0.98.
+        For each way medians over turns, each held against the plain run before it, and the least and the most of these:
+        of seven, an interval that holds the median with a probability of 0.98.
     """
-    ways: dict[str, tuple[Draft, Callable[[], int | Windows]]] = {PLAIN: (next(iter(drafts.values())), lambda: 0)}
+    ways: dict[str, tuple[Draft, Callable[[], int | Windows]]] = {}
     for name, draft in drafts.items():
         ways[name] = draft, lambda: options.window
         ways[f"{name}, chosen window"] = draft, lambda: Windows(2 * options.window)
-    runs: dict[str, list[Run]] = {name: [] for name in ways}
+
+    def run(draft: Draft, window: int | Windows, turn: int) -> Run:
+        wall, cpu = time.perf_counter(), time.process_time()
+        chains = speculate(process, states, options.steps, draft=draft, window=window, seed=turn)
+        assert not any(chains.errors), chains.errors
+        return Run(chains, time.perf_counter() - wall, time.process_time() - cpu)
+
+    pairs: dict[str, list[tuple[Run, Run]]] = {name: [] for name in (PLAIN, *ways)}
     for turn in range(options.turns):
         for name, (draft, window) in ways.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            chains = speculate(process, states, options.steps, draft=draft, window=window(), seed=turn)
-            runs[name].append(Run(chains, time.perf_counter() - wall, time.process_time() - cpu))
-            assert not any(chains.errors), chains.errors
-    return {name: summary(own, runs[PLAIN]) for name, own in runs.items()}
+            plain = run(draft, 0, turn)
+            pairs[name].append((plain, run(draft, window(), turn)))
+            pairs[PLAIN].append((plain, plain))
+    return {name: summary(each) for name, each in pairs.items()}
 
 
 class Run(NamedTuple):
@@ -74,9 +80,9 @@ class Run(NamedTuple):
         return self.chains.rounds + self.chains.trials
 
 
-def summary(own: list[Run], plain: list[Run]) -> dict[str, Any]:
-    """What some runs took beside the plain ones of the same turns."""
-    pairs = list(zip(plain, own, strict=True))
+def summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
+    """What some runs took beside the plain ones before them."""
+    own = [each for _, each in pairs]
     return {
         "sequential_calls": statistics.median(each.calls for each in own),
         "evaluations": statistics.median(each.chains.evaluations for each in own),

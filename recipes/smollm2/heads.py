@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[str, str, tuple[float, ...], dict[str, Any]]] = {
     "eagle-all": ("eagle", "Eagle3TrainingConfig", (0.01,), {"draft_vocab": 0}),
     "eagle": ("eagle", "Eagle3TrainingConfig", (0.01,), _IDS),
     "eagle-lk": ("eagle", "Eagle3TrainingConfig", (0.01,), {"loss": "lk-adaptive", "by_acceptance": True, **_IDS}),
+    "p-eagle": ("peagle", "PEagleTrainingConfig", (0.01,), {"draft_vocab": 0}),
     "dflash": ("block", "DFlashTrainingConfig", (0.01,), _IDS),
     "dspark": ("block", "DSparkTrainingConfig", (0.01,), _IDS),
 }

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Run
-from truedraft.cli.train import JobOptions, how_to_go_on
+from truedraft.cli.train import how_to_go_on
+from truedraft.cli.train_options import JobOptions
 from truedraft.training import evaluate, heads
 
 SMALL = ("--tokens", "300", "--prompt-tokens", "16", "--answer-tokens", "12", "--heads", "2", "--steps", "3")

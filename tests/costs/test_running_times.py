@@ -207,6 +207,15 @@ def test_a_step_in_which_something_was_measured_says_nothing() -> None:
     assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
 
 
+def test_a_step_that_warms_up_says_nothing() -> None:
+    times, _, machine = times_of()
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
+    times.observe(record(20 * machine.step_s(5), 5, warmup=True))
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
+    times.observe(record(20 * machine.step_s(5), 5))
+    assert times.step_s(5, [100], True) > 1.5 * machine.step_s(5)
+
+
 def test_what_catching_up_takes_is_learnt_from_drafters_that_were_behind() -> None:
     times, clock, _ = times_of()
     assert times.catch_up_s("a", 2) == 0.0

@@ -14,10 +14,13 @@ SMALL = {
     "langevin": ["--steps", "40"],
     "metropolis": ["--steps", "60"],
     "diffusion": ["--steps", "40", "--seconds", "0.5", "--width", "64"],
+    "image_tokens": ["--seconds", "1", "--images", "1", "--certify", "1"],
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "image_tokens" else ()) for name in SMALL]
+)
 def test_an_example_runs_and_its_certificate_holds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -29,6 +32,7 @@ def test_an_example_runs_and_its_certificate_holds(
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     record = json.loads(out.read_text())
     assert record["example"] == name and record["certificate"]["holds"] and drawn.stat().st_size
+    assert not record["certificate"].get("failed")
     assert record["ways"]["plain"]["sequential_calls"] == record["steps"]
     assert all(own["speedup"]["median"] > 0 for own in record["ways"].values())
     assert "plain" in capsys.readouterr().out

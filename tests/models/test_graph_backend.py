@@ -12,6 +12,7 @@ from support.pairwise import pairwise
 from support.tiny_models import COUNT, PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.cache import RequestCache
+from truedraft.core.stats import StepRecord
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
@@ -135,6 +136,23 @@ def test_sampled_answers_do_not_depend_on_how_the_forward_runs() -> None:
             for target in (graphs(stock("qwen3")), packed("qwen3"))
         ]
         assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
+
+
+def test_steps_say_in_which_of_them_a_forward_was_recorded() -> None:
+    """The target's, and the draft's alone."""
+    target, draft = graphs(stock("llama")), graphs(noisy_stock("llama", 0.1))
+    engine = Engine(target, DraftModel(draft, 3), controller="fixed")
+    records: list[StepRecord] = []
+    engine.listeners.append(records.append)
+    for _ in range(3):
+        engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
+    said = [record.warmup for record in records]
+    assert said[0] and not any(said[-3:])
+    before = draft.warmups
+    with draft.trying() as cache:
+        draft.forward([Segment(cache, torch.arange(29), chain_shape(29), (0,))])
+    assert draft.warmups == before + 1
+    assert engine.drafter.warmups == draft.warmups
 
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

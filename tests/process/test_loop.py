@@ -290,3 +290,24 @@ def test_windows_are_chosen_where_batches_are_free_and_not_where_they_cost_their
     linear = Dear(0.0, 3e-3)
     plain = run(linear, Windows(most=8, clock=linear.perf_counter))
     assert plain.evaluations < 1.05 * 400 * chains and plain.trials <= 9
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.2])
+def test_one_slow_round_does_not_end_drafting(late_s: float) -> None:
+    clock = Dear(3e-3, 0.0)
+    windows = Windows(most=8, clock=clock.perf_counter)
+    windows.times.begin(lambda points: 3e-3, 1, 8)
+    left, rounds = 400, 0
+    while left > 1:
+        window, rounds = windows.choose(1, left), rounds + 1
+        if window:  # every draft stays; another program runs within the first round
+            seconds = 3e-3 + 2e-4 * window + 1e-3 + late_s
+            windows.observe([window], [window], window + 1, (1e-5, 2e-4 * window, 3e-3, seconds))
+            late_s = 0.0
+        else:
+            seconds = 3.2e-3 * min(windows.together, left)
+            rounds += min(windows.together, left) - 1
+            windows.observe([0], [0], 1, (1e-5, 0.0, 3e-3, 3.2e-3))
+        clock.now += seconds
+        left -= window + 1 if window else min(windows.together, left)
+    assert rounds < 80

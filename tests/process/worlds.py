@@ -51,7 +51,7 @@ class Walk(MetropolisHastings):
     """A random walk on a normal density, written so that rows are independent of each other to the bit."""
 
     def log_density(self, thetas: Tensor) -> Tensor:
-        total = torch.zeros(len(thetas), dtype=thetas.dtype)
+        total = thetas.new_zeros(len(thetas))
         for coordinate in thetas.unbind(-1):
             total = total - 0.5 * coordinate * coordinate
         return total

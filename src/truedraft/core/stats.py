@@ -115,6 +115,7 @@ class StepRecord:
         total_s: the whole step: accepted tokens emitted, caches committed, drafters told.
         decide_s: asking the controller.
         drafting: what asking each drafter took that was asked; empty on a device, where that is only queued.
+        warmup: whether a forward took longer in it than others of its shape will, so that its seconds say nothing.
     """
 
     requests: tuple[RequestStep, ...]
@@ -124,6 +125,7 @@ class StepRecord:
     total_s: float
     decide_s: float = 0.0
     drafting: tuple[DraftTime, ...] = ()
+    warmup: bool = False
 
     # Each is worked out once: a server asks for them once for every request of the step.
 

@@ -154,6 +154,11 @@ class Drafter(ABC):
     held: Held = Held()
 
     @property
+    def warmups(self) -> int:
+        """Forwards of its own so far that took longer than others of their shape will; see `LanguageModel`."""
+        return 0 if self.model is None else self.model.warmups
+
+    @property
     def members(self) -> Mapping[str, Drafter]:
         """The drafters that a controller chooses among, by name; only a portfolio has others than itself."""
         return {self.name: self}

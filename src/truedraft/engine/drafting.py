@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from truedraft.control import Controller
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, RequestView, Speculation
@@ -70,6 +73,11 @@ class Drafting:
         spent = ((self._members[name].spent, len(items)) for name, items in self._asked.items())
         # Requests that were asked one behind another tell nothing of a batch.
         return tuple(each for each, asked in spent if each is not None and each.requests == asked)
+
+    @property
+    def warmups(self) -> int:
+        """Forwards of drafters so far that took longer than others of their shape will."""
+        return sum(member.drafter.warmups for member in self._members.values())
 
     def limit(self, request: Request, speculation: Speculation | None) -> None:
         """Let only those drafters draft for a request that can and that it wants, and no longer paths than it wants.
@@ -350,7 +358,7 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
         if proposal is outcome.proposal:
             return outcome
         return StepOutcome(proposal, path, outcome.tokens, partial=outcome.partial)
-    rows: slice | list[int] = item.rows
+    rows: slice | list[int] | Tensor = item.rows
     if features.rows == "last" or (features.rows in ("tree", "accepted") and not len(item.proposal.tree)):
         # Of a tree where the next token was drawn, else the last of what was fed.
         end = (
@@ -365,6 +373,8 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
     elif nodes is not None:
         first = item.judged_rows.start
         rows = [*range(item.rows.start, first + 1), *(first + 1 + node for node in nodes)]
+    if isinstance(rows, list):
+        rows = _at_once(rows, output.hidden.device)
     return StepOutcome(
         proposal,
         path,
@@ -374,3 +384,13 @@ def _outcome_for(name: str, item: StepItem, features: Features | None, layers: S
         layers=tuple(output.layers[layers.index(layer)][rows] for layer in features.layers),
         partial=outcome.partial,
     )
+
+
+def _at_once(rows: list[int], device: torch.device) -> slice | Tensor:
+    """Rising rows as what indexes tensors of a device with at most one copy to it.
+
+    Worked example: rows 4, 5, 6, of a chain, are a slice; 4, 5, 7 are not.
+    """
+    if rows and rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, dtype=torch.int64, device=device)

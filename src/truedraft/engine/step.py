@@ -39,7 +39,7 @@ class Step:
 
     def run(self, batch: Batch) -> StepRecord:
         """One step; each request gains tokens, a part of its prompt, or an error."""
-        clock = StepClock(self._target.device)
+        clock, warmups = StepClock(self._target.device), self._warmups()
         self._drafting.decide(batch)
         clock.lap()
         self._drafting.propose(batch)
@@ -50,9 +50,13 @@ class Step:
         clock.lap()
         steps = self._commit(batch)
         self._drafting.observe(batch, output)
-        record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent)
+        warmup = self._warmups() > warmups
+        record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent, warmup=warmup)
         self._drafting.record(batch, record)
         return record
+
+    def _warmups(self) -> int:
+        return self._target.warmups + self._drafting.warmups
 
     def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)

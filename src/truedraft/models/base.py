@@ -117,6 +117,7 @@ class LanguageModel(Reader, ABC):
         pool: where its caches come from, and wait for the next request; None where none are kept.
         failure: why it cannot run, in a sentence, where its weights are made late and could not be, or a process that
             runs a part of it has ended; None while it can.
+        warmups: forwards so far that took longer than others of their shape will, as those that record a CUDA graph.
     """
 
     device: torch.device
@@ -133,6 +134,7 @@ class LanguageModel(Reader, ABC):
     placeholders: frozenset[int] = frozenset()
     pool: CachePool | None = None
     failure: str | None = None
+    warmups: int = 0
 
     @property
     def fingerprint(self) -> str:

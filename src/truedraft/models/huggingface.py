@@ -251,6 +251,10 @@ class HuggingFaceModel(LanguageModel):
     def failure(self) -> str | None:  # type: ignore[override]
         return self._failures.get(self._bits) if self._bits else self._backend.failure
 
+    @property
+    def warmups(self) -> int:  # type: ignore[override]
+        return self._backend.warmups
+
     def check_room(self) -> None:
         super().check_room()
         free = free_memory(self.device) if self._bits else None

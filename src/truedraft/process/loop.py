@@ -12,6 +12,7 @@ from torch import Tensor
 
 from truedraft.core.noise import Purpose
 from truedraft.errors import ProcessError
+from truedraft.machine import wait_for
 from truedraft.options import check_whole
 from truedraft.process.base import Process
 from truedraft.process.chains import Chains, Seen
@@ -82,7 +83,7 @@ def speculate(
     return chains
 
 
-_MOST_PLAIN = 64  # steps of the plain process whose noise is made at once
+_MOST_PLAIN, _MOST_NUMBERS = 512, 1 << 20  # steps of the plain process whose noise is made at once, and numbers of it
 
 
 def _running(chains: Chains, steps: int) -> Tensor:
@@ -108,7 +109,9 @@ def _go_on(
     window = _chosen(windows, process, chains, active, longest) if isinstance(windows, Windows) else windows
     chosen = time.perf_counter()
     if not window:
-        count = min(windows.together if isinstance(windows, Windows) else _MOST_PLAIN, int(remaining.min()), most)
+        at_once = max(1, min(_MOST_PLAIN, _MOST_NUMBERS // max(chains.states[active].numel(), 1)))
+        together = windows.together if isinstance(windows, Windows) else at_once
+        count = min(together, at_once, int(remaining.min()), most)
         made, target_s = plain_steps(process, chains, active, count, watch)
         if made:
             if isinstance(windows, Windows):
@@ -134,7 +137,7 @@ def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, 
             which = torch.arange(number, device=points.device) % count
             trial, steps = points[which], at[which]
             began = time.perf_counter()
-            process.evaluate(trial, steps)
+            wait_for(process.evaluate(trial, steps).device)
             return time.perf_counter() - began
 
         try:
@@ -229,6 +232,7 @@ class _Round:
             outputs = self._process.evaluate(points, steps)
         except Exception:
             return self._ask_one_by_one(points, steps, rows)
+        wait_for(outputs.device)  # judging waits for it anyway, and times tell what took how long
         if len(outputs) != len(points):
             raise ProcessError(
                 f"evaluate of {type(self._process).__name__} gave {len(outputs)} rows for {len(points)} points; it "

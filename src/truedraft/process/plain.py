@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core.noise import Purpose
+from truedraft.machine import wait_for
 from truedraft.process.base import Process
 from truedraft.process.chains import Chains, Seen
 from truedraft.process.drafts import Known
@@ -46,6 +47,7 @@ def plain_steps(
             outputs = process.evaluate(points, at)
         except Exception:
             break
+        wait_for(outputs.device)
         target_s += time.perf_counter() - began
         if len(outputs) != len(points):
             break

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from truedraft.control import Budget, Controller, Goodput
 from truedraft.core.budget import NO_DRAFT, RequestView
@@ -19,6 +20,8 @@ _LAST, _NEAR = 7, 0.34  # times of each size that are kept, and how far sizes ma
 _LINEAR = 0.95  # share of what points take one by one, from which a batch brings nothing and larger ones are not tried
 _TRUST = 2.0  # times that a first time may be beyond what smaller sizes say
 _TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
+_OPENING, _OPENING_WINDOW = 3, 4  # rounds that a run begins with, drafted whatever the first of them took
+_TOGETHER_S = 0.03  # of plain steps that are made together
 _LEARNS = 8  # chains of a round whose verdicts are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
 
@@ -156,7 +159,7 @@ class Windows:
         self._controller = controller if controller is not None else Goodput(clock=clock)
         self._controller.begin(self.times)
         self._counters = Counters()
-        self._rests, self._last = 0, 0
+        self._rests, self._last, self._opening = 0, 0, _OPENING
         self.together = 1
 
     def choose(self, active: int, remaining: int) -> int:
@@ -168,8 +171,14 @@ class Windows:
         limits = Budget(most, 1, most) if most else NO_DRAFT
         view = RequestView(0, _PARAMS, 0, remaining, {_DRAFT: limits}, self._counters)
         (self._decision,) = self._controller.decide([view])
-        self._last = min(self._decision.budget.depth, most)
-        self.together = 1 if self._last else 1 + self._controller.rests
+        if self._opening and most:
+            self._last = min(_OPENING_WINDOW, most)
+            self._decision = replace(self._decision, budget=Budget(self._last, 1, self._last))
+        else:
+            self._last = min(self._decision.budget.depth, most)
+        self.together = 1 + self._controller.rests
+        if self.together > 1:
+            self.together = max(self.together, int(_TOGETHER_S / self.times.step_s(1, (), False)))
         return self._last
 
     def observe(
@@ -186,7 +195,9 @@ class Windows:
         if self._rests > 0:
             self._rests -= 1
             return
-        self._rests = self._controller.rests if self._last else 0  # plain steps were made together
+        # Plain steps were made together.
+        self._rests = self._controller.rests if self._last and not self._opening else 0
+        self._opening = max(self._opening - 1, 0) if max(drafted) else self._opening
         choose_s, draft_s, target_s, total_s = seconds
         steps = []
         for nodes, kept in list(zip(drafted, accepted, strict=True))[:_LEARNS]:

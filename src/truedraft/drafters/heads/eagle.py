@@ -19,7 +19,10 @@ from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, b
 from truedraft.drafters.tree_builder import TreeBuilder
 from truedraft.heads.base import Head
 from truedraft.heads.eagle import Eagle3Head
+from truedraft.heads.layers import Attend
 from truedraft.models.attention import Full, Scoring
+from truedraft.models.backends.graphs.pairs import GraphPairs
+from truedraft.models.backends.graphs.replay import Recorder
 from truedraft.models.backends.native.pairs import NativePairs
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
@@ -35,11 +38,15 @@ class PairRunner(Protocol):
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        warmups: forwards so far that took longer than others of their shape will.
     """
 
     device: torch.device
     pool: CachePool
     token_bytes: int
+
+    @property
+    def warmups(self) -> int: ...
 
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
         """Read pairs of vectors and tokens; see `Eagle3Runner.forward`."""
@@ -55,28 +62,48 @@ class Eagle3Runner:
     Args:
         head: of the target's width and vocabulary.
         target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
+        recorder: makes the recordings that it is replayed from; None is CUDA graphs on a CUDA device, else none.
 
     Attributes:
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
-        native: runs it; None where its modules do.
+        native: runs it in C; None where that cannot.
     """
 
-    def __init__(self, head: Eagle3Head, target: LanguageModel) -> None:
+    def __init__(self, head: Eagle3Head, target: LanguageModel, recorder: Recorder | None = None) -> None:
         self._head = own = copied(head, target)
-        bits = bits_for(own)
-        self._table = own.rotary(own.norm.weight)
-        self.native = _native(own, self._table, bits)
-        if self.native is None:
-            packed(own, bits)
-        self._run = self._by_modules if self.native is None else self.native.run_pairs
         self._target = target
+        self._table = own.rotary(own.norm.weight)
         self._scoring = Scoring(head.config.head**-0.5)
         self.device = target.device
-        self.pool = CachePool(head.config.most_positions)
+        self._graphs = self._recorded(recorder) if recorder is not None or self.device.type == "cuda" else None
+        bits = 0 if self._graphs is not None else bits_for(own)
+        self.native = None if self._graphs is not None else _native(own, self._table, bits)
+        if self.native is None and self._graphs is None:
+            packed(own, bits)
+        self._run = self._by_modules if self.native is None else self.native.run_pairs
+        self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
         entries = 2 * head.config.kv_heads * head.config.head * (1 + head.config.more_layers)
         self.token_bytes = entries * target.dtype.itemsize
+
+    def _recorded(self, recorder: Recorder | None) -> GraphPairs:
+        config = self._head.config
+        return GraphPairs(
+            self._read,
+            lambda positions: self._table.reach(positions - 1 + config.rope_start),
+            (1 + config.more_layers, config.kv_heads, config.head),
+            config.heads // config.kv_heads,
+            (config.width, config.merged * config.width),
+            self._head.norm.weight,
+            config.most_positions,
+            recorder,
+        )
+
+    @property
+    def warmups(self) -> int:
+        """Forwards so far that took longer than others of their shape will."""
+        return 0 if self._graphs is None else self._graphs.warmups
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
@@ -92,6 +119,9 @@ class Eagle3Runner:
             What stands in for the target's vectors at the wanted rows, `[rows, width]`, and logits `[rows, guessed]`,
             of no more ids than the target has.
         """
+        if self._graphs is not None:
+            x, logits = self._graphs.run(segments, vectors, observed)
+            return x, logits[:, : self._target.vocab_size]
         plan = ForwardPlan.of(segments, self.device, 1)
         if start := self._head.config.rope_start:
             plan = replace(plan, positions=plan.positions + start, furthest=plan.furthest + start)
@@ -101,12 +131,23 @@ class Eagle3Runner:
     def _by_modules(
         self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool
     ) -> tuple[Tensor, Tensor]:
+        self._table.reach(plan.furthest)
+        attend = partial(self._attend, plan, itertools.count())
+        return self._through(embedded, plan.positions[0], vectors, observed, attend, plan.rows)
+
+    def _read(
+        self, tokens: Tensor, positions: Tensor, vectors: Tensor, observed: bool, attention: Attend, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        positions = positions + self._head.config.rope_start
+        return self._through(self._embed(tokens), positions, vectors, observed, attention, rows)
+
+    def _through(
+        self, embedded: Tensor, positions: Tensor, vectors: Tensor, observed: bool, attention: Attend, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         head = self._head
         if observed:
             vectors = head.fuse(vectors.chunk(head.config.merged, dim=-1))
-        self._table.reach(plan.furthest)
-        attend = partial(self._attend, plan, itertools.count())
-        x = head.step(vectors, embedded, self._table.at(plan.positions[0]), attend).index_select(0, plan.rows)
+        x = head.step(vectors, embedded, self._table.at(positions), attention).index_select(0, rows)
         leaving = head.leaving(x)
         return x, self._target.unembed(leaving) if head.lm_head is None else head.lm_head(leaving)
 
@@ -187,6 +228,10 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
 
     A level of the tree is one forward for all requests, in which what the head gave stands for the target's vector.
     """
+
+    @property
+    def warmups(self) -> int:
+        return self._running[0].warmups
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         """Read what trees stand behind, then grow them level by level."""

@@ -76,7 +76,10 @@ class MtpRunner:
         returns: which of its own go round, by the norm behind it.
         scores: mean log-probability of the target's own tokens for each choice, of those that it reads and then of
             those that go round.
+        warmups: forwards so far that took longer than others of their shape will: none.
     """
+
+    warmups = 0
 
     def __init__(self, head: MtpHead, target: LanguageModel) -> None:
         self._layer, self._target = head.layer, target

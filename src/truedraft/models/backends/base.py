@@ -36,6 +36,7 @@ class Backend(ABC):
         weight_bytes: of weights that a forward reads; 0 where nothing but the model's own are read.
         failure: why it runs no more, in a sentence; None while it does.
         rows_vary: whether a row's last bits may hang on the tokens behind it, whatever a few small forwards show.
+        warmups: forwards so far that took longer than others of their shape will.
     """
 
     fast_paths: tuple[str, ...]
@@ -49,6 +50,7 @@ class Backend(ABC):
     weight_bytes: int = 0
     failure: str | None = None
     rows_vary: bool = False
+    warmups: int = 0
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.

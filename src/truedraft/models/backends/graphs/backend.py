@@ -7,7 +7,7 @@ it is, or records and replays it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from truedraft.cache import CachePool
 from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
 from truedraft.errors import CacheError
+from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
@@ -49,10 +50,10 @@ class GraphBackend(Backend):
     def __init__(self, llama: Llama, recorder: Recorder | None = None) -> None:
         self._device, self._dtype = llama.device, llama.dtype
         self._decoder = Decoder(llama)
-        self._arena = self._new_arena(0)  # without a slot, until a pool is asked for
         if recorder is None and self._device.type == "cuda":
             recorder = CudaGraphs(self._device)
         self._runner = Runner(self._forward, self._inputs, recorder)
+        self._placed = self._over(0)  # without a slot, until a pool is asked for
         self.least_rows = 1
         self.shown_layers = len(llama.layers)
         self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "one arena of keys")
@@ -67,29 +68,25 @@ class GraphBackend(Backend):
         return llama.is_dense and len(heads) == 1 and one_rotation and llama.scale == 1.0
 
     @property
+    def warmups(self) -> int:  # type: ignore[override]
+        return self._runner.warmups
+
+    @property
     def arena(self) -> Arena:
         """Where keys and values of all requests lie."""
-        return self._arena
+        return self._placed.arena
 
-    def _new_arena(self, limit: int) -> Arena:
-        return Arena(*self._decoder.arena_shape, self._dtype, self._device, limit)
+    def _over(self, limit: int) -> ArenaForward:
+        arena = Arena(*self._decoder.arena_shape, self._dtype, self._device, limit)
+        return ArenaForward(arena, self._runner, self._decoder.patterns, self._decoder.reach)
 
     def new_pool(self, limit: int) -> CachePool:
-        self._arena = self._new_arena(limit)
-        return ArenaPool(self._arena, limit)
+        self._placed = self._over(limit)
+        return ArenaPool(self._placed.arena, limit)
 
     def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
-        for segment in segments:
-            segment.cache.reserve(len(segment.shape), segment.written)
-        arena = self._arena
-        with arena.lock:
-            arena.close_gaps()
-            self._decoder.reach(arena.capacity)
-            placed = [PlacedSegment(segment, self._slot_of(segment)) for segment in segments]
-            for part in placed:
-                arena.clean(part.slot, part.end)
-            logits, hidden, *shown = self._run(placed, tuple(layers))
-            return ForwardOutput(logits, hidden, tuple(shown))
+        logits, hidden, *shown = self._placed.run(segments, tuple(layers))
+        return ForwardOutput(logits, hidden, tuple(shown))
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """Run a plan that was made elsewhere, of which only the segments are used."""
@@ -99,9 +96,59 @@ class GraphBackend(Backend):
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._decoder.unembed(vectors)
 
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        return Inputs(bucket, len(self._decoder.patterns), self._placed.arena.nowhere, self._device)
+
+    def _forward(self, inputs: Inputs, layers: Layers) -> Outputs:
+        return self._decoder.forward(inputs, self._placed.arena, layers)
+
+
+class ArenaForward:
+    """Forwards of segments whose caches lie in an arena: those of up to 64 tokens together, longer ones each alone.
+
+    Args:
+        arena: of the caches.
+        runner: runs what was laid out.
+        patterns: different reaches of attention.
+        reach: is told how many positions there may be.
+    """
+
+    def __init__(
+        self, arena: Arena, runner: Runner, patterns: Sequence[AttentionPattern], reach: Callable[[int], None]
+    ) -> None:
+        self.arena = arena
+        self._runner, self._patterns, self._reach = runner, patterns, reach
+
+    def run(self, segments: Sequence[Segment], layers: Layers = (), vectors: Tensor | None = None) -> Outputs:
+        """Rows of all segments, in their order.
+
+        Args:
+            segments: the requests' shares of the forward.
+            layers: whose output is shown.
+            vectors: `[total, width]` that stand beside the tokens, where any do.
+
+        Raises:
+            CacheError: a cache is not of this arena.
+        """
+        for segment in segments:
+            segment.cache.reserve(len(segment.shape), segment.written)
+        arena = self.arena
+        with arena.lock:
+            arena.close_gaps()
+            self._reach(arena.capacity)
+            beside = (
+                [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
+            )
+            placed = [
+                PlacedSegment(segment, self._slot_of(segment), own)
+                for segment, own in zip(segments, beside, strict=True)
+            ]
+            for part in placed:
+                arena.clean(part.slot, part.end)
+            return self._run(placed, layers)
+
     def _run(self, placed: Sequence[PlacedSegment], layers: Layers) -> Outputs:
-        """Rows of all segments, in their order."""
-        arena, patterns = self._arena, self._decoder.patterns
+        arena, patterns = self.arena, self._patterns
         short = [part for part in placed if part.count <= _MOST_SHARED_TOKENS]
         together = ArenaBatch.shared(short, arena.capacity, patterns) if short else None
         outputs = () if together is None else self._runner.run(together, arena.generation, layers)
@@ -118,15 +165,9 @@ class GraphBackend(Backend):
 
     def _slot_of(self, segment: Segment) -> int:
         slot = segment.cache.storage
-        if not isinstance(slot, ArenaSlot) or slot.arena is not self._arena:
+        if not isinstance(slot, ArenaSlot) or slot.arena is not self.arena:
             raise CacheError("this cache was made by another model; take one with this model's new_cache()")
         return slot.place
-
-    def _inputs(self, bucket: Bucket) -> Inputs:
-        return Inputs(bucket, len(self._decoder.patterns), self._arena.nowhere, self._device)
-
-    def _forward(self, inputs: Inputs, layers: Layers) -> Outputs:
-        return self._decoder.forward(inputs, self._arena, layers)
 
 
 class Decoder:
@@ -179,7 +220,7 @@ class Decoder:
         }
         shown = {}
         for call, layer in enumerate(self._layers):
-            x = layer.run(x, rotation, partial(_attend, arena, call, inputs, masks[layer.pattern], layer.scaling))
+            x = layer.run(x, rotation, partial(attend, arena, call, inputs, masks[layer.pattern], layer.scaling))
             if call in layers:
                 shown[call] = x.index_select(0, numbers.wanted)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, numbers.wanted))
@@ -215,7 +256,7 @@ class _Product:
         return residual if self.bias is None else residual.add_(self.bias)
 
 
-def _attend(
+def attend(
     arena: Arena, call: int, inputs: Inputs, mask: Tensor, scaling: float, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Attention of all requests at once, over an arena that takes the new keys and values.

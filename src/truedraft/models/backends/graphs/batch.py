@@ -120,10 +120,17 @@ class Numbers(Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class PlacedSegment:
-    """A segment, and the slot of its request."""
+    """A segment, and the slot of its request.
+
+    Attributes:
+        segment: as given.
+        slot: of the arena.
+        vectors: `[new, width]` that stand beside its tokens, where a forward reads any.
+    """
 
     segment: Segment
     slot: int
+    vectors: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -249,18 +256,23 @@ class Inputs:
         patterns: different reaches of attention in the model.
         nowhere: the arena's row for what is not wanted.
         device: of the model.
+        vectors: for one row `[width]`, of what stands beside tokens; None where nothing does.
 
     Attributes:
         bucket: as given.
         numbers: on the device.
+        vectors: `[rows, width]`, packed as the tokens are; None where nothing stands beside these.
     """
 
-    def __init__(self, bucket: Bucket, patterns: int, nowhere: int, device: torch.device) -> None:
+    def __init__(
+        self, bucket: Bucket, patterns: int, nowhere: int, device: torch.device, vectors: Tensor | None = None
+    ) -> None:
         self.bucket = bucket
         self._shapes = _shapes(bucket, patterns)
         self._nowhere = nowhere
         self._flat = torch.zeros(sum(map(math.prod, self._shapes)), dtype=torch.int64, device=device)
         self.numbers: Numbers[Tensor] = _split(self._flat, self._shapes)
+        self.vectors = None if vectors is None else vectors.new_zeros(bucket.rows, len(vectors))
 
     def load(self, batch: ArenaBatch) -> None:
         """Fill in a batch of this bucket."""
@@ -281,6 +293,9 @@ class Inputs:
         self._flat.copy_(host, non_blocking=True)
         for start, tokens in on_device:
             self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
+        if self.vectors is not None:
+            beside = torch.cat([part.vectors for part in batch.parts if part.vectors is not None])
+            self.vectors[: len(beside)].copy_(beside)
 
 
 def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:

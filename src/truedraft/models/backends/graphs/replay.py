@@ -58,6 +58,9 @@ class Runner:
         inputs: makes the inputs of a bucket.
         recorder: makes the recordings; without one nothing is recorded.
         most: recordings that are kept; of more, the one that was used longest ago goes.
+
+    Attributes:
+        warmups: forwards so far that ran as they are, to be recorded later, or were recorded.
     """
 
     def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 64) -> None:
@@ -68,6 +71,7 @@ class Runner:
         self._seen: set[tuple[Bucket, Layers]] = set()
         self._kept: OrderedDict[tuple[Bucket, Layers], tuple[Inputs, Recording]] = OrderedDict()
         self._generation = 0
+        self.warmups = 0
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -93,7 +97,11 @@ class Runner:
         if generation != self._generation:
             self._forget(generation)
         shape = batch.bucket, layers
-        if self._recorder is None or shape not in self._seen:
+        if self._recorder is None:
+            return self.run_once(batch, layers)
+        if shape not in self._kept:
+            self.warmups += 1
+        if shape not in self._seen:
             self._seen.add(shape)
             return self.run_once(batch, layers)
         if shape in self._kept:

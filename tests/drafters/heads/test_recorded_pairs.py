@@ -1,0 +1,70 @@
+"""Heads that read pairs, replayed from recordings, draft what they draft without: `GraphPairs` on a stand-in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.heads.test_eagle import VARIANTS, head
+from support.backends import HostRecorder
+from support.eagle_reference import EagleReference
+from support.layer_heads import GREEDY, Records, answers_of, as_transformers_runs_it, plain_answers, target
+from support.tiny_models import PROMPTS
+from truedraft import Engine, SamplingParams
+from truedraft.drafters import Eagle3
+from truedraft.drafters.heads.eagle import Eagle3Runner
+from truedraft.models.base import LanguageModel
+
+
+class Replayed(Records, Eagle3):
+    """Drafts from recordings."""
+
+    def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
+        self.recorder = HostRecorder()
+        return Eagle3Runner(self.head, target, self.recorder)
+
+
+class Direct(Records, Eagle3):
+    pass
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.inference_mode()
+def test_replayed_chains_are_what_the_page_says(name: str) -> None:
+    made = head(**VARIANTS[name])
+    reference, drafter = EagleReference(as_transformers_runs_it(), made), Replayed(made)
+    assert answers_of(Engine(target(), drafter, controller="fixed"), GREEDY) == plain_answers(GREEDY)
+    for text, proposal in drafter.seen[::5]:
+        path: list[int] = []
+        for token in proposal.tree.host_ids:
+            assert token == int(reference.logits(text, path).argmax()), f"behind {text} {path}"
+            path.append(token)
+    assert len(drafter.seen) > 20
+    assert sum(each.replays for each in drafter.recorder.made) > 40
+
+
+@pytest.mark.parametrize("options", [{"nodes": 9}, {"branching": (3, 2, 1)}], ids=["likeliest", "branching"])
+@pytest.mark.parametrize("name", ["as published", "fewer ids", "EAGLE-3.1"])
+def test_replayed_trees_are_those_of_its_modules(name: str, options: dict[str, Any]) -> None:
+    """Also of several requests at once, which come and go, so that slots move."""
+    prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=40)
+    seen = {}
+    for kind in (Direct, Replayed):
+        drafter = kind(head(**VARIANTS[name]), **options)
+        engine = Engine(target(), drafter, max_batch=2, controller="fixed")
+        answers = engine.generate(prompts, params)
+        assert all(answer.warnings == () for answer in answers)
+        seen[kind] = [(list(text), list(proposal.tree.host_ids)) for text, proposal in drafter.seen]
+        assert drafter._running[0].pool.in_use == 0
+    assert seen[Direct] == seen[Replayed]
+
+
+def test_forwards_that_are_recorded_are_counted() -> None:
+    drafter = Replayed(head())
+    engine = Engine(target(), drafter, controller="fixed")
+    for _ in range(3):
+        before = drafter.warmups
+        engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
+    assert drafter.warmups == before > 0
