@@ -89,6 +89,13 @@ def post(url: str, body: dict[str, Any]) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+def running_on_one(url: str) -> int:
+    """Requests that run on some replica."""
+    found = re.search(r"^vllm:num_requests_running\S* (\d+)", httpx2.get(f"{url}/metrics").text, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
 def until(holds: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
@@ -105,17 +112,14 @@ def test_workers_write_the_answers_of_one_engine_in_order() -> None:
 
 
 def test_who_leaves_is_no_longer_answered_and_what_is_open_is_where_replicas_end() -> None:
-    def busy() -> bool:
-        return bool(re.search(r"^vllm:num_requests_running\S* 1", httpx2.get(f"{url}/metrics").text, re.MULTILINE))
-
     with ThreadPoolExecutor(1) as pool:
         with served(Size(1, 0, 1, 1)) as url:
             with httpx2.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as reply:
                 lines = reply.iter_lines()  # kept: it closes the answer where it ends
-                assert next(lines) and busy()
-            until(lambda: not busy(), 1.0)
+                assert next(lines) and running_on_one(url) == 1
+            until(lambda: not running_on_one(url), 1.0)
             open_one = pool.submit(post, url, LONG)
-            until(busy)
+            until(lambda: running_on_one(url) == 1)
         found = open_one.result(60)
     assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == LONG["max_tokens"]
 
@@ -176,7 +180,7 @@ def test_a_kill_ends_requests_with_an_error_that_says_so_and_the_service_comes_b
     with ThreadPoolExecutor(16) as pool:  # so many that none is as fast as to be done with all
         wholes = [pool.submit(post, url, LONG) for _ in range(8)]
         streams = [pool.submit(post, url, LONG | {"stream": True}) for _ in range(8)]
-        time.sleep(0.5)
+        until(lambda: running_on_one(url) > 5)  # what no replica has begun is not lost with one
         killed = replicas_below(os.getpid())
         assert len(killed) == 2 and not all(each.done() for each in wholes) and not all(each.done() for each in streams)
         for pid in killed:
