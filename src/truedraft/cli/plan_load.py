@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from truedraft.cli.plan_pictures import PlanOutput
 from truedraft.cli.terminal import Terminal, print_table
 from truedraft.errors import OptionError
-from truedraft.options import option
+from truedraft.options import check_positive, option
 
 if TYPE_CHECKING:
     from truedraft.planning import Level, Plan, WhatIf
@@ -34,7 +34,7 @@ class LoadOptions:
     )
 
     def check(self, with_curves: bool) -> None:
-        """Refuse what says nothing without a load, and a load without the curves of a model.
+        """Refuse what says nothing without a load, and a load without curves, before anything is planned.
 
         Raises:
             OptionError: it names the option.
@@ -46,6 +46,8 @@ class LoadOptions:
         for each in fields(self):
             if self.load is None and getattr(self, each.name) is not None:
                 raise OptionError("goes with --load; name the requests that come in a second", field=each.name)
+        check_positive("load", 1.0 if self.load is None else self.load)
+        check_positive("token_ms", 1.0 if self.token_ms is None else self.token_ms)
 
 
 def tell_load(
