@@ -208,11 +208,16 @@ results-samplers: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/certify_samplers.py > /dev/null
 	PYTHONPATH=src $(VLLM)/bin/python benchmarks/certify_samplers.py --append --no-power --samplers vllm vllm_ngram vllm_rule vllm_put_right > /dev/null
 
-# A plan for the embedded target at the cost of a 110 M model, greedy and at temperature 1: docs/planning.md.
+# A plan for the embedded target at the cost of a 110 M model, greedy and at temperature 1: docs/planning.md; and what loads need: docs/scaling.md.
 PLAN := truedraft plan $(EMBEDDED) --pad-to 110M --max-tokens 64 --refresh-costs --json
+LOAD := truedraft plan --simulate out/plan.json --json
 results-plan: $(STAMP)
+	mkdir -p out
 	$(BIN)/$(PLAN) > $(RESULTS)/plan.txt
-	$(BIN)/$(PLAN) --temperature 1 >> $(RESULTS)/plan.txt
+	$(BIN)/$(PLAN) --temperature 1 --out out/plan.json >> $(RESULTS)/plan.txt
+	$(BIN)/$(LOAD) --load 20 > $(RESULTS)/load.txt
+	$(BIN)/$(LOAD) --load 1000 >> $(RESULTS)/load.txt
+	$(BIN)/$(LOAD) --load 1000 --token-ms 10 >> $(RESULTS)/load.txt
 
 # What --explain shows of one answer, and the decisions of a benchmark as a picture: docs/deciding.md. A minute, on an
 # otherwise idle machine.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,19 @@ def test_transformers_stays_where_it_belongs() -> None:
         libraries = {name.split(".")[0] for name in imports_of(path, typing_too=False)}
         assert "transformers" not in libraries or package_of(path) in users or trains_tokenizers, path
         assert "tokenizers" not in libraries or package_of(path) == "text" or trains_tokenizers, path
+
+
+def test_what_is_imported_is_installed_with_it() -> None:
+    """By its dependencies or an extra; groups for development are nobody's who installs it."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[\[<>=]", each)[0] for each in declared}
+    own = {"truedraft", *sys.stdlib_module_names}
+    with_others = {"huggingface_hub", "jinja2", "pydantic", "starlette"}  # of transformers, torch and fastapi
+    judged = {"vllm", "sgl_kernel"}  # where they are installed
+    found = {name.split(".")[0] for path in MODULES for name in imports_of(path)} - own - with_others - judged
+    called = {"PIL": "pillow", "opentelemetry": "opentelemetry-sdk"}
+    assert {called.get(name, name.replace("_", "-")) for name in found} <= names
 
 
 def test_counters_budgets_parameters_and_control_need_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from storages import (
 from torch import Tensor
 
 from truedraft.cache import CachePool, RequestCache, key_span
+from truedraft.cache.buffers import Buffers
 from truedraft.errors import CacheError
 
 
@@ -274,3 +276,26 @@ def test_the_pool_keeps_only_so_many() -> None:
     pool.release(second)
     assert pool.acquire() is first
     assert pool.acquire() is not second
+
+
+@pytest.mark.parametrize("failing", range(1, 2 * CALLS))
+def test_growth_that_memory_ends_is_begun_again(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """The next call finds all buffers of one size, and what they held."""
+    cache = filled(POOLS["alone"](), [1, 2, 3])
+    grown, calls = Buffers._grown, iter(range(1 << 30))
+
+    def short(self: Buffers, *given: Any) -> Tensor:
+        if next(calls) == failing:
+            raise MemoryError
+        return grown(self, *given)
+
+    monkeypatch.setattr(Buffers, "_grown", short)
+    with pytest.raises(MemoryError):
+        cache.reserve(cache.capacity)
+    cache.reserve(2)
+    assert_holds(cache.entries(), [1, 2, 3])
+    storage = cache.storage
+    assert isinstance(storage, Buffers) and storage.capacity >= key_span(5)
+    sizes = {keys.shape[2] for keys in storage._keys} | {values.shape[1] for values in storage._values}
+    assert sizes == {storage.capacity}
+    assert_holds(forward(cache, [4, 5]), [1, 2, 3, 4, 5])

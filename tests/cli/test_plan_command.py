@@ -207,6 +207,28 @@ def test_what_if(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path)
     assert over.status == 2 and over.record["field"] == "out" and "write over the plan" in over.err
 
 
+def test_a_load(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    asked = ("plan", "--simulate", str(written[0]), "--load", "50", "--json")
+    result = run(*asked, "--answer-tokens", "40", "--max-batch", "6", "--out", str(tmp_path / "if"))
+    assert result.status == 0, result.err
+    load = result.record["load"]
+    assert (load["requests_per_s"], load["answer"], len(load["levels"])) == (50.0, 40, 6)
+    assert load["replicas"]["best"]["count"] <= load["replicas"]["plain"]["count"]
+    assert "50 requests a second, each of" in result.out and "assumed: " in result.out and "drafting " in result.out
+    assert {file.stem for file in (tmp_path / "if").glob("*.svg")} == {"what_if", "load"}
+    bound = run(*asked, "--token-ms", "0.000001")
+    assert bound.record["load"]["replicas"] == {"plain": None, "best": None} and "no number of replicas" in bound.out
+
+
+def test_a_load_that_says_nothing_is_refused(run: Run) -> None:
+    lone = run("plan", "--token-ms", "5", "--json")
+    assert lone.status == 2 and lone.record["field"] == "token_ms" and "goes with --load" in lone.err
+    none = run("plan", "--load", "0", "--json")
+    assert none.status == 2 and none.record["field"] == "load", "before a model is loaded"
+    closed = run("plan", "--alpha", "0.5", "--cost", "0.1", "--load", "5", "--json")
+    assert closed.status == 2 and closed.record["field"] == "load" and "curves" in closed.err
+
+
 def test_formulas_alone_load_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys

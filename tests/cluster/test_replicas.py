@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,14 +71,29 @@ def _one_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def served(size: Size = TWO, **words: Any) -> Iterator[str]:
+def served(size: Size = TWO, make: Any = loaded, **words: Any) -> Iterator[str]:
     options = read_words(ServeOptions, WORDS | words)
-    with running(partial(loaded, options), options.server, lambda: size) as url:
+    with running(partial(make, options), options.server, lambda: size) as url:
         yield url
+
+
+def short_of_memory(options: ServeOptions, number: int) -> Any:
+    """A replica that gets 64 MiB beside its model: three whole contexts or so."""
+    made = loaded(options, number)
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (data + (64 << 20),) * 2)
+    return made
 
 
 def post(url: str, body: dict[str, Any]) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def running_on_one(url: str) -> int:
+    """Requests that run on some replica."""
+    found = re.search(r"^vllm:num_requests_running\S* (\d+)", httpx2.get(f"{url}/metrics").text, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
 def until(holds: Any, seconds: float = 60.0) -> None:
@@ -95,17 +112,14 @@ def test_workers_write_the_answers_of_one_engine_in_order() -> None:
 
 
 def test_who_leaves_is_no_longer_answered_and_what_is_open_is_where_replicas_end() -> None:
-    def busy() -> bool:
-        return bool(re.search(r"^vllm:num_requests_running\S* 1", httpx2.get(f"{url}/metrics").text, re.MULTILINE))
-
     with ThreadPoolExecutor(1) as pool:
         with served(Size(1, 0, 1, 1)) as url:
             with httpx2.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as reply:
                 lines = reply.iter_lines()  # kept: it closes the answer where it ends
-                assert next(lines) and busy()
-            until(lambda: not busy(), 1.0)
+                assert next(lines) and running_on_one(url) == 1
+            until(lambda: not running_on_one(url), 1.0)
             open_one = pool.submit(post, url, LONG)
-            until(busy)
+            until(lambda: running_on_one(url) == 1)
         found = open_one.result(60)
     assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == LONG["max_tokens"]
 
@@ -117,6 +131,19 @@ def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error() -> None:
         served(model="/no/such/folder"),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_a_worker_out_of_memory_says_so_and_the_service_is_back() -> None:
+    """Torch's allocator fails, which the engine survives, or something else does, which ends the process."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import it
+    with served(Size(1, 0, 1, 1), short_of_memory) as url, ThreadPoolExecutor(12) as pool:
+        replies = list(pool.map(lambda _: post(url, LONG), range(12)))
+        told = [each.json()["error"]["message"] for each in replies if each.status_code in (500, 503)]
+        assert told and len(told) == sum(each.status_code != 200 for each in replies)
+        assert all("can't allocate memory" in each or "ask again" in each for each in told)
+        until(lambda: post(url, SHORT).status_code == 200)
+        assert [post(url, SHORT).status_code for _ in range(4)] == [200] * 4
 
 
 @pytest.fixture(scope="module")  # first used here: it holds both processors to the end
@@ -153,7 +180,7 @@ def test_a_kill_ends_requests_with_an_error_that_says_so_and_the_service_comes_b
     with ThreadPoolExecutor(16) as pool:  # so many that none is as fast as to be done with all
         wholes = [pool.submit(post, url, LONG) for _ in range(8)]
         streams = [pool.submit(post, url, LONG | {"stream": True}) for _ in range(8)]
-        time.sleep(0.5)
+        until(lambda: running_on_one(url) > 5)  # what no replica has begun is not lost with one
         killed = replicas_below(os.getpid())
         assert len(killed) == 2 and not all(each.done() for each in wholes) and not all(each.done() for each in streams)
         for pid in killed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from support import tiny_models
 from truedraft import Engine, SamplingParams
 from truedraft.cache import PrefixCache, RequestCache
+from truedraft.cache.buffers import Buffers
 from truedraft.core.budget import Speculation
 from truedraft.drafters import DraftModel, DraftRequest, PromptLookup
 from truedraft.errors import OptionError
@@ -66,6 +68,26 @@ def test_one_that_gets_no_memory_fails_alone(
             assert answer.token_ids == own[number]
     assert engine.check_idle() == []
     assert [answer.token_ids for answer in engine.generate(PROMPTS, PARAMS)] == own
+
+
+@pytest.mark.plants_failures
+def test_where_memory_is_for_two_one_of_three_fails(target: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it held is given back before the next one is tried alone, and its error, which is kept, keeps none of it."""
+
+    def scarce(self: Buffers, start: int, end: int, limit: int) -> None:
+        if pool.in_use > 2 or pool.kept_bytes:
+            failed.append(weakref.ref(self))
+            raise MemoryError("no room")
+        reserve(self, start, end, limit)
+
+    own, pool, reserve = expected(target), target.pool, Buffers.reserve
+    failed: list[weakref.ref[Buffers]] = []
+    assert pool is not None
+    monkeypatch.setattr(Buffers, "reserve", scarce)
+    answers = Engine(target).generate(PROMPTS, PARAMS)
+    assert [answer.finish_reason for answer in answers] == ["error", "length", "length"]
+    assert [answer.token_ids for answer in answers[1:]] == own[1:]
+    assert failed and not any(buffers() for buffers in failed)
 
 
 @pytest.mark.plants_failures

@@ -27,7 +27,8 @@ from truedraft.options import Words
 from truedraft.planning import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, ratio_of_rates, read_plan
 from truedraft.planning.candidates import LONGEST
 from truedraft.planning.predictions import Circumstance, Drafting, Footprint, Interval, PlanOption, options_of
-from truedraft.planning.walks import Walk
+from truedraft.planning.traces import trace_answers
+from truedraft.planning.walks import Walk, walk_along
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, DraftCost, DraftPoint, TargetCost
 
@@ -94,6 +95,8 @@ def test_heads(tmp_path: Path) -> None:
     (trees,) = candidates_of(f'medusa:"{tmp_path / "a,b"}"', world, DRAWN)
     assert trees.sizes[-1] == trees.drafter.limits.nodes == 64
     assert from_spec(trees.words[4], world).limits.nodes == 4
+    traces = trace_answers(world, [("one", [1, 2], GREEDY)], [trees.drafter])
+    assert walk_along(trees.drafter, world, traces)[0].tokens == GREEDY.max_tokens - 1, "it drafts as it is"
     beams = candidates_of(f"redrafter:{tmp_path / 'r'}", world, GREEDY)
     assert len(beams) == 4 * 3 and len({id(each.timed) for each in beams}) == 4
     assert all(from_spec(words, world).limits.nodes == size for each in beams for size, words in each.words.items())

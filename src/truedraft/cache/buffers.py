@@ -88,15 +88,17 @@ class Buffers:
         if needed <= self.capacity:
             return
         doubled = max(2 * self.capacity, _FIRST_CAPACITY)
-        self.capacity = max(needed, min(doubled, key_span(limit)))
+        capacity = max(needed, min(doubled, key_span(limit)))
         self.generation += 1
+        self.capacity = 0  # where memory ends on the way, the next call sees to all of them again
         for call in range(len(self._keys)):  # one by one: old beside new takes half as much again
-            self._keys[call] = self._grown(self._keys[call], 2)
-            self._values[call] = self._grown(self._values[call], 1)
+            self._keys[call] = self._grown(self._keys[call], 2, capacity)
+            self._values[call] = self._grown(self._values[call], 1, capacity)
+        self.capacity = capacity
 
-    def _grown(self, buffer: Tensor, axis: int) -> Tensor:
+    def _grown(self, buffer: Tensor, axis: int, capacity: int) -> Tensor:
         shape = list(buffer.shape)
-        shape[axis] = self.capacity
+        shape[axis] = capacity
         larger = buffer.new_zeros(shape)
         larger.narrow(axis, 0, self._start).copy_(buffer.narrow(axis, 0, self._start))
         return larger
@@ -118,8 +120,9 @@ class Buffers:
             stay where they are until `generation` changes.
         """
         for _ in range(len(self._keys), calls):
-            self._keys.append(torch.zeros(kv_heads, key_width, self.capacity, dtype=dtype, device="cpu"))
-            self._values.append(torch.zeros(kv_heads, self.capacity, value_width, dtype=dtype, device="cpu"))
+            keys = torch.zeros(kv_heads, key_width, self.capacity, dtype=dtype, device="cpu")
+            values = torch.zeros(kv_heads, self.capacity, value_width, dtype=dtype, device="cpu")
+            self._add(keys, values)
         return self._keys, self._values
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,8 +171,13 @@ class Buffers:
     def _make(self, call: int, keys: Tensor, values: Tensor) -> None:
         """The buffers of an attention call that comes for the first time."""
         if call == len(self._keys):
-            self._keys.append(keys.new_zeros(keys.shape[0], keys.shape[2], self.capacity))
-            self._values.append(values.new_zeros(values.shape[0], self.capacity, values.shape[2]))
+            own_keys = keys.new_zeros(keys.shape[0], keys.shape[2], self.capacity)
+            self._add(own_keys, values.new_zeros(values.shape[0], self.capacity, values.shape[2]))
+
+    def _add(self, keys: Tensor, values: Tensor) -> None:
+        """Both are there, so that none is without the other where memory ends."""
+        self._keys.append(keys)
+        self._values.append(values)
 
     def keep(self, length: int, path: Sequence[int]) -> None:
         """Move the entries of `path`, rising numbers of tokens behind the first `length`, to right behind these."""

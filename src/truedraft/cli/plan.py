@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
+from truedraft.cli.plan_load import LoadOptions, tell_load
 from truedraft.cli.plan_pictures import PlanOutput
 from truedraft.cli.prompts import HELDOUT, PromptOptions, read_prompts
 from truedraft.cli.session import DRAFTER_HELP, ReportOptions
@@ -88,6 +89,7 @@ class PlanOptions:
     sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     closed: ClosedForms = group("Formulas alone")
     what_if: Simulation = group("What if")
+    load: LoadOptions = group("Load")
     report: PlanReport = group("Report")
     machine: MachineOptions = group("Machine")
 
@@ -120,6 +122,7 @@ def _check_ways(options: PlanOptions) -> None:
         for name in ("bandwidth", "draft_cost"):
             if getattr(what_if, name) != 1.0:
                 raise OptionError("goes with --simulate; make a plan with --out first", field=name)
+    options.load.check(with_curves=closed.alpha is None)
 
 
 # ------------------------------------------------------------------------------- formulas
@@ -232,10 +235,11 @@ def _simulate(options: PlanOptions, file: Path) -> int:
         "recommended_as_planned": made.recommended(),
         "predicted": [prediction_record(each) for each in found],
     }
-    if options.report.out is not None:
-        output = PlanOutput(options.report.out, f"{_WHAT_IF}.json")
-        if output.record.resolve() == file.expanduser().resolve():
-            raise OptionError("would write over the plan that it reads; name another file", field="out")
+    output = None if options.report.out is None else PlanOutput(options.report.out, f"{_WHAT_IF}.json")
+    if output is not None and output.record.resolve() == file.expanduser().resolve():
+        raise OptionError("would write over the plan that it reads; name another file", field="out")
+    record |= tell_load(made, options.load, terminal, output, what_if)
+    if output is not None:
         output.write(json_line(record))
         _draw_batches(made, found, output, _WHAT_IF, what_if)
         terminal.note(f"written: {output.record}")
@@ -274,7 +278,7 @@ def _plan(options: PlanOptions) -> int:
     _print_recommended(made, predicted, terminal)
     for failure in results.failures:
         say(f"error: {failure.describe()}")
-    record = _record(made, best, checked)
+    record = _record(made, best, checked) | tell_load(made, options.load, terminal, output)
     if output is not None:
         output.write(json_line(made.to_dict() | {key: record[key] for key in ("predicted", "check")}))
         _draw(made, best, output)

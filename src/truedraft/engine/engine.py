@@ -504,7 +504,7 @@ class Engine:
         finally:
             # Also after Ctrl-C in the middle of a step: what is over must not run again.
             for item in batch:
-                if item.request.finish_reason is not None:
+                if item.request.finish_reason is not None and not item.request.closed:
                     self._close(item.request)
         if self._scheduler.idle:
             self.check_idle()
@@ -567,6 +567,8 @@ class Engine:
                 for request in requests:
                     self._failures.log("the step", error)
                     request.fail(_as_ours(error))
+                    self._close(request)  # at once, as memory may be what the next one lacks, too
+                self._memory.give_back()
                 return
             self._failures.asked_again(requests, "the step", error)
             for one in batch.alone():

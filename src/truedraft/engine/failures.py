@@ -28,6 +28,9 @@ class Failures:
     def log(self, who: str, error: Exception) -> None:
         """Log a failure with its traceback, unless the same was logged before: one kind of error at one line.
 
+        The traceback goes on to name its lines, but its frames let go of what they hold. An answer keeps its error, and
+        these would keep tensors and caches with it, where memory may be what is short.
+
         Args:
             who: what failed.
             error: how.
@@ -37,6 +40,10 @@ class Failures:
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("%s failed (%s)", who, told(error), exc_info=error)
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
 
     def together(
         self,

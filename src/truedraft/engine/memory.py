@@ -143,6 +143,11 @@ class CacheMemory:
         """A request is over, and its caches were given back."""
         self._changed = True
 
+    def give_back(self) -> None:
+        """Give caches that wait for requests back to the system, which may be short of memory."""
+        for pool in self._distinct_pools:
+            pool.trim(pool.kept_bytes)
+
     def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
         """Who holds memory from now on.
 

@@ -3,6 +3,7 @@
 from truedraft.planning.beam_trees import BeamTokens, ReplayedBeams, facts_of, replay_beams
 from truedraft.planning.candidates import candidates_of, fitting_drafters
 from truedraft.planning.head_trees import BUDGETS, TREE_TEMPERATURES, CountedTree, count_trees, survival_of
+from truedraft.planning.load import Level, Traffic, levels, load_record
 from truedraft.planning.plan import NONE, Plan, footprint_of, make_plan, read_plan
 from truedraft.planning.predictions import (
     BATCHES,
@@ -30,18 +31,22 @@ __all__ = [
     "CountedTree",
     "Footprint",
     "Interval",
+    "Level",
     "NodeBudget",
     "Plan",
     "Prediction",
     "ReplayedBeams",
     "StepWatcher",
     "Trace",
+    "Traffic",
     "WhatIf",
     "candidates_of",
     "count_trees",
     "facts_of",
     "fitting_drafters",
     "footprint_of",
+    "levels",
+    "load_record",
     "make_plan",
     "node_options",
     "nodes_for",

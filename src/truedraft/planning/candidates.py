@@ -118,6 +118,7 @@ def candidates_of(
         is_medusa = _TREE in known and not chosen & {_TREE, _BRANCHING}
         full = spelled(words, {_NODES: CURVE_NODES[-1]})
         largest = cast("Medusa", base).with_nodes(CURVE_NODES[-1]) if is_medusa else from_spec(full, target)
+        largest.check(target)
         most = largest.limits.nodes
         trees = {nodes: spelled(words, {_NODES: nodes}) for nodes in CURVE_NODES if nodes <= most}
         return [Candidate(typed, largest, largest, trees)]

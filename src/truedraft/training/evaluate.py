@@ -12,10 +12,10 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scipy.stats import norm
 from torch.nn import functional
 
 from truedraft.core.params import SamplingParams
@@ -181,11 +181,16 @@ class EngineEvaluation:
         promised, served = self.about.get("promised"), self.tokens_per_call
         if promised is None or served is None or len(self.answers) < _FEWEST:
             return False
-        deviation = (served.high - served.low) / (2 * norm.isf((1 - CONFIDENCE) / 2))
+        deviation = (served.high - served.low) / (2 * _deviations((1 - CONFIDENCE) / 2))
         clustered = deviation * math.sqrt(self.stats.emitted_tokens / max(1, tokens))
         counted = math.sqrt(max(promised - 1.0, 0.0) * promised / max(1, tokens))  # accepted tokens a call, by calls
         spread = math.hypot(deviation, max(clustered, counted))
-        return bool(abs(promised - served.value) > max(spread * norm.isf(_CHANCE / 2 / rounds), _LEAST * promised))
+        return bool(abs(promised - served.value) > max(spread * _deviations(_CHANCE / 2 / rounds), _LEAST * promised))
+
+
+def _deviations(chance: float) -> float:
+    """Above how many standard deviations a normal variable lies with this chance; 1.96 of 0.025."""
+    return -NormalDist().inv_cdf(chance)
 
 
 def measure_in_engine(
