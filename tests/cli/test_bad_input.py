@@ -194,7 +194,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--out", "full/file/below"], "cannot write to the folder"),
         (["--pad-to", "110M"], "missing option '--out'"),
         (["--out", "new", "--threads", "0"], "--threads must be 1 or more, got 0"),
-        (["embedded", "--out", "new"], "a drafter is written by DRAFTER and --for, one of vllm, sglang, llamacpp, speculators, and"),
+        (["embedded", "--out", "new"], "--for, one of vllm, sglang, llamacpp, speculators, and nothing"),
         (["embedded", "--out", "new", "--for", "vllm", "--pad-to", "110M"], "nothing is padded then", "engine"),
         (["nowhere", "--out", "new", "--for", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
         (["eagle:nowhere", "--out", "new", "--for", "vllm"], "there is no folder 'nowhere' with an EAGLE-3"),
