@@ -80,7 +80,12 @@ def _vllm_drafting(drafting: Drafting) -> Mapping[str, object]:
 
 
 def _vllm_environment(venv: Path) -> dict[str, str]:
-    """What vLLM's pages advise for CPUs: all cores (it would keep one for its front), its OpenMP, and tcmalloc."""
+    """What vLLM's pages advise for CPUs: all cores (it would keep one for its front), its OpenMP, and tcmalloc.
+
+    A model that was loaded in this process in bfloat16 has forbidden oneDNN tiles of AMX by the environment. vLLM would
+    take that over, and its own attention uses tiles all the same: it is oneDNN that asks the system for them, and
+    without that the first one is an illegal instruction. So oneDNN is told its default here.
+    """
     wanted = (
         (venv / "lib", "libiomp5.so"),
         (Path("/usr/lib"), "libtcmalloc_minimal.so.4"),
@@ -91,6 +96,7 @@ def _vllm_environment(venv: Path) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "ONEDNN_MAX_CPU_ISA": "DEFAULT",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores())),
         "LD_PRELOAD": ":".join(str(path) for path in found if path is not None),
     }
