@@ -52,7 +52,9 @@ PROMPT_TOKENS = 48
 SET_PROMPTS = 12
 """Questions of each published set, evenly over it."""
 _COUNTED = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
-_ERROR = re.compile(r"^(?:\(.*?\) )?(?:ERROR \S+ \S+ )?(?:\[\S+\] )?\s*(\w*(?:Error|Exception): .+)$")
+_ERROR = re.compile(
+    r"^(?:\(.*?\) )?(?:ERROR \S+ \S+ )?(?:\[\S+\] )?\s*(\w*(?:Error|Exception): .+|Value error, .+?)(?: \[type=.*)?$"
+)
 _FOLLOWS = "Engine core initialization failed"  # behind the error that is meant
 
 

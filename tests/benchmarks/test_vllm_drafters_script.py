@@ -35,6 +35,9 @@ def test_metrics_and_logs_are_read(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(LOG)
     assert script.refusal(tmp_path / "log") == "ValueError: Model Runner V1 does not support: dspark"
     assert script.refusal(tmp_path / "none") == ""
+    pydantic = "1 validation error for VllmConfig\n  Value error, no dspark here [type=value_error, input_value=1]\n"
+    (tmp_path / "log").write_text(pydantic)
+    assert script.refusal(tmp_path / "log") == "Value error, no dspark here"
 
 
 def test_a_chain_of_each_kind() -> None:
