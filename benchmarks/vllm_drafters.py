@@ -20,7 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,27 @@ def checked(
     there, here = (1.0 + made["tokens"] * each for each in (accepted, own))
     kept = ("temperature", "verdict", "smallest_detectable_tv", "evidence", "allowance", "tokens", "error", "version")
     verdicts = [{name: line[name] for name in kept if name in line} for line in found]
-    allowed = verdicts[0].get("allowance", 0.0)
     gaps = first_gaps(folder, prompts, plain, answers)
     line = about | {
         "answers": len(plain), "same_as_plain": len(plain) - len(gaps), "gaps_where_they_part": gaps,
         "tokens_per_call_there": there, "tokens_per_call_here": here, "certificates": verdicts,
-        "passed": all(gap <= allowed for gap in gaps) and abs(there / here - 1.0) <= CLOSE
-        and all(each["verdict"] in ("no deviation found", "not enough evidence") for each in verdicts),
     }  # fmt: skip
+    line["passed"] = passes(line)
     note(f"{kind}: {json.dumps(line)}")
     return line
+
+
+def passes(line: Mapping[str, Any]) -> bool:
+    """Whether answers part at near ties alone, acceptance is as here, and no certificate speaks against it.
+
+    Rounding that moves each log-probability by r at most, which the greedy certificate has measured, moves the gap of
+    two tokens by 2 r at most.
+    """
+    allowed = 2.0 * line["certificates"][0].get("allowance", 0.0)
+    ties = all(gap <= allowed for gap in line["gaps_where_they_part"])
+    close = abs(line["tokens_per_call_there"] / line["tokens_per_call_here"] - 1.0) <= CLOSE
+    fine = ("no deviation found", "not enough evidence")
+    return ties and close and all(each["verdict"] in fine for each in line["certificates"])
 
 
 def _exported(words: Sequence[str], out: Path) -> dict[str, Any] | str:

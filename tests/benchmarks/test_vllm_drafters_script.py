@@ -82,6 +82,13 @@ def test_a_line_passes_where_answers_acceptance_and_certificates_do(
     assert (line["folder"], line["put_right"], line["prompts"]) == ("DIR", True, ["gsm8k"])
 
 
+@pytest.mark.parametrize(("gap", "passed"), [(0.19, True), (0.21, False)])
+def test_answers_part_where_rounding_can_part_them(gap: float, passed: bool) -> None:
+    fine = {"verdict": "no deviation found", "allowance": 0.1}
+    line = {"gaps_where_they_part": [0.0, gap], "tokens_per_call_there": 2.0, "tokens_per_call_here": 2.0}
+    assert script.passes(line | {"certificates": [fine]}) is passed
+
+
 def test_refusals_are_told_in_their_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "_exported", lambda words, out: "vllm runs no redrafter drafters")
     line = script.checked("redrafter:DIR", script.Bench(None, None, {}, []), tmp_path, [], asked())
