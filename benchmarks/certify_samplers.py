@@ -35,6 +35,7 @@ from truedraft.certify.samplers.suspects import joint_of, suspects
 from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
 from truedraft.errors import TruedraftError
 from truedraft.peers.samplers import vllm
+from vllm_put_right import copied_to_tokens
 
 # Each sampler of truedraft.peers.samplers, and the packages of which one is the library that it calls.
 SAMPLERS = {
@@ -74,16 +75,11 @@ def vllm_put_right(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Ten
     except ImportError:
         return vllm(draft_tokens, draft_probs, target_logits)  # says what is missing
     theirs = rejection_sampler.expand_batch_to_tokens
-    rejection_sampler.expand_batch_to_tokens = _copied_to_tokens
+    rejection_sampler.expand_batch_to_tokens = copied_to_tokens
     try:
         return vllm(draft_tokens, draft_probs, target_logits)
     finally:
         rejection_sampler.expand_batch_to_tokens = theirs
-
-
-def _copied_to_tokens(x: Tensor, ends: Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    counts = ends.diff(prepend=torch.zeros_like(ends[:1])).long()
-    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:

@@ -17,6 +17,8 @@ from servers import PORT, Launch
 SERVED_NAME = "model"
 """What servers call the model they serve."""
 VLLM, LLAMA_CPP = ROOT / ".venv-vllm", ROOT / ".venv-llamacpp"
+VLLM_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+"""By its module: the command asks for a package of the name vllm, and its CPU build has another."""
 LLAMA_SERVER = LLAMA_CPP / "build" / "bin" / "llama-server"
 PATIENCE_S = 1200.0
 """vLLM compiles before it answers, which takes minutes where others use the cores."""
@@ -49,7 +51,12 @@ _SLOT_TOKENS = 2048
 
 
 def vllm_launch(
-    name: str, venv: Path, target: Path, drafting: Drafting | None = None, more: Sequence[str] = ()
+    name: str,
+    venv: Path,
+    target: Path,
+    drafting: Drafting | None = None,
+    more: Sequence[str] = (),
+    program: Sequence[str] = VLLM_SERVER,
 ) -> Launch:
     """vLLM's server.
 
@@ -59,15 +66,14 @@ def vllm_launch(
         target: folder of the model.
         drafting: None answers plainly.
         more: words behind its command.
+        program: that Python runs.
     """
-    python = venv / "bin" / "python"
-    # By its module: the command asks for a package of the name vllm, and its CPU build has another.
-    module = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target))
+    started = (str(venv / "bin" / "python"), *program, "--model", str(target))
     named = ("--host", "127.0.0.1", "--port", PORT, "--served-model-name", SERVED_NAME, "--dtype", "bfloat16")
     limits = ("--max-num-seqs", str(_SEQUENCES))
     speculation = () if drafting is None else ("--speculative-config", json.dumps(_vllm_drafting(drafting)))
     needs = {venv / "bin" / "vllm": _MAKE, target: _EXPORT, **({} if drafting is None else drafting.check_model())}
-    return Launch(name, (*module, *named, *limits, *speculation, *more), _vllm_environment(venv), needs=needs)
+    return Launch(name, (*started, *named, *limits, *speculation, *more), _vllm_environment(venv), needs=needs)
 
 
 def _vllm_drafting(drafting: Drafting) -> Mapping[str, object]:
@@ -80,7 +86,12 @@ def _vllm_drafting(drafting: Drafting) -> Mapping[str, object]:
 
 
 def _vllm_environment(venv: Path) -> dict[str, str]:
-    """What vLLM's pages advise for CPUs: all cores (it would keep one for its front), its OpenMP, and tcmalloc."""
+    """What vLLM's pages advise for CPUs: all cores (it would keep one for its front), its OpenMP, and tcmalloc.
+
+    A model that was loaded in this process in bfloat16 has forbidden oneDNN tiles of AMX by the environment. vLLM would
+    take that over, and its own attention uses tiles all the same: it is oneDNN that asks the system for them, and
+    without that the first one is an illegal instruction. So oneDNN is told its default here.
+    """
     wanted = (
         (venv / "lib", "libiomp5.so"),
         (Path("/usr/lib"), "libtcmalloc_minimal.so.4"),
@@ -91,6 +102,7 @@ def _vllm_environment(venv: Path) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "ONEDNN_MAX_CPU_ISA": "DEFAULT",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores())),
         "LD_PRELOAD": ":".join(str(path) for path in found if path is not None),
     }

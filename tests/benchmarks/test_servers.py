@@ -113,7 +113,7 @@ def test_what_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None
 def test_commands_say_how_they_draft() -> None:
     target, draft = Path("target"), Path("draft")
     words = [
-        vllm_launch("v", Path("venv"), target).at(9),
+        (plain := vllm_launch("v", Path("venv"), target)).at(9),
         vllm_launch("v", Path("venv"), target, Drafting(3, draft)).at(9),
         vllm_launch("v", Path("venv"), target, Drafting(3, ngram=2)).at(9),
         llamacpp_launch("l", Path("llama-server"), target).at(9),
@@ -123,5 +123,7 @@ def test_commands_say_how_they_draft() -> None:
     assert all(each[each.index("--port") + 1] == "9" for each in words)
     assert "--speculative-config" not in words[0] and "--spec-type" not in words[3]
     assert '"draft_model"' in words[1][-1] and '"ngram"' in words[2][-1] and '"prompt_lookup_max": 2' in words[2][-1]
+    assert plain.environment["ONEDNN_MAX_CPU_ISA"] == "DEFAULT"  # whatever this process has set for itself
+    assert vllm_launch("v", Path("venv"), target, program=["x.py"]).words[1:4] == ("x.py", "--model", "target")
     assert words[4][words[4].index("--spec-type") + 1] == "draft-simple" and "draft" in words[4]
     assert words[5][words[5].index("--spec-type") + 1] == "ngram-simple" and words[5][-1] == "--more"

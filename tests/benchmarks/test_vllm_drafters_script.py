@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import vllm_drafters as script
 from cli.tiny import save_tiny_llama
+from truedraft import load_model
 from truedraft.errors import PeerError
+from vllm_put_right import copied_to_tokens
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="model"} 40.0
@@ -32,6 +35,9 @@ def test_metrics_and_logs_are_read(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(LOG)
     assert script.refusal(tmp_path / "log") == "ValueError: Model Runner V1 does not support: dspark"
     assert script.refusal(tmp_path / "none") == ""
+    pydantic = "1 validation error for VllmConfig\n  Value error, no dspark here [type=value_error, input_value=1]\n"
+    (tmp_path / "log").write_text(pydantic)
+    assert script.refusal(tmp_path / "log") == "Value error, no dspark here"
 
 
 def test_a_chain_of_each_kind() -> None:
@@ -58,7 +64,7 @@ def test_a_line_passes_where_answers_acceptance_and_certificates_do(
     words: list[str] = []
 
     @contextlib.contextmanager
-    def served(name: str, more: list[str], target: object, folder: Path) -> Iterator[None]:
+    def served(name: str, more: list[str], target: object, folder: Path, as_released: bool) -> Iterator[None]:
         words.extend(more)
         yield None
 
@@ -69,10 +75,18 @@ def test_a_line_passes_where_answers_acceptance_and_certificates_do(
     monkeypatch.setattr(script, "greedy", lambda running, prompts, tokens: ([(1, 2)], there))
     monkeypatch.setattr(script, "certificate", lambda *_: {"verdict": verdict, "allowance": 0.1, "runs": [1]})
     monkeypatch.setattr(script, "ours", lambda *_: 0.52)
-    line = script.checked("eagle:DIR", script.Bench(None, None, {}, [[3]]), tmp_path, [(1, 2)], asked())
+    line = script.checked("eagle:HERE/DIR", script.Bench(None, None, {}, [[3]]), tmp_path, [(1, 2)], asked())
     assert words == ["--speculative-config", json.dumps(about)]
     assert (line["passed"], line["same_as_plain"], line["drafter"]) == (passed, 1, "eagle")
-    assert line["certificates"] == [{"verdict": verdict, "allowance": 0.1}] * 2 and "DIR" not in json.dumps(line)
+    assert line["certificates"] == [{"verdict": verdict, "allowance": 0.1}] * 2 and "HERE" not in json.dumps(line)
+    assert (line["folder"], line["put_right"], line["prompts"]) == ("DIR", True, ["gsm8k"])
+
+
+@pytest.mark.parametrize(("gap", "passed"), [(0.19, True), (0.21, False)])
+def test_answers_part_where_rounding_can_part_them(gap: float, passed: bool) -> None:
+    fine = {"verdict": "no deviation found", "allowance": 0.1}
+    line = {"gaps_where_they_part": [0.0, gap], "tokens_per_call_there": 2.0, "tokens_per_call_here": 2.0}
+    assert script.passes(line | {"certificates": [fine]}) is passed
 
 
 def test_refusals_are_told_in_their_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,4 +106,21 @@ def test_refusals_are_told_in_their_words(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def asked() -> argparse.Namespace:
-    return argparse.Namespace(model="tiny", minutes=1.0, tokens=10, max_tokens=8)
+    some = {"prompts": [Path("HERE/gsm8k")], "as_released": False}
+    return argparse.Namespace(model="tiny", minutes=1.0, tokens=10, max_tokens=8, **some)
+
+
+def test_values_of_requests_are_copied_to_their_tokens() -> None:
+    heats, ends = torch.tensor([0.0, 0.7, 1.5]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    assert copied_to_tokens(heats, ends, 5, 0, 1).tolist() == pytest.approx([1.0, 1.0, 1.5, 1.5, 1.5])
+    assert copied_to_tokens(torch.tensor([3, 4]), torch.tensor([1, 3]), 3).tolist() == [3, 4, 4]
+
+
+def test_questions_of_sets_are_asked_in_turn(tmp_path: Path) -> None:
+    target = load_model(save_tiny_llama(tmp_path / "target", seed=1, layers=1, chat=True))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"question": f"{name}{number}", "answer": "#### 1"}) for number in range(3)]
+        (tmp_path / name / "test.jsonl").write_text("\n".join(lines))
+    texts = [target.tokenizer.decode(ids) for ids in script.asked_prompts(target, [tmp_path / "a", tmp_path / "b"])]
+    assert texts == [f"<user>{each}<assistant>" for each in ("a0", "b0", "a1", "b1", "a2", "b2")]
