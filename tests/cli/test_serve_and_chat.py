@@ -115,7 +115,7 @@ def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.M
         (("--max-body-bytes", "many"), "--max-body-bytes must be a size"),
         (("--allow-rule", "nonsense"), "unknown rule 'nonsense'"),
         (("--chat-template", "missing"), "--chat-template cannot be read"),
-        (("--learn",), "can learn while it serves: only heads of the kinds medusa and redrafter do"),
+        (("--learn",), "can learn while it serves: heads that were trained, and draft models"),
         (("--learn-keep-s", "9"), "--learn-keep-s has no effect without --learn"),
         (("--learn", "--learn-share", "2"), "--learn-share must lie in (0, 1], got 2.0"),
         (("--learn", "--learn-per-tenant", "--share-prefixes"), "--learn-per-tenant needs clients that are told apart"),
