@@ -116,13 +116,14 @@ def _go_on(
         if made:
             if isinstance(windows, Windows):
                 step_s = (time.perf_counter() - chosen) / made
-                windows.observe([0], [0], len(active), (chosen - began, 0.0, target_s / made, step_s))
+                seconds = chosen - began, 0.0, target_s / made, step_s
+                windows.observe([0], [0], len(active), seconds, together=made)
             return made
     made_round = _Round(process, chains, active, steps, draft, watch)
     depth, accepted, draft_s, target_s = made_round.run(min(window, longest - 1))
     if isinstance(windows, Windows):
         seconds = (chosen - began, draft_s, target_s, time.perf_counter() - chosen)
-        windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds)
+        windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds, together=1)
     return 1
 
 

@@ -22,6 +22,7 @@ _TRUST = 2.0  # times that a first time may be beyond what smaller sizes say
 _TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
 _OPENING, _OPENING_WINDOW = 3, 4  # rounds that a run begins with, drafted whatever the first of them took
 _TOGETHER_S = 0.03  # of plain steps that are made together
+_SETTLED = 8  # of these, by which what a few of them take besides is no part of a step
 _LEARNS = 8  # chains of a round whose verdicts are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
 
@@ -72,10 +73,11 @@ class Times:
 
     Attributes:
         active: chains that take part.
+        together: plain steps that the round was that is observed next.
     """
 
     def __init__(self) -> None:
-        self.active = 1
+        self.active, self.together = 1, _SETTLED
         self._most_active = 0
         self._target = _Measured()  # by points
         self._plain, self._judging = _Measured(), _Measured()  # all else in a plain step, and in a round by rows
@@ -124,7 +126,8 @@ class Times:
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         self._target.add(record.rows, record.target_s)
         rest = self._judging if record.drafting else self._plain
-        rest.add(record.rows / self.active, record.total_s - record.draft_s - record.target_s)
+        if record.drafting or self.together >= _SETTLED:
+            rest.add(record.rows / self.active, record.total_s - record.draft_s - record.target_s)
         for each in record.drafting:
             self._draft.add(each.depth, each.seconds)
 
@@ -182,7 +185,12 @@ class Windows:
         return self._last
 
     def observe(
-        self, drafted: Sequence[int], accepted: Sequence[int], rows: int, seconds: tuple[float, float, float, float]
+        self,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        rows: int,
+        seconds: tuple[float, float, float, float],
+        together: int = _SETTLED,
     ) -> None:
         """A round is over.
 
@@ -191,6 +199,7 @@ class Windows:
             accepted: of these, of each chain.
             rows: points that the costly function was asked at.
             seconds: of choosing, of drafting, of the costly function, and of the round, choosing apart.
+            together: plain steps that were made at once, of which the seconds are one's.
         """
         if self._rests > 0:
             self._rests -= 1
@@ -207,7 +216,7 @@ class Windows:
             step.decision, step.shares = self._decision, shares
             self._counters.count(step)
             steps.append(step)
-        depth = max(drafted)
+        depth, self.times.together = max(drafted), together
         times = (DraftTime(_DRAFT, 1, depth, sum(drafted), 0, draft_s),) if depth else ()
         # One step stands for the batch, but for its rows, of which that one has the rest.
         steps[0].rows += rows - sum(step.rows for step in steps)
