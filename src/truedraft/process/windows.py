@@ -20,7 +20,7 @@ _LAST, _NEAR = 7, 0.34  # times of each size that are kept, and how far sizes ma
 _LINEAR = 0.95  # share of what points take one by one, from which a batch brings nothing and larger ones are not tried
 _TRUST = 2.0  # times that a first time may be beyond what smaller sizes say
 _TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
-_OPENING, _OPENING_WINDOW = 3, 4  # rounds that a run begins with, drafted whatever the first of them took
+_OPENING, _OPENING_WINDOW = 12, 8  # rounds that a run begins with, drafted whatever the first of them took
 _TOGETHER_S = 0.03  # of plain steps that are made together
 _SETTLED = 8  # of these, by which what a few of them take besides is no part of a step
 _LEARNS = 8  # chains of a round whose verdicts are learned from
@@ -74,10 +74,11 @@ class Times:
     Attributes:
         active: chains that take part.
         together: plain steps that the round was that is observed next.
+        pays: whether two points in one call were cheaper than in two.
     """
 
     def __init__(self) -> None:
-        self.active, self.together = 1, _SETTLED
+        self.active, self.together, self.pays = 1, _SETTLED, False
         self._most_active = 0
         self._target = _Measured()  # by points
         self._plain, self._judging = _Measured(), _Measured()  # all else in a plain step, and in a round by rows
@@ -101,7 +102,7 @@ class Times:
             if rows > 1 and not self._pays(rows):
                 break
             rows *= 2
-        self._most_active = active
+        self._most_active, self.pays = active, most > 0 and self._pays(2)
         return trials
 
     def _pays(self, rows: int) -> bool:
@@ -174,7 +175,7 @@ class Windows:
         limits = Budget(most, 1, most) if most else NO_DRAFT
         view = RequestView(0, _PARAMS, 0, remaining, {_DRAFT: limits}, self._counters)
         (self._decision,) = self._controller.decide([view])
-        if self._opening and most:
+        if self._opening and most and self.times.pays:
             self._last = min(_OPENING_WINDOW, most)
             self._decision = replace(self._decision, budget=Budget(self._last, 1, self._last))
         else:
