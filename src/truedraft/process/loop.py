@@ -109,7 +109,7 @@ def _go_on(
     window = _chosen(windows, process, chains, active, longest) if isinstance(windows, Windows) else windows
     chosen = time.perf_counter()
     if not window:
-        at_once = max(1, min(_MOST_PLAIN, _MOST_NUMBERS // max(chains.states[active].numel(), 1)))
+        at_once = max(1, min(_MOST_PLAIN, _MOST_NUMBERS // max(chains.states[0].numel() * len(active), 1)))
         together = windows.together if isinstance(windows, Windows) else at_once
         count = min(together, at_once, int(remaining.min()), most)
         made, target_s = plain_steps(process, chains, active, count, watch)

@@ -182,7 +182,7 @@ class Windows:
             self._last = min(self._decision.budget.depth, most)
         self.together = 1 + self._controller.rests
         if self.together > 1:
-            self.together = max(self.together, int(_TOGETHER_S / self.times.step_s(1, (), False)))
+            self.together = max(self.together, int(_TOGETHER_S / max(self.times.step_s(1, (), False), 1e-9)))
         return self._last
 
     def observe(
