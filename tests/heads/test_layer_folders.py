@@ -308,7 +308,7 @@ def test_another_kind_is_named(tmp_path: Path) -> None:
         (named, eagle(replace(EAGLE, own_output=False, draft_vocab=0)), "LM head of their own"),
         (HEADS["z-lab"][2], dflash(replace(DFLASH, **REDUCED)), "train with --draft-vocab 0"),
         (HEADS["DeepSpec"][2], dspark(DSPARK), "copies of the target's embedding"),
-        (block_folders.write_speculators_folder, dspark(replace(DSPARK, own_output=True)), "as DeepSpec reads it"),
+        (block_folders.write_speculators_folder, dspark(replace(DSPARK, own_output=True)), "train dspark --tied"),
     ],
 )
 def test_a_format_without_a_place_for_something_refuses_it(write: Any, head: Any, said: str, tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 The former is a flat Llama configuration with `draft_vocab_size`, its layer is `midlayer`, and the embedding is the
 target's. The latter nests the layer's configuration in `transformer_layer_config`, calls the layer `layers.0`, brings
-copies of the target's embedding and LM head, and counts positions from 1. `eagle_config` of the former numbers the layers
-that are read by what they give, as it is done here (SGLang adds 1, SpecForge's usual ones are 1, n // 2 - 1 and n - 4); the
-latter by what enters them: 2 is what layer 1 gives. What else they share with others is `layer_folders`.
+copies of the target's embedding and LM head, and counts positions from 1. `eagle_config` of the former numbers the
+layers that are read by what they give, as it is done here: SGLang adds 1 to them, and SpecForge's usual ones are 1,
+n // 2 - 1 and n - 4. The latter numbers them by what enters them: 2 is what layer 1 gives. What else they share with
+others is `layer_folders`.
 """
 
 from __future__ import annotations
