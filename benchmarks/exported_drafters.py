@@ -222,9 +222,9 @@ def _llamacpp(name: str, commands: Sequence[str], folder: Path, as_released: boo
     """
     file = f"{folder}.gguf"
     *before, last = map(shlex.split, commands or _CONVERTED.format(folder=folder, file=file).splitlines())
-    script = LLAMA_CPP / "src" / "vendor" / "llama.cpp" / before[0][1]
-    for _, _, *words in before:
-        done = subprocess.run([LLAMA_CPP / "bin" / "python", script, *words], stderr=subprocess.PIPE, text=True)
+    python, scripts = LLAMA_CPP / "bin" / "python", LLAMA_CPP / "src" / "vendor" / "llama.cpp"
+    for _, script, *words in before:
+        done = subprocess.run([python, scripts / script, *words], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise PeerError(f"{shlex.join(words)}: {done.stderr.strip().splitlines()[-1]}")
     return llamacpp_launch(name, LLAMA_SERVER, Path(last[2]), None, [*last[3:], "--metrics"])

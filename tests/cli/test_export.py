@@ -221,7 +221,8 @@ REFUSED = [
     (
         "llamacpp",
         "{eagle-norms}",
-        "llamacpp reads eagle heads with fc_norm False, not True, norm_output False, not True; vLLM",
+        "llamacpp reads eagle heads with fc_norm False, not True, norm_output False, not True; vLLM reads it: "
+        "--for vllm; llamacpp would read one made by truedraft train eagle --no-fc-norm --no-norm-output",
     ),
     ("llamacpp", "{dspark-gated}", "llamacpp reads dspark heads with markov_kind vanilla, not gated; SGLang reads"),
     ("vllm", "{dspark-gated}", "vllm reads dspark heads with markov_kind vanilla, not gated; SGLang reads one"),
@@ -252,6 +253,15 @@ def test_what_an_engine_cannot_run_is_refused_with_the_nearest(
     result = run("export", word, "--for", engine, "--out", str(out), "--model", target, "--json")
     assert result.status != 0 and said in result.record["error"], result.err
     assert not out.exists() or not any(out.iterdir())
+
+
+def test_llamacpp_is_given_no_tokenizer_that_its_script_refuses(
+    run: Run, drafters: dict[str, str], tmp_path: Path
+) -> None:
+    words = ("--for", "llamacpp", "--out", str(tmp_path / "out"), "--model", "embedded:target")
+    result = run("export", drafters["eagle"], *words)
+    assert result.status == 2 and "does not know the tokenizer of 'embedded:target'; take a published" in result.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_mtp_layer_travels_to_where_it_is_trained_and_back(run: Run, tmp_path: Path) -> None:
