@@ -255,12 +255,14 @@ def test_what_an_engine_cannot_run_is_refused_with_the_nearest(
     assert not out.exists() or not any(out.iterdir())
 
 
-def test_llamacpp_is_given_no_tokenizer_that_its_script_refuses(
+def test_targets_that_a_head_or_the_engines_script_does_not_know_are_refused(
     run: Run, drafters: dict[str, str], tmp_path: Path
 ) -> None:
-    words = ("--for", "llamacpp", "--out", str(tmp_path / "out"), "--model", "embedded:target")
-    result = run("export", drafters["eagle"], *words)
+    words = ("--out", str(tmp_path / "out"), "--model", "embedded:target")
+    result = run("export", drafters["eagle"], "--for", "llamacpp", *words)
     assert result.status == 2 and "does not know the tokenizer of 'embedded:target'; take a published" in result.err
+    result = run("export", drafters["eagle"], "--for", "vllm", *words)
+    assert result.status == 2 and "whose vectors have 384 entries, and this head reads 64; name the" in result.err
     assert not (tmp_path / "out").exists()
 
 

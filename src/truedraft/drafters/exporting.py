@@ -82,6 +82,16 @@ class _Target:
             raise OptionError(f"{self.name!r} cannot be read here, and its layers are counted; name it", field="model")
         return int(self.config.get_text_config().num_hidden_layers)
 
+    def check_width(self, width: int) -> None:
+        """Refuse a head for another model, which reads vectors of so many entries."""
+        own = width if self.config is None else self.config.get_text_config().hidden_size
+        if own != width:
+            raise OptionError(
+                f"is {self.name!r}, whose vectors have {own} entries, and this head reads {width}; name the target that "
+                "it was trained for",
+                field="model",
+            )
+
     def lm_head(self, head: Head) -> Tensor | None:
         """The weight `[vocab, width]` that heads without an output end in."""
         if self.config is None:
@@ -286,6 +296,7 @@ def _export_head(
     head: Any, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
 ) -> ExportedDrafter:
     target = _target(model, head.record.target_name, engine)
+    target.check_width(head.config.width)
     count = _chain(tokens, head.reach, head.reach)
     if isinstance(head, LayerHead) and not head.config.layers:
         head.config = head.config.at_usual_layers(target.layers)
