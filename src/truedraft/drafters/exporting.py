@@ -87,8 +87,8 @@ class _Target:
         own = width if self.config is None else self.config.get_text_config().hidden_size
         if own != width:
             raise OptionError(
-                f"is {self.name!r}, whose vectors have {own} entries, and this head reads {width}; name the target that "
-                "it was trained for",
+                f"is {self.name!r}, whose vectors have {own} entries, and this head reads {width}; name the target "
+                "that it was trained for",
                 field="model",
             )
 
