@@ -72,16 +72,24 @@ class Goodput(Controller):
         probing: share of time that probing may lose, a fraction. It never ends, so no drafter is given up for ever.
         clock: seconds.
         plain_steps: of plain decoding, one behind another, that tell what such a step takes.
+        follows: whether verdicts follow one another, as those on text do: what comes behind a proposal that was
+            rejected whole is estimated apart.
     """
 
     weighs_costs: ClassVar[bool] = True
 
     def __init__(
-        self, *, probing: float = 0.01, clock: Callable[[], float] = time.perf_counter, plain_steps: int = 3
+        self,
+        *,
+        probing: float = 0.01,
+        clock: Callable[[], float] = time.perf_counter,
+        plain_steps: int = 3,
+        follows: bool = True,
     ) -> None:
         self._probing = probing
         self._clock = clock
         self._plain_steps = plain_steps
+        self._follows = follows
         self._times: StepTimes | None = None
         self._expected: dict[str, Sequence[float]] = {}  # gains of chains by drafter
         self._pool: dict[tuple[object, Kind], Acceptance] = {}
@@ -347,7 +355,7 @@ class Goodput(Controller):
             short = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
             stopped = short and budget.floor > 0.0
             own.acceptance[kind].learn(share, self._step, stopped)
-            own.accepted[share.drafter] = bool(share.path)
+            own.accepted[share.drafter] = bool(share.path) or not self._follows
             if (own.shaping, kind) in self._pool:
                 _used(self._pool, (own.shaping, kind)).learn(share, self._step, stopped)
                 if share.confidence:

@@ -23,7 +23,7 @@ _TRUST = 2.0  # times that a first time may be beyond what smaller sizes say
 _TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
 _OPENING, _OPENING_WINDOW = 12, 8  # rounds that a run begins with, drafted whatever the first of them took
 _HOPELESS = 3  # of these, after which it ends where keeping every draft would not pay either
-_TOGETHER_S, _FIRST_S = 0.03, 0.004  # of plain steps that are made together, and of those that a run begins with
+_TOGETHER_S, _FIRST_S = 0.06, 0.004  # of plain steps that are made together, and of those that a run begins with
 _SETTLED = 8  # of these, by which what a few of them take besides is no part of a step
 _LEARNS = 8  # chains of a round whose verdicts are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
@@ -147,6 +147,11 @@ class Times:
             self._draft.add(each.depth, each.seconds)
 
 
+def _goodput(clock: Callable[[], float]) -> Goodput:
+    """The text engine's, for steps each of which has noise of its own, and of which many stand for a plain one."""
+    return Goodput(clock=clock, plain_steps=1, follows=False)
+
+
 class Windows:
     """Chooses how many steps are drafted in each round; 0 makes it a step of the plain process.
 
@@ -174,7 +179,7 @@ class Windows:
     ) -> None:
         self.most = check_whole("most", most, least=1)
         self.times = Times()
-        self._controller = controller if controller is not None else Goodput(clock=clock, plain_steps=1)
+        self._controller = controller if controller is not None else _goodput(clock)
         self._controller.begin(self.times)
         self._counters = Counters()
         self._rests, self._last, self._opening = 0, 0, _OPENING
