@@ -195,7 +195,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--pad-to", "110M"], "missing option '--out'"),
         (["--out", "new", "--threads", "0"], "--threads must be 1 or more, got 0"),
         (["embedded", "--out", "new"], "--for, one of vllm, sglang, llamacpp, speculators, and nothing"),
-        (["embedded", "--out", "new", "--for", "vllm", "--pad-to", "110M"], "nothing is padded then", "engine"),
+        (["embedded", "--out", "new", "--for", "vllm", "--pad-to", "110M"], "a drafter cannot be padded", "pad_to"),
         (["nowhere", "--out", "new", "--for", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
         (["eagle:nowhere", "--out", "new", "--for", "vllm"], "there is no folder 'nowhere' with an EAGLE-3"),
     ],

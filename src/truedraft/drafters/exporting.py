@@ -297,10 +297,27 @@ def _export_head(
             + f"; {_ELSEWHERE[head.kind]}",
             field="drafter",
         )
+    _check_fit(head.config, target)
     assert way.write is not None
     with new_folder(folder):
         way.write(head, folder, target)
     return _exported(folder, head.kind, engine, target, count, way)
+
+
+def _check_fit(config: Any, target: _Target) -> None:
+    """Refuse heads of another target, as far as sizes tell."""
+    if target.config is None:
+        return
+    text = target.config.get_text_config()
+    last = max(getattr(config, "layers", ()), default=-1)
+    if config.width != text.hidden_size or config.vocab_size < text.vocab_size or last >= text.num_hidden_layers:
+        reads = f"{config.width} numbers" + f" of layers up to {last}" * (last >= 0)
+        raise OptionError(
+            f"these heads read {reads} and know {config.vocab_size:,} ids, but {target.name!r} has "
+            f"{text.hidden_size} numbers, {text.num_hidden_layers} layers and {text.vocab_size:,} ids; name the target "
+            "that they were trained for",
+            field="model",
+        )
 
 
 def _export_mtp(
