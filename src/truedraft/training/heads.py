@@ -445,7 +445,8 @@ def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, wanted: HeadCon
             f"{found.record.fingerprint}), and the target is {job.target} (fingerprint {fingerprint}); start from "
             "heads that were trained for it, or from none"
         )
-    has, asked = asdict(found.config), asdict(wanted or job.config.sizes(found.config.width, found.config.vocab_size))
+    sizes: Any = wanted or job.config.sizes(found.config.width, found.config.vocab_size)
+    has, asked = asdict(found.config), asdict(sizes)
     if asked.get("layers") == ():  # those that are usual where nobody names any
         asked["layers"] = has["layers"]
     if other := [f"{name} {has[name]}, not {asked[name]}" for name in has if has[name] != asked[name]]:
