@@ -446,7 +446,8 @@ def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, wanted: HeadCon
             "heads that were trained for it, or from none"
         )
     sizes: Any = wanted or job.config.sizes(found.config.width, found.config.vocab_size)
-    has, asked = asdict(found.config), asdict(sizes)
+    own: Any = found.config
+    has, asked = asdict(own), asdict(sizes)
     if asked.get("layers") == ():  # those that are usual where nobody names any
         asked["layers"] = has["layers"]
     if other := [f"{name} {has[name]}, not {asked[name]}" for name in has if has[name] != asked[name]]:
