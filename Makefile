@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-vllm test-scale bench-scale test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -99,11 +99,12 @@ $(VLLM)/bin/vllm:
 bench-serve: $(STAMP) $(VLLM)/bin/vllm
 	$(BIN)/python benchmarks/serving.py --vllm $(VLLM) $(SERVING) > $(RESULTS)/serving.md
 
-# Drafters that `truedraft export` wrote, as vLLM's CPU build drafts with them: docs/exporting.md. DRAFTERS are words as
-# --drafter takes them; without them those that were trained for MODEL, SmolLM2 where none is named.
+# Drafters that `truedraft export` wrote, as vLLM's CPU build and llama.cpp's server draft with them: docs/exporting.md.
+# DRAFTERS are words as --drafter takes them; without them those trained for MODEL, SmolLM2 where none is named.
+EXPORTED := $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTERS),--drafters $(DRAFTERS)) $(PEERS)
 test-vllm: $(STAMP) $(VLLM)/bin/vllm
 	$(SMOLLM2)
-	$(BIN)/python benchmarks/vllm_drafters.py $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTERS),--drafters $(DRAFTERS)) $(PEERS)
+	$(BIN)/python benchmarks/exported_drafters.py vllm $(EXPORTED)
 
 # Ray beside what is installed, for replicas and for prompts of ray.data, and one model in several processes:
 # docs/deploy.md. Ray lies in an environment of its
@@ -154,6 +155,11 @@ $(LLAMACPP)/.built: $(LLAMACPP)/.unpacked
 	  -DCMAKE_BUILD_TYPE=Release $(LLAMACPP_OFF:%=-DLLAMA_%=OFF) > /dev/null
 	PATH="$$PWD/$(LLAMACPP)/bin:$$PATH" cmake --build $(LLAMACPP)/build --target llama-server llama-batched-bench > /dev/null
 	touch $@
+
+# The same by llama.cpp's server.
+test-llamacpp: $(STAMP) $(LLAMACPP)/.built
+	$(SMOLLM2)
+	$(BIN)/python benchmarks/exported_drafters.py llamacpp $(EXPORTED)
 
 # Certificates for other engines: docs/certify_engines.md. Some hours; a rerun goes on behind what is there.
 certify-peers: $(STAMP) $(VLLM)/bin/vllm $(LLAMACPP)/.built

@@ -221,7 +221,8 @@ REFUSED = [
     (
         "llamacpp",
         "{eagle-norms}",
-        "llamacpp reads eagle heads with fc_norm False, not True, norm_output False, not True; vLLM",
+        "llamacpp reads eagle heads with fc_norm False, not True, norm_output False, not True; vLLM reads it: "
+        "--for vllm; llamacpp would read one made by truedraft train eagle --no-fc-norm --no-norm-output",
     ),
     ("llamacpp", "{dspark-gated}", "llamacpp reads dspark heads with markov_kind vanilla, not gated; SGLang reads"),
     ("vllm", "{dspark-gated}", "vllm reads dspark heads with markov_kind vanilla, not gated; SGLang reads one"),
@@ -252,6 +253,17 @@ def test_what_an_engine_cannot_run_is_refused_with_the_nearest(
     result = run("export", word, "--for", engine, "--out", str(out), "--model", target, "--json")
     assert result.status != 0 and said in result.record["error"], result.err
     assert not out.exists() or not any(out.iterdir())
+
+
+def test_targets_that_a_head_or_the_engines_script_does_not_know_are_refused(
+    run: Run, drafters: dict[str, str], tmp_path: Path
+) -> None:
+    words = ("--out", str(tmp_path / "out"), "--model", "embedded:target")
+    result = run("export", drafters["eagle"], "--for", "llamacpp", *words)
+    assert result.status == 2 and "does not know the tokenizer of 'embedded:target'; take a published" in result.err
+    result = run("export", drafters["eagle"], "--for", "vllm", *words)
+    assert result.status == 2 and "whose vectors have 384 entries, and this head reads 64; name the" in result.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_mtp_layer_travels_to_where_it_is_trained_and_back(run: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,8 +90,19 @@ def post(url: str, body: dict[str, Any]) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+def post_stream(url: str, body: dict[str, Any], begun: threading.Semaphore) -> str:
+    """What is streamed; tells once the first event is there."""
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as reply:
+        parts = []
+        for part in reply.iter_text():
+            if not parts:
+                begun.release()
+            parts.append(part)
+    return "".join(parts)
+
+
 def running_on_one(url: str) -> int:
-    """Requests that run on some replica."""
+    """Requests that run on the replica that answers, the less loaded one."""
     found = re.search(r"^vllm:num_requests_running\S* (\d+)", httpx2.get(f"{url}/metrics").text, re.MULTILINE)
     assert found is not None
     return int(found[1])
@@ -178,18 +190,19 @@ def test_ray_knows_the_numbers_of_each_replica(url: str) -> None:
 
 def test_a_kill_ends_requests_with_an_error_that_says_so_and_the_service_comes_back(url: str) -> None:
     with ThreadPoolExecutor(16) as pool:  # so many that none is as fast as to be done with all
+        begun = threading.Semaphore(0)
         wholes = [pool.submit(post, url, LONG) for _ in range(8)]
-        streams = [pool.submit(post, url, LONG | {"stream": True}) for _ in range(8)]
-        time.sleep(0.5)  # they have begun, and none is over
+        streams = [pool.submit(post_stream, url, LONG, begun) for _ in range(8)]
+        assert all(begun.acquire(timeout=60) for _ in streams)  # what no replica has begun is not lost with one
         killed = replicas_below(os.getpid())
         assert len(killed) == 2 and not all(each.done() for each in wholes) and not all(each.done() for each in streams)
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        replies, streamed = ([each.result(60) for each in some] for some in (wholes, streams))
+        replies, streamed = [each.result(60) for each in wholes], [each.result(60) for each in streams]
     lost = [each for each in replies if each.status_code != 200]
     assert {each.status_code for each in lost} == {503} and all(each.headers["retry-after"] for each in lost)
     assert all("ask again" in each.json()["error"]["message"] for each in lost)
-    ends = [[line for line in each.text.split("\n") if line][-1].removeprefix("data: ") for each in streamed]
+    ends = [[line for line in each.split("\n") if line][-1].removeprefix("data: ") for each in streamed]
     broken = [end for end in ends if end != "[DONE]"]
     assert broken and all("ask again" in json.loads(end)["error"]["message"] for end in broken)
     assert post(url, SHORT).status_code == 200  # waits for a new replica

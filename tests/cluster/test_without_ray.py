@@ -32,7 +32,9 @@ def test_it_is_said_what_to_install(
     [
         (["--replicas", "2"], "--replicas has no effect without --ray; give that, too"),
         (["--autoscale", "1:2"], "--autoscale has no effect without --ray; give that, too"),
-        (["--ray", "--autoscale", "2"], "--autoscale must be a whole number, got ''"),
+        (["--ray", "--autoscale", "2"], "--autoscale must be MIN:MAX with 1 <= MIN <= MAX, got '2'"),
+        (["--ray", "--autoscale", "1:x"], "--autoscale must be MIN:MAX with 1 <= MIN <= MAX, got '1:x'"),
+        (["--ray", "--replicas", "2", "--autoscale", "1:2"], "--replicas has no effect with --autoscale; leave one"),
         (["--ray", "--autoscale", "3:2"], "--autoscale must be MIN:MAX with 1 <= MIN <= MAX, got '3:2'"),
         (["--ray", "--replicas", "0"], "--replicas must be 1 or more, got 0"),
     ],

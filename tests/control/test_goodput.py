@@ -514,3 +514,20 @@ def test_what_is_learned_of_sampling_options_is_bounded(monkeypatch: pytest.Monk
     assert len(usual) == 2, "behind accepted proposals and behind rejected ones"
     assert max(each._step for each in usual) > 700, "what is used goes on learning, however many others come"
     assert simulation.requests[0].decisions
+
+
+def test_a_plan_that_makes_steps_longer_is_kept_no_longer_for_it() -> None:
+    """Plain steps of 0.1 ms, then drafts that bring nothing and take twenty times what is believed."""
+
+    class Wrong(Machine):
+        def __call__(self, rows: int, contexts: Sequence[int]) -> float:
+            return self.step_s(1)
+
+    def hint(request: int, seconds: float) -> Hint:
+        return Hint(finds=seconds > 0.2)
+
+    drafter = SimulatedDrafter(steady(0.0), token_s=0.0, hint=hint)
+    machine = Wrong(lambda rows: 1e-4 if rows == 1 else 2e-3)
+    simulation = simulated(drafters=[drafter], machine=machine, reading_s=2e-5)
+    simulation.run(0.3)
+    assert 0 < sum(length > 0 for length in simulation.lengths) < 20

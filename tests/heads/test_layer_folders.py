@@ -122,7 +122,10 @@ def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_as_the_projects_have_it(tmp_path: Path) -> None:
-    """z-lab's and DeepSpec's layers are numbered by their outputs, as here; in others 2 is what layer 1 gives."""
+    """Layers of flat folders are numbered by their outputs, as here; by `speculators` 2 is what layer 1 gives.
+
+    SGLang 0.5.23 (models/llama.py, `set_eagle3_layers_to_capture`) takes what enters layer number + 1.
+    """
     numbers = {}
     for name in HEADS:
         about = record_in(written(name, tmp_path / name)[1])
@@ -132,9 +135,48 @@ def test_what_is_written_is_as_the_projects_have_it(tmp_path: Path) -> None:
         assert layer["rope_parameters"]["rope_theta"] == HEADS[name][1].rope["rope_theta"]
         if layer is about:  # readers with a transformers before 5
             assert (about["rope_theta"], about["rope_scaling"]) == (10000.0, None)
-    assert all(each == ([0, 2, 5] if name in ("z-lab", "DeepSpec") else [1, 3, 6]) for name, each in numbers.items())
+    flat = ("EAGLE", "EAGLE-3.1", "z-lab", "DeepSpec")
+    assert all(each == ([0, 2, 5] if name in flat else [1, 3, 6]) for name, each in numbers.items())
     assert load_file(tmp_path / "EAGLE" / "model.safetensors")["d2t"][:3].tolist() == [1, 2, 3]
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators, eagle" / "model.safetensors")
+
+
+_LAYER = {
+    *(f"{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")),
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+}
+_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+_BLOCK = {f"layers.{layer}.{name}" for layer in range(2) for name in _LAYER | _NORMS} | {
+    "fc.weight", "hidden_norm.weight", "norm.weight",
+}  # fmt: skip
+SGLANG: dict[str, tuple[set[str], set[str]]] = {
+    "EAGLE-3.1": (
+        {f"midlayer.{name}" for name in _LAYER | {"hidden_norm.weight"}}
+        | {"fc.weight", *(f"fc_norm.{number}.weight" for number in range(3)), "norm.weight", "lm_head.weight"}
+        | {"d2t", "t2d"},
+        {"draft_vocab_size", "fc_norm", "norm_output", "eagle_config"},
+    ),
+    "z-lab": (_BLOCK, {"block_size", "num_target_layers", "layer_types", "dflash_config"}),
+    "DeepSpec": (
+        _BLOCK | {"embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"}
+        | {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+        | {"markov_head.gate_proj.weight", "markov_head.gate_proj.bias"},
+        {"block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type",
+         "confidence_head_with_markov"},
+    ),
+}  # fmt: skip
+"""Tensors, and what its models read of config.json, of SGLang 0.5.23 (models/llama_eagle3.py, dflash.py, dspark.py)."""
+
+
+@pytest.mark.parametrize("name", SGLANG)
+def test_sglang_finds_all_tensors_by_its_names(name: str, tmp_path: Path) -> None:
+    """It passes over a tensor that it does not know, and leaves one that it misses as it was made, without a word."""
+    folder = written(name, tmp_path)[1]
+    tensors, read = SGLANG[name]
+    assert load_file(folder / "model.safetensors").keys() == tensors
+    usual = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"}
+    assert record_in(folder).keys() >= read | usual | {"intermediate_size", "rms_norm_eps", "rope_parameters"}
 
 
 @pytest.mark.parametrize(("name", "count", "usual"), [("EAGLE", 32, (1, 15, 28)), ("z-lab", 36, (1, 9, 17, 25, 33))])
@@ -266,7 +308,7 @@ def test_another_kind_is_named(tmp_path: Path) -> None:
         (named, eagle(replace(EAGLE, own_output=False, draft_vocab=0)), "LM head of their own"),
         (HEADS["z-lab"][2], dflash(replace(DFLASH, **REDUCED)), "train with --draft-vocab 0"),
         (HEADS["DeepSpec"][2], dspark(DSPARK), "copies of the target's embedding"),
-        (block_folders.write_speculators_folder, dspark(replace(DSPARK, own_output=True)), "as DeepSpec reads it"),
+        (block_folders.write_speculators_folder, dspark(replace(DSPARK, own_output=True)), "train dspark --tied"),
     ],
 )
 def test_a_format_without_a_place_for_something_refuses_it(write: Any, head: Any, said: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from truedraft.process import (
     Windows,
     speculate,
 )
+from truedraft.process.plain import plain_steps
 from truedraft.process.rules import accept_probability
 
 # ------------------------------------------------------------------------------------------ exact sums
@@ -311,3 +312,30 @@ def test_one_slow_round_does_not_end_drafting(late_s: float) -> None:
         clock.now += seconds
         left -= window + 1 if window else min(windows.together, left)
     assert rounds < 80
+
+
+@pytest.mark.parametrize(("rest_s", "most"), [(1e-3, 3), (2e-4, 12)])
+def test_a_run_begins_with_few_drafts_where_keeping_all_would_not_pay(rest_s: float, most: int) -> None:
+    """A plain step takes 0.1 ms and a round of 8 1.1 ms or 0.3; none is kept."""
+    clock = Dear(0.0, 0.0)
+    windows = Windows(most=8, clock=clock.perf_counter)
+    windows.times.begin(lambda points: 3e-5 + 1e-6 * points, 1, 8)
+    drafted = 0
+    for _ in range(40):
+        if window := windows.choose(1, 1000):
+            windows.observe([window], [0], window + 1, (1e-5, 5e-5, 4e-5, 9e-5 + rest_s), together=1)
+            drafted += 1
+        else:
+            windows.observe([0], [0], 1, (1e-5, 0.0, 3e-5, 1e-4), together=windows.together)
+    assert 0 < drafted <= most
+
+
+def test_what_a_plain_step_takes_leaves_out_what_is_done_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    dear = Dear(1.0, 0.0)
+    monkeypatch.setattr("truedraft.process.plain.time", dear)
+
+    def watch(seen: Seen) -> None:
+        dear.call_s = 3e-3  # from the second step on
+
+    made, target_s, step_s = plain_steps(dear, Chains.begin(Wells().start(1)), torch.tensor([0]), 5, watch)
+    assert (made, target_s, step_s) == (5, pytest.approx(3e-3, rel=0.01), pytest.approx(3e-3, rel=0.02))

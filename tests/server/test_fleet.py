@@ -127,6 +127,26 @@ def test_manifests_are_those_of_the_published_schemas(file: Path) -> None:
             checker.validate(manifest | {"spec": manifest["spec"] | {"misspelt": 1}}, version, strict=True)
 
 
+def test_kuberay_is_asked_by_its_names_for_pods_of_the_published_schema() -> None:
+    """The schema of RayService lies in no package: its names are those of its types (ray-operator/apis/ray/v1)."""
+    checker = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, of the group dev")
+    service = yaml.safe_load((DEPLOY / "rayservice.yaml").read_text())
+    cluster = service["spec"]["rayClusterConfig"]
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    assert service["spec"].keys() == {"serveConfigV2", "rayClusterConfig"}
+    assert cluster.keys() == {"rayVersion", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs"}
+    assert head.keys() == {"rayStartParams", "template"}
+    assert workers.keys() - head.keys() == {"groupName", "replicas", "minReplicas", "maxReplicas"}
+    for group in (head, workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": group["template"]}
+        checker.validate(pod, checker.latest_version(), strict=True)
+        group["template"]["spec"]["containers"][0]["imag"] = "misspelt"
+        with pytest.raises(checker.ValidationError):
+            checker.validate(pod, checker.latest_version(), strict=True)
+
+
 def test_manifests_and_the_board_name_what_there_is(make_engine: Callable[..., Engine]) -> None:
     found = {each["kind"]: each for file in MANIFESTS for each in yaml.safe_load_all(file.read_text())}
     pod = found["Deployment"]["spec"]["template"]

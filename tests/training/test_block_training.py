@@ -291,3 +291,12 @@ def _tried(p: Tensor, q: Tensor, token: int, draws: int) -> float:
             rest[gone] = 0.0
             rest = rest / rest.sum()
     return hits / 400 / float(p[token])
+
+
+@pytest.mark.parametrize(
+    ("kept", "tied", "own"), [(40, True, True), (64, True, False), (0, True, False), (99, False, True)]
+)
+def test_a_head_over_all_ids_ends_in_the_targets_lm_head(kept: int, tied: bool, own: bool) -> None:
+    """So that other engines read it; one over fewer ids has its own, of as many rows."""
+    made = DFlashTrainingConfig(draft_vocab=kept, tied=tied).entries(48, 64)
+    assert (made["own_output"], made["draft_vocab"]) == (own, 40 if kept == 40 else 0)

@@ -29,7 +29,7 @@ _ASK_SHARE, _MOST_RESTS = 0.02, 2  # of time that asking may take where drafts a
 _PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # steps, and seconds, until who drafts nothing is looked at
 _OTHER_BATCH = 0.34  # change of the number of requests after which a plan says nothing
 _CREDIT_STEPS = 4.0  # steps whose time may be lost by probing at once
-_PLAIN_AGE_S, _PLAIN_STEPS = 0.25, 3  # after which what a plain step takes is measured again, and by how many
+_PLAIN_AGE_S = 0.25  # after which what a plain step takes is measured again
 _PLAIN_SHARE = 0.5  # of what probing may lose, where something is drafted
 _LEAST_LOST = 0.1  # of a plain step, for the first of them finds caches cold
 _READY_WITHIN = 48  # tokens
@@ -71,20 +71,24 @@ class Goodput(Controller):
     Args:
         probing: share of time that probing may lose, a fraction. It never ends, so no drafter is given up for ever.
         clock: seconds.
+        plain_steps: of plain decoding, one behind another, that tell what such a step takes.
     """
 
     weighs_costs: ClassVar[bool] = True
 
-    def __init__(self, *, probing: float = 0.01, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, probing: float = 0.01, clock: Callable[[], float] = time.perf_counter, plain_steps: int = 3
+    ) -> None:
         self._probing = probing
         self._clock = clock
+        self._plain_steps = plain_steps
         self._times: StepTimes | None = None
         self._expected: dict[str, Sequence[float]] = {}  # gains of chains by drafter
         self._pool: dict[tuple[object, Kind], Acceptance] = {}
         self._odds: dict[tuple[object, str], Odds] = {}
         self._own: dict[int, _Own] = {}
         self._planned: tuple[Planner, Plan, tuple[int, ...]] | None = None  # the last plan, and for which requests
-        self._kept = 0  # steps for which it is still kept
+        self._kept, self._kept_until = 0, 0.0  # steps for which it is still kept, and until when
         self._step = 0
         self._steps_s = self._ask_s = 0.0  # that a step and asking take
         self._plans_s: deque[float] = deque(maxlen=_PLANS)  # that the last plans took
@@ -97,7 +101,7 @@ class Goodput(Controller):
         self._plain_left = 0  # plain steps of a probe that are still to come
 
     def begin(self, times: StepTimes) -> None:
-        self._times = times
+        self._times, self._kept = times, 0
 
     def expect(self, survival: Mapping[str, Sequence[float]]) -> None:
         self._expected.update(survival)
@@ -113,7 +117,7 @@ class Goodput(Controller):
             return [self._plain(view, "probe") for view in views]
         self._plain_left = 0
         hints = [self._hints(view) for view in views]
-        if self._kept > 0 and self._still_fits(ids):
+        if self._kept > 0 and self._clock() < self._kept_until and self._still_fits(ids):
             self._kept -= 1 + self._rested
             decisions = [self._decided(view, own) for view, own in zip(views, hints, strict=True)]
         else:
@@ -151,6 +155,7 @@ class Goodput(Controller):
         self._plans_s.append(self._clock() - began)
         plan_s = median_low(self._plans_s)
         self._kept = min(int(plan_s / (_PLAN_SHARE * self._steps_s)), _MOST_KEPT) if self._steps_s else 0
+        self._kept_until = self._clock() + plan_s / _PLAN_SHARE  # for it may make steps longer than they were
         return decisions
 
     def _decided(self, view: RequestView, hints: Mapping[str, Hint]) -> Decision:
@@ -262,10 +267,10 @@ class Goodput(Controller):
         if drafts and age_s >= _PLAIN_AGE_S:
             # Plain steps are worth their tokens. The first of them takes longer than those that follow.
             plain = planner.plain
-            lost_s = _PLAIN_STEPS * max(plain.seconds - plain.tokens / plan.rate, _LEAST_LOST * plain.seconds)
+            lost_s = self._plain_steps * max(plain.seconds - plain.tokens / plan.rate, _LEAST_LOST * plain.seconds)
             if lost_s <= _PLAIN_SHARE * self._probing * age_s:
                 self._probe = views[0].id, plan.rate, 0.0
-                self._plain_left = _PLAIN_STEPS - 1
+                self._plain_left = self._plain_steps - 1
                 decisions[:] = [self._plain(view, "probe") for view in views]
                 return
         if self._credit_s < self._wanted_s or not self._credit_s:

@@ -28,6 +28,8 @@ _LEVEL = 1 << 62  # apart from any position
 _MEMBER_BITS = 8  # below them the purpose, so that member 0 keeps the bits of a drafter that is alone
 _FEW = 24
 """So many numbers are faster made one by one than all at once."""
+_ONE_THREAD = 1 << 15
+"""Numbers that torch makes by one thread, whatever it may use."""
 
 
 class Purpose(IntEnum):
@@ -193,19 +195,28 @@ def gumbel_of(key: int | Tensor, tokens: Tensor) -> Tensor:
 
 def mixed(states: Tensor, parts: Tensor | int) -> Tensor:
     """`mix` for tensors of int64, which hold the same 64 bits, in shapes that go together."""
-    return _finalise((states ^ parts).add_(signed(GOLDEN)))
+    z = states ^ parts
+    if _few(z):
+        return torch.from_numpy(_finalise_each(z.numpy().view(np.uint64) + np.uint64(GOLDEN)).view(np.int64))
+    return _finalise(z.add_(signed(GOLDEN)))
 
 
 def open_unit_of(bits: Tensor) -> Tensor:
     """`open_unit` for a tensor of int64, float64."""
+    if _few(bits):
+        return torch.from_numpy(_open_units(bits.numpy().view(np.uint64)))
     return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
+
+
+def _few(numbers: Tensor) -> bool:
+    """Whether calls take most of the time, which cost numpy a third of what they cost torch."""
+    return numbers.device.type == "cpu" and numbers.dim() > 0 and numbers.numel() <= _ONE_THREAD
 
 
 def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """The numbers of `gumbel_of` on the CPU, for each token `[tokens]` under its own key `[tokens]`.
 
-    For a few tokens most of the time goes into calls, which cost numpy a third of what they cost torch. The logarithms
-    are torch's, so that no last digit differs.
+    The logarithms are torch's, so that no last digit differs.
     """
     uniform = _open_units(_finalise_each((tokens.view(np.uint64) ^ keys) + np.uint64(GOLDEN)))
     numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()

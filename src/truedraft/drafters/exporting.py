@@ -82,6 +82,16 @@ class _Target:
             raise OptionError(f"{self.name!r} cannot be read here, and its layers are counted; name it", field="model")
         return int(self.config.get_text_config().num_hidden_layers)
 
+    def check_width(self, width: int) -> None:
+        """Refuse a head for another model, which reads vectors of so many entries."""
+        own = width if self.config is None else self.config.get_text_config().hidden_size
+        if own != width:
+            raise OptionError(
+                f"is {self.name!r}, whose vectors have {own} entries, and this head reads {width}; name the target "
+                "that it was trained for",
+                field="model",
+            )
+
     def lm_head(self, head: Head) -> Tensor | None:
         """The weight `[vocab, width]` that heads without an output end in."""
         if self.config is None:
@@ -285,17 +295,20 @@ def _kind_of(words: Words) -> tuple[str, Words]:
 def _export_head(
     head: Any, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
 ) -> ExportedDrafter:
-    target = _target(model, head.record.target_name)
+    target = _target(model, head.record.target_name, engine)
+    target.check_width(head.config.width)
     count = _chain(tokens, head.reach, head.reach)
     if isinstance(head, LayerHead) and not head.config.layers:
         head.config = head.config.at_usual_layers(target.layers)
     unread = [name for name, value in way.reads.items() if getattr(head.config, name) != value]
     if unread:
+        norms = unread if head.kind == Eagle3Head.kind and set(unread) <= set(_NO_NORMS) else []
+        without = "".join(f" --no-{name.replace('_', '-')}" for name in norms)
         raise OptionError(
             f"{engine} reads {head.kind} heads with "
             + ", ".join(f"{name} {way.reads[name]}, not {getattr(head.config, name)}" for name in unread)
-            + f"; {_ELSEWHERE[head.kind]}",
-            field="drafter",
+            + f"; {_ELSEWHERE[head.kind]}"
+            + (f"; {engine} would read one made by truedraft train eagle{without}" if without else "")
         )
     _check_fit(head.config, target)
     assert way.write is not None
@@ -323,7 +336,7 @@ def _check_fit(config: Any, target: _Target) -> None:
 def _export_mtp(
     source: str | None, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
 ) -> ExportedDrafter:
-    target = _target(model, "")
+    target = _target(model, "", engine)
     count = _chain(tokens, reach_of(source), None)
     with new_folder(folder):
         write_mtp_folder(folder, target.name, source, tokens=count, family=target.family)
@@ -334,15 +347,14 @@ def _export_draft(
     name: str, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None, dtype: str
 ) -> ExportedDrafter:
     known = TrainedDrafter.read(user_path(name, ModelNotFoundError))
-    target = _target(model, "" if known is None else known.target_name)
+    target = _target(model, "" if known is None else known.target_name, engine)
     count = _chain(tokens, _DRAFT_TOKENS, None)
     configs = (load_config(resolve_source(name), name, None), target.config)
     own, theirs = (None if each is None else each.get_text_config().vocab_size for each in configs)
     if engine != "llamacpp" and theirs not in (None, own):
         raise OptionError(
             f"{engine} wants a draft with the target's vocabulary: {name!r} has {own:,} ids, and {target.name!r} "
-            f"{theirs:,}; train one for it: truedraft train draft",
-            field="drafter",
+            f"{theirs:,}; train one for it: truedraft train draft"
         )
     file = _gguf_file(name)
     if engine == "llamacpp" and file is not None:
@@ -353,10 +365,16 @@ def _export_draft(
     return _exported(folder, _DRAFT, engine, target, count, way)
 
 
-def _target(model: str | None, named: str) -> _Target:
+def _target(model: str | None, named: str, engine: str) -> _Target:
     name = named if model is None else model
     if not name:
         raise OptionError("this drafter does not say what its target is; name it", field="model")
+    if engine == "llamacpp" and name.startswith("embedded:"):
+        raise OptionError(
+            f"llama.cpp's convert_hf_to_gguf.py does not know the tokenizer of {name!r}; take a published model, or "
+            "--for vllm",
+            field="model",
+        )
     config = None
     with contextlib.nullcontext() if model else contextlib.suppress(ModelError):  # it may lie elsewhere now
         config = load_config(resolve_source(name), name, None)

@@ -152,8 +152,8 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
     config = head.config
     if config.own_output != bool(config.draft_vocab) or config.own_embedding:
         raise ModelError(
-            "this format takes embedding and LM head from the target, but for an LM head over fewer ids; write this "
-            "head as DeepSpec reads it"
+            "this format takes embedding and LM head from the target, but for an LM head over fewer ids; train one so: "
+            f"truedraft train {head.kind} --tied"
         )
     more = {
         "block_size": config.block,

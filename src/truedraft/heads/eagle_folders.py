@@ -2,8 +2,10 @@
 
 The former is a flat Llama configuration with `draft_vocab_size`, its layer is `midlayer`, and the embedding is the
 target's. The latter nests the layer's configuration in `transformer_layer_config`, calls the layer `layers.0`, brings
-copies of the target's embedding and LM head, and counts positions from 1. Both number the layers that are read by what
-enters them: 2 is what layer 1 gives. What else they share with others is `layer_folders`.
+copies of the target's embedding and LM head, and counts positions from 1. `eagle_config` of the former numbers the
+layers that are read by what they give, as it is done here: SGLang adds 1 to them, and SpecForge's usual ones are 1,
+n // 2 - 1 and n - 4. The latter numbers them by what enters them: 2 is what layer 1 gives. What else they share with
+others is `layer_folders`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ _NESTED: Mapping[str, type[LayerHead]] = {"eagle3": Eagle3Head, "peagle": PEagle
 _WORDS = {kind: word for word, kind in _NESTED.items()}
 _FLAT: Mapping[str, type[LayerHead]] = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), Eagle3Head)
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
 
 
@@ -48,13 +51,12 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = Fal
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Eagle3Config:
         nested = SPECULATORS in record
         layer = record["transformer_layer_config"] if nested else record
-        own = record.get("eagle_config") or {}
-        numbers = record.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids") or ()
+        outputs = (record.get("eagle_config") or {}).get(_LAYERS) or ()
         methods = (record.get("speculators_config") or {}).get("proposal_methods")
         made: Eagle3Config = kind.sizes(
             **layer_sizes(record, layer, weights),
             **{name: bool(record.get(name, False)) for name in _FLAGS},
-            layers=tuple(number - 1 for number in numbers),
+            layers=tuple(number - 1 for number in record.get(_LAYERS) or ()) or tuple(outputs),
             reach=methods[0]["speculative_tokens"] if methods else 5,
             query_norms="midlayer.self_attn.q_norm.weight" in weights,
             rope_start=int(record.get(SPECULATORS) == "eagle3"),
@@ -93,7 +95,7 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "target_model": target,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers]},
+        "eagle_config": {_LAYERS: list(config.layers)},
     }
     write_published(folder, weights_of(head), about)
 
@@ -117,7 +119,7 @@ def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = ""
     if not config.own_output or not config.layers:
         raise ModelError("this format is of heads with an LM head of their own that name the layers they read")
     more = {name: getattr(config, name) for name in _FLAGS}
-    more["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config.layers]
+    more[_LAYERS] = [layer + 1 for layer in config.layers]
     if isinstance(config, PEagleConfig):
         more |= {"mask_token_id": config.mask_token, "embed_requires_grad": True}
     layers = layer_record(config, 1 + config.more_layers, _family(config))

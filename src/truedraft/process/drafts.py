@@ -49,10 +49,12 @@ class Known:
             steps: at which `[depth, chains]`.
             made: how many of them count, of each chain.
         """
-        place = torch.arange(len(chains), device=made.device)
+        place = torch.arange(len(chains), device=made.device)[:, None]
+        # Among the last, the one before it and those of the round: 0 and 1 where none was made, 2 and 0 where one was.
+        newest = torch.stack([made + 1, torch.where(made > 1, made, 1 - made)], 1)
+        newest[:, 0].masked_fill_(made == 0, 0)
         for kept, new in ((self.points, points), (self.outputs, outputs), (self.steps, steps)):
-            every = torch.cat([kept[chains].transpose(0, 1).flip(0), new])  # before, last, and those of the round
-            kept[chains] = torch.stack([every[made + 1, place], every[made, place]], 1)
+            kept[chains] = torch.cat([kept[chains].transpose(0, 1), new])[newest, place]
         self.count[chains] = (self.count[chains] + made).clamp_max(2)
 
     def of(self, chains: Tensor) -> Known:

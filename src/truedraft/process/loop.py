@@ -112,11 +112,10 @@ def _go_on(
         at_once = max(1, min(_MOST_PLAIN, _MOST_NUMBERS // max(chains.states[0].numel() * len(active), 1)))
         together = windows.together if isinstance(windows, Windows) else at_once
         count = min(together, at_once, int(remaining.min()), most)
-        made, target_s = plain_steps(process, chains, active, count, watch)
+        made, target_s, step_s = plain_steps(process, chains, active, count, watch)
         if made:
             if isinstance(windows, Windows):
-                step_s = (time.perf_counter() - chosen) / made
-                seconds = chosen - began, 0.0, target_s / made, step_s
+                seconds = chosen - began, 0.0, target_s, step_s
                 windows.observe([0], [0], len(active), seconds, together=made)
             return made
     made_round = _Round(process, chains, active, steps, draft, watch)
@@ -204,8 +203,8 @@ class _Round:
             known = self._known or Known.nothing(self._points[0], self._points[0], len(begun))
             guess = self._draft.guess(self._states[-1], self._points[-1], steps, known)
             # A guess that is none ends the draft before anything is drawn from it.
-            fine = ~torch.isnan(guess).flatten(1).any(-1)
-            if not fine.all():
+            if (none := torch.isnan(guess)).any():
+                fine = ~none.flatten(1).any(-1)
                 depth = torch.where(fine, depth, depth.clamp_max(place))
                 if not (depth > place).any():
                     break
@@ -324,8 +323,8 @@ class _Round:
         reached = torch.cat([done.states[:1], after])
         chains.states[ids] = reached[made, torch.arange(len(ids), device=ids.device)]
         chains.at[ids] = self._begun + made
-        place, chain = torch.nonzero(made > torch.arange(len(after), device=ids.device)[:, None], as_tuple=True)
         if chains.path is not None:
+            place, chain = torch.nonzero(made > torch.arange(len(after), device=ids.device)[:, None], as_tuple=True)
             chains.path[ids[chain], done.steps[place, chain] + 1] = after[place, chain]
         if self._watch is not None:
             for number in range(int(made.max())):

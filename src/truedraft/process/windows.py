@@ -16,12 +16,14 @@ from truedraft.options import check_whole
 from truedraft.theory.cost_curves import CostCurve
 
 MOST = 16
-_LAST, _NEAR = 7, 0.34  # times of each size that are kept, and how far sizes may be apart to say the same
+_LAST, _NEAR = 9, 0.34  # times of each size that are kept, and how far sizes may be apart to say the same
+_LOW = 3  # part of them that lies below the one that counts
 _LINEAR = 0.95  # share of what points take one by one, from which a batch brings nothing and larger ones are not tried
 _TRUST = 2.0  # times that a first time may be beyond what smaller sizes say
 _TRIALS, _TURNS = 3, 2  # of each size, and how often where a batch seems to bring nothing
 _OPENING, _OPENING_WINDOW = 12, 8  # rounds that a run begins with, drafted whatever the first of them took
-_TOGETHER_S = 0.03  # of plain steps that are made together
+_HOPELESS = 3  # of these, after which it ends where keeping every draft would not pay either
+_TOGETHER_S, _FIRST_S = 0.03, 0.004  # of plain steps that are made together, and of those that a run begins with
 _SETTLED = 8  # of these, by which what a few of them take besides is no part of a step
 _LEARNS = 8  # chains of a round whose verdicts are learned from
 _DRAFT, _PARAMS = "draft", SamplingParams(temperature=1.0)
@@ -33,7 +35,8 @@ Ask = Callable[[int], float]
 class _Measured:
     """Seconds by size, from times that other programs only ever make longer.
 
-    Of each size the least of the last few counts, and no size takes longer than a larger one.
+    Of each size a low one of the last few counts, and no size takes longer than a larger one. The least would make
+    rounds look shorter than they are, and plain steps not, of which many are measured together.
 
     Worked example: 3.0 for size 1, 1.0 for 2 and 1.5 for 4 make 1.0, 1.0 and 1.5.
     """
@@ -50,8 +53,8 @@ class _Measured:
             seconds = min(seconds, _TRUST * size / max(smaller) * self(max(smaller)))
         self._last.setdefault(size, deque(maxlen=_LAST)).append(seconds)
         sizes = sorted(self._last)
-        least = [min(self._last[each]) for each in reversed(sizes)]
-        self._curve = CostCurve(tuple(sizes), tuple(reversed([*itertools.accumulate(least, min)])))
+        low = [sorted(self._last[each])[len(self._last[each]) // _LOW] for each in reversed(sizes)]
+        self._curve = CostCurve(tuple(sizes), tuple(reversed([*itertools.accumulate(low, min)])))
 
     @property
     def known(self) -> bool:
@@ -79,7 +82,7 @@ class Times:
 
     def __init__(self) -> None:
         self.active, self.together, self.pays = 1, _SETTLED, False
-        self._most_active = 0
+        self._most_active = self._settled = 0
         self._target = _Measured()  # by points
         self._plain, self._judging = _Measured(), _Measured()  # all else in a plain step, and in a round by rows
         self._draft = _Measured()  # by drafted steps, one behind another
@@ -108,6 +111,16 @@ class Times:
     def _pays(self, rows: int) -> bool:
         return self._target(rows * self.active) <= _LINEAR * rows * self._target(self.active)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what a plain step takes: the first of them find caches cold."""
+        return self._settled >= _TRIALS
+
+    def may_pay(self, depth: int) -> bool:
+        """Whether a round of so many drafted steps takes less than plain steps do, if all of them are accepted."""
+        round_s = self.step_s(1 + depth, (), False) + self._draft(depth)
+        return round_s < (1 + depth) * self.step_s(1, (), False)
+
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         rest = self._judging if rows > 1 and self._judging.known else self._plain
         return self._target(rows * self.active) + rest(rows)
@@ -127,6 +140,7 @@ class Times:
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         self._target.add(record.rows, record.target_s)
         rest = self._judging if record.drafting else self._plain
+        self._settled += not record.drafting and self.together >= _SETTLED
         if record.drafting or self.together >= _SETTLED:
             rest.add(record.rows / self.active, record.total_s - record.draft_s - record.target_s)
         for each in record.drafting:
@@ -160,7 +174,7 @@ class Windows:
     ) -> None:
         self.most = check_whole("most", most, least=1)
         self.times = Times()
-        self._controller = controller if controller is not None else Goodput(clock=clock)
+        self._controller = controller if controller is not None else Goodput(clock=clock, plain_steps=1)
         self._controller.begin(self.times)
         self._counters = Counters()
         self._rests, self._last, self._opening = 0, 0, _OPENING
@@ -175,14 +189,17 @@ class Windows:
         limits = Budget(most, 1, most) if most else NO_DRAFT
         view = RequestView(0, _PARAMS, 0, remaining, {_DRAFT: limits}, self._counters)
         (self._decision,) = self._controller.decide([view])
-        if self._opening and most and self.times.pays:
-            self._last = min(_OPENING_WINDOW, most)
-            self._decision = replace(self._decision, budget=Budget(self._last, 1, self._last))
-        else:
-            self._last = min(self._decision.budget.depth, most)
-        self.together = 1 + self._controller.rests
-        if self.together > 1:
-            self.together = max(self.together, int(_TOGETHER_S / max(self.times.step_s(1, (), False), 1e-9)))
+        opens = bool(self._opening and most and self.times.pays)
+        if opens:
+            depth = min(_OPENING_WINDOW, most)
+            if self._opening <= _OPENING - _HOPELESS and not self.times.settled and not self.times.may_pay(depth):
+                depth = 0  # by what the costly function takes alone; what else a plain step takes must be known now
+            self._decision = replace(self._decision, budget=Budget(depth, 1, depth) if depth else NO_DRAFT)
+        tells = opens or self._decision.reason == "probe"  # a plain step, what one takes
+        least, seconds = (_SETTLED, _FIRST_S) if tells else (1 + self._controller.rests, _TOGETHER_S)
+        at_once = int(seconds / max(self.times.step_s(1, (), False), 1e-9)) if least > 1 else 1
+        self.together = max(least, at_once)
+        self._last = min(self._decision.budget.depth, most)
         return self._last
 
     def observe(
@@ -207,7 +224,6 @@ class Windows:
             return
         # Plain steps were made together.
         self._rests = self._controller.rests if self._last and not self._opening else 0
-        self._opening = max(self._opening - 1, 0) if max(drafted) else self._opening
         choose_s, draft_s, target_s, total_s = seconds
         steps = []
         for nodes, kept in list(zip(drafted, accepted, strict=True))[:_LEARNS]:
@@ -222,3 +238,10 @@ class Windows:
         # One step stands for the batch, but for its rows, of which that one has the rest.
         steps[0].rows += rows - sum(step.rows for step in steps)
         self._controller.observe(StepRecord(tuple(steps), draft_s, target_s, 0.0, total_s, choose_s, times))
+        if self._opening:
+            self._opening -= depth > 0
+            tried = self._opening <= _OPENING - _HOPELESS and self.times.settled
+            if tried and not self.times.may_pay(min(_OPENING_WINDOW, self.most)):
+                self._opening = 0
+            if not self._opening:
+                self._controller.begin(self.times)  # what was planned before is void

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from truedraft.errors import OptionError
-from truedraft.options import flag, option, read_whole
+from truedraft.options import flag, option
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,10 @@ class ReplicaOptions:
             return None
         if self.autoscale is None:
             return self.replicas, self.replicas
-        first, _, last = self.autoscale.partition(":")
-        least, most = read_whole("autoscale", first), read_whole("autoscale", last)
+        if self.replicas != 1:
+            raise OptionError("has no effect with --autoscale; leave one of them out", field="replicas")
+        found = re.fullmatch(r"(\d+):(\d+)", self.autoscale, re.ASCII)
+        least, most = map(int, found.groups()) if found else (0, 0)
         if not 1 <= least <= most:
             raise OptionError(f"must be MIN:MAX with 1 <= MIN <= MAX, got {self.autoscale!r}", field="autoscale")
         return least, most

@@ -79,7 +79,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
 
     def entries(self, width: int, vocab_size: int) -> dict[str, Any]:
         """Sizes that heads of all these kinds have."""
-        heads = max(1, width // _HEAD)
+        heads, fewer = max(1, width // _HEAD), 0 < self.draft_vocab < vocab_size
         return {
             "width": width,
             "vocab_size": vocab_size,
@@ -88,8 +88,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
             "kv_heads": heads if self.kv_heads is None else self.kv_heads,
             "head": _HEAD if width >= _HEAD else width,
             "inner": 8 * width // 3 if self.inner is None else self.inner,
-            "draft_vocab": min(self.draft_vocab, vocab_size) if self.draft_vocab < vocab_size else 0,
-            "own_output": not self.tied or self.draft_vocab > 0,
+            "draft_vocab": self.draft_vocab if fewer else 0,
+            "own_output": not self.tied or fewer,
         }
 
     @abstractmethod

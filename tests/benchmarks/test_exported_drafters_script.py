@@ -1,10 +1,12 @@
-"""The script behind `make test-vllm`, without a vLLM: what it reads of metrics and logs, and its lines."""
+"""The script behind `make test-vllm` and `make test-llamacpp`, without them: what it reads, starts and writes."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import vllm_drafters as script
+import exported_drafters as script
 from cli.tiny import save_tiny_llama
 from truedraft import load_model
 from truedraft.errors import PeerError
@@ -32,6 +34,8 @@ LOG = """(APIServer pid=8) WARNING 11-27 11:29:49 [system_utils.py:255] failed: 
 
 def test_metrics_and_logs_are_read(tmp_path: Path) -> None:
     assert script.counted(METRICS) == (120.0, 61.0) and script.counted("") == (0.0, 0.0)
+    theirs = "\n".join(re.sub(r"\{.*\}", "", line).replace("vllm:", "llamacpp:") for line in METRICS.splitlines()[:4])
+    assert script.counted(theirs) == (120.0, 61.0)
     (tmp_path / "log").write_text(LOG)
     assert script.refusal(tmp_path / "log") == "ValueError: Model Runner V1 does not support: dspark"
     assert script.refusal(tmp_path / "none") == ""
@@ -64,8 +68,8 @@ def test_a_line_passes_where_answers_acceptance_and_certificates_do(
     words: list[str] = []
 
     @contextlib.contextmanager
-    def served(name: str, more: list[str], target: object, folder: Path, as_released: bool) -> Iterator[None]:
-        words.extend(more)
+    def served(name: str, commands: list[str], target: object, folder: Path, asked: object) -> Iterator[None]:
+        words.extend(script._vllm(name, commands, folder, False).words[-4:-2])
         yield None
 
     about = {"method": "eagle3", "model": "x", "num_speculative_tokens": 3}
@@ -100,14 +104,36 @@ def test_refusals_are_told_in_their_words(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(script, "_exported", lambda words, out: {"tokens": 3, "commands": ["vllm serve x"]})
     monkeypatch.setattr(script, "served", dies)
     monkeypatch.setattr(script, "RUNS", tmp_path)
-    (tmp_path / "vllm-dspark.log").write_text(LOG)
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "vllm-dspark.log").write_text(LOG)
     line = script.checked("dspark:DIR", script.Bench(None, None, {}, []), tmp_path, [], asked())
     assert (line["by"], line["refused"]) == ("vllm", "ValueError: Model Runner V1 does not support: dspark")
 
 
 def asked() -> argparse.Namespace:
-    some = {"prompts": [Path("HERE/gsm8k")], "as_released": False}
+    some = {"prompts": [Path("HERE/gsm8k")], "as_released": False, "engine": "vllm"}
     return argparse.Namespace(model="tiny", minutes=1.0, tokens=10, max_tokens=8, **some)
+
+
+def test_llamacpp_is_given_what_the_export_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The commands that make GGUF files are run, and the server gets the words of the last one."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@" >> "$0.log"\ntest "$2" != bad || { echo no such model >&2; exit 1; }\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(script, "LLAMA_CPP", tmp_path)
+    convert = "python convert_hf_to_gguf.py"
+    serve = "llama-server -m t.gguf -md d.gguf --spec-type draft-eagle3 --spec-draft-n-max 5"
+    launch = script._llamacpp(
+        "x", [f"{convert} t --outfile t.gguf", f"{convert} d --outfile d.gguf", serve], Path("t"), False
+    )
+    made = [line.partition("convert_hf_to_gguf.py ")[2] for line in Path(f"{python}.log").read_text().splitlines()]
+    assert made == ["t --outfile t.gguf", "d --outfile d.gguf"]
+    assert launch.words[1:3] == ("--model", "t.gguf") and launch.words[-7:] == (*serve.split()[3:], "--metrics")
+    plain = script._llamacpp("plain", [], Path("t"), False)
+    assert plain.words[1:3] == ("--model", "t.gguf") and "--spec-type" not in plain.words
+    with pytest.raises(PeerError, match=r"bad --outfile t\.gguf: no such model"):
+        script._llamacpp("x", [f"{convert} bad --outfile t.gguf", serve], Path("t"), False)
 
 
 def test_values_of_requests_are_copied_to_their_tokens() -> None:

@@ -1,13 +1,15 @@
-"""Drafters that `truedraft export` wrote, served by vLLM's CPU build, against our own: `make test-vllm`.
+"""Drafters that `truedraft export` wrote, served by another engine, against our own.
 
-    python benchmarks/vllm_drafters.py [--model smollm2] [--drafters eagle:DIR dspark:DIR ...] [--minutes 3]
+    python benchmarks/exported_drafters.py vllm [--model smollm2] [--drafters eagle:DIR dspark:DIR ...] [--minutes 3]
+    python benchmarks/exported_drafters.py llamacpp ...
 
-Without names they are those that were trained for the model. Each is served by the words that the export prints. A
-line of JSON says of each: what vLLM or the export refused, in its words; or whether greedy answers are those of plain
-vLLM up to near ties, the tokens for each call there and here with the same chain, and a certificate at temperature 0
-and 1. Exit status 1 where an answer differs, acceptance lies over 5 % apart, or a certificate fails. vLLM's CPU build
-leaves the distribution wherever it speculates above temperature 0, so that one function of it is put right
-(`vllm_put_right.py`) unless --as-released is given; that certificate fails then.
+These are `make test-vllm`, by its CPU build, and `make test-llamacpp`. Without names the drafters are those that were
+trained for the model. Each is served by the words that the export prints. A line of JSON says of each: what the engine
+or the export refused, in its words; or whether greedy answers are the engine's plain ones up to near ties, the tokens
+for each call there and here with the same chain, and a certificate at temperature 0 and 1. Exit status 1 where an
+answer differs, acceptance lies over 5 % apart, or a certificate fails. vLLM's CPU build leaves the distribution
+wherever it speculates above temperature 0, so that one function of it is put right (`vllm_put_right.py`) unless
+--as-released is given; that certificate fails then.
 """
 
 from __future__ import annotations
@@ -30,9 +32,18 @@ from transformers import AutoModelForCausalLM
 
 from certify_peers import Bench, Cell, Effort, certificate
 from common import RESULTS, ROOT, Lines, heldout_ids, note
-from launches import PATIENCE_S, SERVED_NAME, VLLM, VLLM_SERVER, vllm_launch
+from launches import (
+    LLAMA_CPP,
+    LLAMA_SERVER,
+    PATIENCE_S,
+    SERVED_NAME,
+    VLLM,
+    VLLM_SERVER,
+    llamacpp_launch,
+    vllm_launch,
+)
 from peers_engines import Running
-from servers import serving
+from servers import Launch, serving
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.bench import read_questions, spread
 from truedraft.core.stats import Counters
@@ -44,14 +55,14 @@ from truedraft.options import Words
 from truedraft.peers.asking import Question
 from truedraft.peers.endpoint import Endpoint
 
-RUNS = ROOT / "runs" / "vllm"
+RUNS = ROOT / "runs"
 CLOSE = 0.05
 """Tokens for each call, 1 + tokens of a chain * share accepted, may differ by this, of ours."""
 TEMPERATURES = (0.0, 1.0)
 PROMPT_TOKENS = 48
 SET_PROMPTS = 12
 """Questions of each published set, evenly over it."""
-_COUNTED = re.compile(r"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+_COUNTED = re.compile(r"^\w+:spec_decode_num_(draft|accepted)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 _ERROR = re.compile(
     r"^(?:\(.*?\) )?(?:ERROR \S+ \S+ )?(?:\[\S+\] )?\s*(\w*(?:Error|Exception): .+|Value error, .+?)(?: \[type=.*)?$"
 )
@@ -62,14 +73,14 @@ def main() -> int:
     """Export, serve, compare and write."""
     asked = _asked()
     torch.set_num_threads(asked.threads)
-    place = _exported(["--model", asked.model], RUNS / "target")
+    folder, lines = RUNS / asked.engine / "target", Lines(asked.out or RESULTS / f"{asked.engine}_drafters.jsonl")
+    place = _exported(["--model", asked.model], folder)
     if isinstance(place, str):
         raise SystemExit(place)
-    folder, lines = RUNS / "target", Lines(asked.out)
     target, rounded = (load_model(str(folder), dtype=dtype, fast_paths=False) for dtype in ("float32", "bfloat16"))
     bench = Bench(target, rounded, {}, asked_prompts(target, asked.prompts))
     names = asked.drafters or [f"{each.kind}:{each.folder}" for each in find_drafters(load_model(asked.model))]
-    with served("plain", [], target, folder, asked.as_released) as running:
+    with served("plain", [], target, folder, asked) as running:
         plain, _ = greedy(running, bench.prompts[: asked.limit], asked.max_tokens)
     failed = False
     for word in names:
@@ -81,6 +92,7 @@ def main() -> int:
 
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=_LAUNCHES)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--drafters", nargs="+", metavar="KIND:DIR", type=_with_folder, default=[])
     parser.add_argument(
@@ -93,7 +105,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=3.0, help="for each certificate")
     parser.add_argument("--tokens", type=int, default=8000, help="of each certificate")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS / "vllm_drafters.jsonl")
+    parser.add_argument("--out", type=Path, help="without it the engine's among the results")
     return parser.parse_args()
 
 
@@ -118,25 +130,26 @@ def checked(
     """The line of one drafter."""
     words = Words.parse("drafter", word)
     kind = words.kind
-    about = {"engine": "vllm", "drafter": kind, "folder": Path(str(words.path)).name, "model": Path(asked.model).name}
-    made = _exported([word, "--for", "vllm", "--model", str(folder)], RUNS / kind)
+    engine, name = asked.engine, Path(str(words.path)).name
+    about = {"engine": engine, "drafter": kind, "folder": name, "model": Path(asked.model).name}
+    made = _exported([word, "--for", engine, "--model", str(folder)], RUNS / engine / kind)
     if isinstance(made, str):
         note(f"{kind}: {made}")
         return about | {"refused": made, "by": "truedraft export"}
     prompts = bench.prompts[: len(plain)]
-    about |= {"put_right": not asked.as_released, "prompts": [each.name for each in asked.prompts]}
-    about |= {"tokens": made["tokens"], "command": made["commands"][-1].replace(f"{ROOT}/", "")}
+    about |= {"put_right": True} if engine == "vllm" and not asked.as_released else {}
+    about |= {"prompts": [each.name for each in asked.prompts], "tokens": made["tokens"]}
+    about["command"] = made["commands"][-1].replace(f"{ROOT}/", "")
     try:
-        more = shlex.split(made["commands"][-1])[3:]
-        with served(kind, more, bench.target, folder, asked.as_released) as running:
+        with served(kind, made["commands"], bench.target, folder, asked) as running:
             answers, accepted = greedy(running, prompts, asked.max_tokens)
             effort = Effort(asked.minutes, asked.tokens, 0)
-            cells = [Cell("vllm", kind, heat, 1.0, 1) for heat in TEMPERATURES]
+            cells = [Cell(engine, kind, heat, 1.0, 1) for heat in TEMPERATURES]
             found = [certificate(cell, running, bench, effort) for cell in cells]
     except PeerError as error:
-        told = refusal(RUNS / f"vllm-{kind}.log") or str(error)
+        told = refusal(RUNS / engine / f"{engine}-{kind}.log") or str(error)
         note(f"{kind}: {told}")
-        return about | {"refused": told, "by": "vllm"}
+        return about | {"refused": told, "by": engine}
     own = ours(chain(word, kind, made["tokens"]), bench.rounded, prompts, asked.max_tokens)
     there, here = (1.0 + made["tokens"] * each for each in (accepted, own))
     kept = ("temperature", "verdict", "smallest_detectable_tv", "evidence", "allowance", "tokens", "error", "version")
@@ -180,18 +193,46 @@ def _exported(words: Sequence[str], out: Path) -> dict[str, Any] | str:
 
 
 @contextlib.contextmanager
-def served(name: str, more: Sequence[str], target: LanguageModel, folder: Path, as_released: bool) -> Iterator[Running]:
-    """vLLM's server; the prompt cache is off, as in certificates, and nothing is compiled, which takes minutes."""
-    program = VLLM_SERVER if as_released else [str(Path(__file__).with_name("vllm_put_right.py"))]
-    more = [*more, "--no-enable-prefix-caching", "--enforce-eager"]
-    launch = vllm_launch(f"vllm {name}", VLLM, folder, None, more, program)
-    with serving(launch, RUNS, note, PATIENCE_S) as server, contextlib.ExitStack() as stack:
+def served(
+    name: str, commands: Sequence[str], target: LanguageModel, folder: Path, asked: argparse.Namespace
+) -> Iterator[Running]:
+    """The engine's server by the commands that an export printed; by none it answers plainly."""
+    launch = _LAUNCHES[asked.engine](f"{asked.engine} {name}", commands, folder, asked.as_released)
+    with serving(launch, RUNS / asked.engine, note, PATIENCE_S) as server, contextlib.ExitStack() as stack:
         endpoint = Endpoint.open(
             server.url, SERVED_NAME, tokenizer=target.tokenizer, vocab_size=target.vocab_size,
             eos_token_ids=target.eos_token_ids, tell=note,
         )  # fmt: skip
         stack.callback(endpoint.close)
         yield Running(lambda together, seed: endpoint, server.check, server.url)
+
+
+def _vllm(name: str, commands: Sequence[str], folder: Path, as_released: bool) -> Launch:
+    """The prompt cache is off, as in certificates, and nothing is compiled, which takes minutes."""
+    program = VLLM_SERVER if as_released else [str(Path(__file__).with_name("vllm_put_right.py"))]
+    more = shlex.split(commands[-1])[3:] if commands else []
+    return vllm_launch(name, VLLM, folder, None, [*more, "--no-enable-prefix-caching", "--enforce-eager"], program)
+
+
+def _llamacpp(name: str, commands: Sequence[str], folder: Path, as_released: bool) -> Launch:
+    """The commands before the last one make GGUF files, by llama.cpp's script.
+
+    Raises:
+        PeerError: it makes none.
+    """
+    file = f"{folder}.gguf"
+    *before, last = map(shlex.split, commands or _CONVERTED.format(folder=folder, file=file).splitlines())
+    python, scripts = LLAMA_CPP / "bin" / "python", LLAMA_CPP / "src" / "vendor" / "llama.cpp"
+    for _, script, *words in before:
+        done = subprocess.run([python, scripts / script, *words], stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise PeerError(f"{shlex.join(words)}: {done.stderr.strip().splitlines()[-1]}")
+    return llamacpp_launch(name, LLAMA_SERVER, Path(last[2]), None, [*last[3:], "--metrics"])
+
+
+_CONVERTED = """python convert_hf_to_gguf.py {folder} --outfile {file}
+llama-server -m {file}"""
+_LAUNCHES = {"vllm": _vllm, "llamacpp": _llamacpp}
 
 
 def greedy(running: Running, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[tuple[int, ...]], float]:
@@ -215,7 +256,7 @@ def _counts(running: Running) -> tuple[float, float]:
 
 
 def counted(metrics: str) -> tuple[float, float]:
-    """Drafted and accepted tokens in the text of vLLM's metrics; 0 where it has none."""
+    """Drafted and accepted tokens in the text of a server's metrics; 0 where it has none."""
     found = {name: float(value) for name, value in _COUNTED.findall(metrics)}
     return found.get("draft", 0.0), found.get("accepted", 0.0)
 
