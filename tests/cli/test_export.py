@@ -312,7 +312,7 @@ def test_heads_of_another_target_are_not_exported_for_this_one(
 ) -> None:
     out, other = str(tmp_path / "out"), str(tmp_path / "other")
     config = LlamaConfig.from_pretrained(target)
-    for change, said in (({"hidden_size": 128}, "128 numbers"), ({"num_hidden_layers": 1}, "1 layers")):
+    for change, said in (({"hidden_size": 128}, "have 128 entries"), ({"num_hidden_layers": 1}, "has 1 layers")):
         LlamaForCausalLM(LlamaConfig(**config.to_dict() | change)).save_pretrained(other)
         for name in ("eagle", "dflash"):
             result = run("export", drafters[name], "--for", "speculators", "--model", other, "--out", out, "--json")
