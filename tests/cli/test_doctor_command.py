@@ -40,6 +40,7 @@ def test_a_fault_is_named_and_mended(run: Run, tmp_path: Path) -> None:
     assert [each["name"] for each in record["faults"]] == ["embeddings scaled or not"] and not record["sound"]
     assert "set scaled to true in config.json" in record["diagnosis"] and record["diagnosis"] in result.out
     assert record["best"]["0"]["value"] > record["given"]["0"]["value"] and record["written"] == fixed
+    assert f"truedraft doctor --model embedded:target --drafter {fixed}" in result.out
     assert all(each.dtype is torch.float32 for each in RedrafterHead.load(fixed).parameters()), "as they were"
     again = run("doctor", *WORDS, "--drafter", f"redrafter:{fixed}", "--json")
     assert again.status == 0 and again.record["sound"]

@@ -307,6 +307,26 @@ def test_a_gguf_draft_is_copied_and_a_gguf_target_made_a_folder(run: Run, target
     assert last.startswith(f"vllm serve {tmp_path}/folder-target --spec") and (tmp_path / "folder/config.json").exists()
 
 
+def test_heads_of_another_target_are_not_exported_for_this_one(
+    run: Run, drafters: dict[str, str], target: str, tmp_path: Path
+) -> None:
+    out, other = str(tmp_path / "out"), str(tmp_path / "other")
+    config = LlamaConfig.from_pretrained(target)
+    for change, said in (({"hidden_size": 128}, "have 128 entries"), ({"num_hidden_layers": 1}, "has 1 layers")):
+        LlamaForCausalLM(LlamaConfig(**config.to_dict() | change)).save_pretrained(other)
+        for name in ("eagle", "dflash"):
+            result = run("export", drafters[name], "--for", "speculators", "--model", other, "--out", out, "--json")
+            fits = name == "dflash" and change == {"num_hidden_layers": 1}  # it reads the first layer alone
+            assert (result.status == 0) is fits and (fits or said in result.record["error"]), result.err
+            assert Path(out).exists() is fits
+            shutil.rmtree(out, ignore_errors=True)
+    for word, more, said in (
+        (drafters["eagle"], (), "--for is needed with DRAFTER"),
+        ("", ("--for", "vllm"), "DRAFTER is needed with --for"),
+    ):
+        assert said in run("export", *(word,) * bool(word), *more, "--out", out).err
+
+
 def test_damage_leaves_no_folder(run: Run, drafters: dict[str, str], target: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(drafters["eagle"], broken)

@@ -119,6 +119,7 @@ def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.M
         (("--learn-keep-s", "9"), "--learn-keep-s has no effect without --learn"),
         (("--learn", "--learn-share", "2"), "--learn-share must lie in (0, 1], got 2.0"),
         (("--learn", "--learn-per-tenant", "--share-prefixes"), "--learn-per-tenant needs clients that are told apart"),
+        (("--learn", "--learn-per-tenant"), "told apart; give them keys by --api-key-file"),
     ):
         done = run("serve", "--model", "embedded:target", "--drafter", "none", "--port", "0", *words)
         assert done.status == 2 and message in done.err and "Traceback" not in done.err

@@ -57,6 +57,9 @@ def test_a_trained_head_drafts(
     words = ("train", kind, "--model", target, "--data", text, "--out", out, *SMALL, *own.words)
     refused = run(*words)
     assert refused.status == 2 and "--layer" in refused.err and f"there are {own.usual} that are usual" in refused.err
+    for layer, said in (("99", "--layer must be 0 to 1 for this target, got 99"), ("-1", "-1")):
+        beyond = run(*words, "--layer", "0", "--layer", layer)
+        assert beyond.status == 2 and said in beyond.err
     words = (*words, "--layer", "0", "--layer", "1")
     result = run(*words, "--json")
     assert (result.status, result.complaint) == (0, ""), result.out

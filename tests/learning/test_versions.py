@@ -167,6 +167,14 @@ def test_a_folder_of_something_else_is_refused_in_a_sentence(tmp_path: Path, wha
     assert refused.value.field == "learn_folder" and "\n" not in str(refused.value)
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_learned(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below"):
+        with pytest.raises(OptionError, match="cannot be made") as refused:
+            learning(trained(), Unthreaded(tmp_path / place))
+        assert refused.value.field == "learn_folder"
+
+
 def test_where_a_version_cannot_be_written_the_old_one_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

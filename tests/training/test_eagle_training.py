@@ -27,7 +27,7 @@ from truedraft.training.eagle import (
     likeliest_ids,
 )
 from truedraft.training.evaluate import foretold
-from truedraft.training.heads import train_heads
+from truedraft.training.heads import HeadJob, lm_head_of, starting_head, train_heads
 from truedraft.training.losses import ForwardKL
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptSets
@@ -204,6 +204,9 @@ def test_a_head_is_trained_measured_and_saved(learned_folder, stream, tmp_path) 
     assert "eagle:FOLDER" in (tmp_path / "README.md").read_text()
     assert len(list(itertools.chain(tmp_path.glob("*.safetensors")))) == 1
     more = replace(config, start_from=tmp_path, steps=1, learning_rate=1e-9, seed=3)
+    job = HeadJob(str(learned_folder), prompts, replace(more, layers=()))
+    started = starting_head(job, lm_head_of(job.target, "cpu"), target.fingerprint)
+    assert started.config == kept.config and job.config.sizes(32, 300).layers == ()  # it keeps the layers that it reads
     train_heads(learned_folder, prompts, tmp_path / "further", more)
     for name, weight in Eagle3Head.load(tmp_path / "further").state_dict().items():
         torch.testing.assert_close(weight, kept.state_dict()[name], rtol=0, atol=1e-6, msg=name)

@@ -246,8 +246,9 @@ def test_start_from_heads_that_fit(trained, target_folder, prompts, tmp_path):
     more = replace(CONFIG, start_from=trained[0], steps=1, learning_rate=1e-9)
     train_heads(target_folder, prompts, copied(trained, tmp_path), more)
     assert same_weights(MedusaHeads, trained[0], tmp_path, within=1e-3)
-    with pytest.raises(CompositionError, match="ask for the same sizes"):
+    with pytest.raises(CompositionError, match=r"have layers 1, not 2 as asked for; ask for the same sizes"):
         train_heads(target_folder, prompts, tmp_path / "b", replace(more, layers=2))
+    assert not (tmp_path / "b" / "work" / "train.jsonl").exists()  # the target wrote nothing
 
 
 def test_start_from_heads_of_another_target(trained, prompts, tmp_path, target_folder):

@@ -109,7 +109,7 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
     _print(found, terminal)
     written = None
     if what.fix is not None:
-        written = _fix(found, what.fix, terminal)
+        written = _fix(found, what.fix, terminal, model.model)
     if options.report.json:
         record = {"command": "doctor", "status": FAILED if found.faults else DONE, "drafter": drafter}
         terminal.json(
@@ -124,6 +124,7 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     from truedraft.peers.calling import Caller
 
     terminal = Terminal()
+    promised = _least_promise(drafter)
     with errors_about("url"):
         found = served_acceptance(Caller(url, timeout_s=_PATIENCE_S))
     value, low, high = found.tokens_per_call
@@ -138,7 +139,6 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     shares = [each / found.drafts for each in found.by_position] if found.drafts else []
     if shares:
         terminal.out.print(f"accepted by position: {_shares(shares)}", style="dim", soft_wrap=True)
-    promised = _least_promise(drafter)
     below = promised is not None and high < _BELOW_CARD * promised
     sentence = f"{value:.2f} [{low:.2f}, {high:.2f}] tokens per call where something was drafted"
     if promised is not None:
@@ -162,14 +162,17 @@ def _least_promise(drafter: str | None) -> float | None:
     temperature nor the shape of its drafts.
 
     Raises:
-        OptionError: there is no card.
+        OptionError: there is no folder, or no card in it.
     """
     from truedraft.drafters.registry import TrainedDrafter
     from truedraft.planning.variants import place_of
 
     if drafter is None:
         return None
-    card = TrainedDrafter.read(place_of(drafter)[1])
+    place = place_of(drafter)[1]
+    if not place.exists():
+        raise OptionError(f"there is no folder {str(place)!r}; check the path", field="drafter")
+    card = TrainedDrafter.read(place)
     served = None if card is None else card.figures.get("served")
     rounds = [each.get("mean_acceptance_length") for each in served or () if isinstance(each, dict)]
     told = [each for each in rounds if isinstance(each, int | float)]
@@ -224,7 +227,7 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
     terminal.out.print(f"{found.noun}: {found.sentence}", style="bold", soft_wrap=True)
 
 
-def _fix(found: Diagnosis, folder: Path, terminal: Terminal) -> str | None:
+def _fix(found: Diagnosis, folder: Path, terminal: Terminal, model: str) -> str | None:
     """Write what is better, where other weights or sizes are; the folder, where it was written.
 
     Raises:
@@ -238,7 +241,8 @@ def _fix(found: Diagnosis, folder: Path, terminal: Terminal) -> str | None:
     dtype = next(each.dtype for each in found.part.parameters())
     found.part.save(user_path(folder, ModelError), found.part.record, dtype=dtype)
     terminal.out.print(
-        f"wrote {folder}: the same heads, mended; try it: truedraft doctor --drafter {folder}", soft_wrap=True
+        f"wrote {folder}: the same heads, mended; try it: truedraft doctor --model {model} --drafter {folder}",
+        soft_wrap=True,
     )
     return str(folder)
 

@@ -82,11 +82,12 @@ def _export_drafter(options: ExportOptions) -> int:
     from truedraft.cli.terminal import Terminal
     from truedraft.drafters.exporting import ENGINES, export_drafter
 
-    if options.drafter is None or options.engine is None or options.model.pad_to is not None:
-        raise OptionError(
-            f"a drafter is written by DRAFTER and --for, one of {', '.join(ENGINES)}, and nothing is padded then",
-            field="drafter" if options.drafter is None else "engine",
-        )
+    if options.engine is None:
+        raise OptionError(f"is needed with DRAFTER: one of {', '.join(ENGINES)}", field="engine")
+    if options.drafter is None:
+        raise OptionError("is needed with --for: a drafter, as --drafter takes it, with its folder", field="drafter")
+    if options.model.pad_to is not None:
+        raise OptionError("is for a model that is written; leave it out: a drafter cannot be padded", field="pad_to")
     terminal, folder = Terminal(), user_path(str(options.out))
     named = None if options.model.model == UNNAMED else options.model.model
     with quiet_hub():

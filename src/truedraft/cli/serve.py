@@ -146,8 +146,9 @@ def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None
         if given is not None:
             raise OptionError("has no effect without --learn; give that, too", field=given)
         return None
-    if learning.learn_per_tenant and server.share_prefixes:
-        raise OptionError("needs clients that are told apart; leave --share-prefixes out", field="learn_per_tenant")
+    if learning.learn_per_tenant and (server.share_prefixes or server.api_key_file is None):
+        ways = "leave --share-prefixes out" if server.share_prefixes else "give them keys by --api-key-file"
+        raise OptionError(f"needs clients that are told apart; {ways}", field="learn_per_tenant")
     from truedraft.learning import Learner
 
     return Learner(

@@ -82,15 +82,20 @@ class _Target:
             raise OptionError(f"{self.name!r} cannot be read here, and its layers are counted; name it", field="model")
         return int(self.config.get_text_config().num_hidden_layers)
 
-    def check_width(self, width: int) -> None:
-        """Refuse a head for another model, which reads vectors of so many entries."""
-        own = width if self.config is None else self.config.get_text_config().hidden_size
-        if own != width:
-            raise OptionError(
-                f"is {self.name!r}, whose vectors have {own} entries, and this head reads {width}; name the target "
-                "that it was trained for",
-                field="model",
-            )
+    def check_fits(self, head: Any) -> None:
+        """Refuse a head for another model, as far as sizes tell."""
+        if self.config is None:
+            return
+        text, sizes, wrong = self.config.get_text_config(), head.config, None
+        last = max(getattr(sizes, "layers", ()), default=-1)
+        if sizes.width not in (text.hidden_size, getattr(text, "word_embed_proj_dim", None)):
+            wrong = f"whose vectors have {text.hidden_size} entries, and this head reads {sizes.width}"
+        elif last >= text.num_hidden_layers:
+            wrong = f"which has {text.num_hidden_layers} layers, and this head reads layer {last}"
+        elif sizes.vocab_size < text.vocab_size:
+            wrong = f"which has {text.vocab_size:,} ids, and this head knows {sizes.vocab_size:,}"
+        if wrong is not None:
+            raise OptionError(f"is {self.name!r}, {wrong}; name the target that it was trained for", field="model")
 
     def lm_head(self, head: Head) -> Tensor | None:
         """The weight `[vocab, width]` that heads without an output end in."""
@@ -296,7 +301,7 @@ def _export_head(
     head: Any, engine: str, way: _Way, folder: Path, model: str | None, tokens: int | None
 ) -> ExportedDrafter:
     target = _target(model, head.record.target_name, engine)
-    target.check_width(head.config.width)
+    target.check_fits(head)
     count = _chain(tokens, head.reach, head.reach)
     if isinstance(head, LayerHead) and not head.config.layers:
         head.config = head.config.at_usual_layers(target.layers)

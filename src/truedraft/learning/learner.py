@@ -122,6 +122,12 @@ class Learner:
         """
         if self._able:
             raise CompositionError("this learner learns beside another engine already; make one for each")
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = error.strerror or error
+                raise OptionError(f"{str(self._folder)!r} cannot be made ({reason})", field="learn_folder") from error
         self._able = _able(engine, self._per_tenant)
         self._target, self._engine = engine.target, weakref.ref(engine)
         recorder = Recorder(
@@ -301,7 +307,7 @@ def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
             reasons.append(f"{name!r}: {error}")
     if not able:
         raise CompositionError(
-            f"nothing of the drafter {engine.drafter.name!r} can learn while it serves"
+            f"nothing of what drafts here ({', '.join(members) or engine.drafter.name}) can learn while it serves"
             + (f" ({'; '.join(reasons)})" if reasons else f": {_CANNOT}")
         )
     if reasons:

@@ -26,6 +26,7 @@ from truedraft.drafters.heads.eagle import Eagle3
 from truedraft.drafters.heads.medusa import Medusa
 from truedraft.drafters.heads.peagle import PEagle
 from truedraft.drafters.heads.redrafter import Redrafter
+from truedraft.drafters.specs import KINDS as DRAFTERS
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_names
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError
@@ -458,13 +459,21 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Kind, Case]:
 
 
 def place_of(typed: str) -> tuple[str | None, Path]:
-    """The word of its kind, if one stands before it, and where a drafter lies; what ships is `embedded:NAME`."""
+    """The word of its kind, if one stands before it, and where a drafter lies; what ships is `embedded:NAME`.
+
+    Raises:
+        OptionError: a kind of drafter stands there without a place, or one that has no weights.
+    """
     word, _, rest = typed.partition(":")
     if word in KINDS and rest:
         return word, place_of(rest)[1]
     if word == "embedded":
         return None, embedded_folder(rest) if rest in embedded_names() else embedded_heads(rest)
     path = user_path(typed, ModelNotFoundError)
+    if word in DRAFTERS and not path.exists():
+        raise OptionError(
+            f"{typed!r} says no folder; heads and draft models are examined: name theirs", field="drafter"
+        )
     return None, path.absolute() if typed.startswith(".") or path.exists() else path  # else a name on the hub
 
 

@@ -115,6 +115,9 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         text, held_out = texts
         model = load_model(target, device=self.device)
         head.config = head.config.at_usual_layers(model.shown_layers)
+        if wrong := [each for each in head.config.layers if not 0 <= each < model.shown_layers]:
+            last = model.shown_layers - 1
+            raise OptionError(f"must be 0 to {last} for this target, got {wrong[0]}", field="layers")
         more = {"target": fingerprint, "text_sha256": hashlib.sha256(text.tokens.tobytes()).hexdigest()}
         if self.start_from is not None:
             more["start_from"] = weights_hash(head)

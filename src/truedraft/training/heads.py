@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 
 from truedraft.errors import CompositionError, DataError, OptionError
 from truedraft.heads import Head, HeadRecord
+from truedraft.heads.base import HeadConfig
 from truedraft.machine import in_bytes
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.lm_head import LmHead
@@ -290,6 +291,8 @@ def _refuse_early(job: HeadJob, model: LanguageModel) -> None:
         reads_tokens = config.head(sizes).reads_tokens
     if reads_tokens:
         model.embed(torch.zeros(1, dtype=torch.int64, device=model.device))
+    if config.start_from is not None:
+        _to_start_from(job, config.start_from, model.fingerprint)
     rank = config.joint.lora_rank
     if config.stage == 2 and (rank_for(model.parameters) if rank is None else rank):
         check_adapters()
@@ -415,6 +418,26 @@ def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
     head, folder = job.config.new_head(lm_head), job.config.start_from
     if folder is None:
         return head
+    found = _to_start_from(job, folder, fingerprint, head.config)
+    if head.config != found.config:  # it says which layers are read
+        head = job.config.head(found.config).to(job.config.device)
+    head.load_state_dict(found.float().state_dict())
+    return head
+
+
+def _to_start_from(job: HeadJob, folder: Path, fingerprint: str, wanted: HeadConfig | None = None) -> Head:
+    """Heads for the target, of the sizes that are asked for.
+
+    Args:
+        job: says the sizes.
+        folder: of the heads.
+        fingerprint: of the target.
+        wanted: the sizes; None is before the target's vocabulary is known, and takes that of the heads.
+
+    Raises:
+        CompositionError: they were trained for another target, or are of other sizes.
+        ModelError: they cannot be read.
+    """
     found = job.config.head.load(folder)
     if found.record.fingerprint not in (None, fingerprint):
         raise CompositionError(
@@ -422,13 +445,17 @@ def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:
             f"{found.record.fingerprint}), and the target is {job.target} (fingerprint {fingerprint}); start from "
             "heads that were trained for it, or from none"
         )
-    if found.config != head.config:
+    sizes: Any = wanted or job.config.sizes(found.config.width, found.config.vocab_size)
+    own: Any = found.config
+    has, asked = asdict(own), asdict(sizes)
+    if asked.get("layers") == ():  # those that are usual where nobody names any
+        asked["layers"] = has["layers"]
+    if other := [f"{name} {has[name]}, not {asked[name]}" for name in has if has[name] != asked[name]]:
         raise CompositionError(
-            f"the heads in {str(folder)!r} are {found.config}, and asked for are {head.config}; ask for the "
-            "same sizes, or start from none"
+            f"the heads in {str(folder)!r} have {', '.join(other)} as asked for; ask for the same sizes, or start from "
+            "none"
         )
-    head.load_state_dict(found.float().state_dict())
-    return head
+    return found
 
 
 def judge(
