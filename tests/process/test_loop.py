@@ -255,6 +255,18 @@ def test_extrapolation_and_correction_by_hand() -> None:
     assert guess(Corrected(lambda x, t: 10 * x)) == pytest.approx(25.0 + 3.2 - 20.0)
 
 
+@pytest.mark.parametrize(("made", "newest"), [(0, [2.0, 1.0]), (1, [3.0, 2.0]), (2, [4.0, 3.0]), (3, [5.0, 4.0])])
+def test_what_is_known_are_the_last_two_outputs(made: int, newest: list[float]) -> None:
+    """A round asked for 3, 4 and 5 behind 1 and 2, and the first so many count; a second chain makes none."""
+    known = Known.nothing(torch.zeros(2, 1), torch.zeros(2, 1), 2)
+    chains, steps = torch.tensor([0, 1]), torch.arange(3)[:, None].expand(3, 2)
+    for outputs, some in (([1.0, 2.0], 2), ([3.0, 4.0, 5.0], made)):
+        told = torch.tensor(outputs)[:, None, None].expand(-1, 2, 1)
+        known.add(chains, told, told, steps[: len(outputs)], torch.tensor([some, 0]))
+    assert known.outputs[0, :, 0].tolist() == newest and known.count.tolist() == [2, 0]
+    assert known.outputs[1, :, 0].tolist() == [0.0, 0.0]
+
+
 class Dear(Wells):
     """Its calls take seconds of a clock that only they move, and each look at it a little.
 
