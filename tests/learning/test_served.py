@@ -36,7 +36,7 @@ def test_metrics_tell_what_was_learned() -> None:
 
 def test_the_options_are_the_learners(tmp_path: Path) -> None:
     given = LearningOptions(True, tmp_path, 0.25, 60.0, True)
-    made = _learner(given, ServerOptions())
+    made = _learner(given, ServerOptions(api_key_file=tmp_path / "keys"))
     assert isinstance(made, Learner)
     assert (made._folder, made._share, made._keep_s, made._per_tenant) == (tmp_path, 0.25, 60.0, True)
     assert _learner(LearningOptions(), ServerOptions()) is None

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from truedraft.core.noise import GOLDEN, Purpose, mix, mixed, open_unit, open_unit_of, signed
-from truedraft.process.noise import RoundNoise, chain_roots
+from truedraft.process.noise import RoundNoise, chain_roots, numbers
 
 
 def test_keys_of_tensors_are_those_of_whole_numbers() -> None:
@@ -16,6 +16,17 @@ def test_keys_of_tensors_are_those_of_whole_numbers() -> None:
     expected = [mix(state, part) for state, part in zip(states, parts, strict=True)]
     assert made.tolist() == [signed(each) for each in expected]
     assert open_unit_of(made).tolist() == [open_unit(each) for each in expected]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7])
+def test_few_numbers_are_made_another_way_and_have_the_same_bits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = mixed(torch.arange(12).view(3, 4), signed(GOLDEN))
+    for some in (keys, keys[:, 1], keys[1:, ::2], keys[:0]):
+        few = numbers(some, size, Purpose.ACCEPT, 3, torch.float64)
+        with monkeypatch.context() as patched:
+            patched.setattr("truedraft.process.noise._FEW", -1)
+            assert torch.equal(numbers(some, size, Purpose.ACCEPT, 3, torch.float64), few)
+        assert few.shape == (*some.shape, max(size, 1))
 
 
 def rounds(calls: int = 0) -> RoundNoise:
@@ -33,8 +44,8 @@ def test_no_two_decisions_share_a_number() -> None:
             for number in range(2):
                 normal, uniform = here.attempt(number, torch.arange(50), 3)
                 seen += [torch.special.ndtr(normal).flatten().round(decimals=14), uniform]
-    numbers = torch.cat(seen)
-    assert len(numbers.unique()) == len(numbers)
+    found = torch.cat(seen)
+    assert len(found.unique()) == len(found)
 
 
 def test_shared_numbers_belong_to_the_step_and_others_to_the_call() -> None:

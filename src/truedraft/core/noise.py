@@ -28,8 +28,6 @@ _LEVEL = 1 << 62  # apart from any position
 _MEMBER_BITS = 8  # below them the purpose, so that member 0 keeps the bits of a drafter that is alone
 _FEW = 24
 """So many numbers are faster made one by one than all at once."""
-_ONE_THREAD = 1 << 15
-"""Numbers that torch makes by one thread, whatever it may use."""
 
 
 class Purpose(IntEnum):
@@ -161,8 +159,8 @@ def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDA
     bits = roots[keys.requests]
     places = positions[keys.requests] + keys.depths.view(np.uint64)
     for part in (places, np.uint64(purpose), steps[keys.requests], keys.indices.view(np.uint64)):
-        bits = _finalise_each((bits ^ part) + np.uint64(GOLDEN))
-    return _open_units(bits)
+        bits = mixed_each(bits, part)
+    return open_units(bits)
 
 
 def gumbel_key(noise: Noise, depth: int) -> int | None:
@@ -195,42 +193,35 @@ def gumbel_of(key: int | Tensor, tokens: Tensor) -> Tensor:
 
 def mixed(states: Tensor, parts: Tensor | int) -> Tensor:
     """`mix` for tensors of int64, which hold the same 64 bits, in shapes that go together."""
-    z = states ^ parts
-    if _few(z):
-        return torch.from_numpy(_finalise_each(z.numpy().view(np.uint64) + np.uint64(GOLDEN)).view(np.int64))
-    return _finalise(z.add_(signed(GOLDEN)))
+    return _finalise((states ^ parts).add_(signed(GOLDEN)))
 
 
 def open_unit_of(bits: Tensor) -> Tensor:
     """`open_unit` for a tensor of int64, float64."""
-    if _few(bits):
-        return torch.from_numpy(_open_units(bits.numpy().view(np.uint64)))
     return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
-
-
-def _few(numbers: Tensor) -> bool:
-    """Whether calls take most of the time, which cost numpy a third of what they cost torch."""
-    return numbers.device.type == "cpu" and numbers.dim() > 0 and numbers.numel() <= _ONE_THREAD
 
 
 def gumbel_of_each(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """The numbers of `gumbel_of` on the CPU, for each token `[tokens]` under its own key `[tokens]`.
 
-    The logarithms are torch's, so that no last digit differs.
+    For a few tokens most of the time goes into calls, which cost numpy a third of what they cost torch. The logarithms
+    are torch's, so that no last digit differs.
     """
-    uniform = _open_units(_finalise_each((tokens.view(np.uint64) ^ keys) + np.uint64(GOLDEN)))
+    uniform = open_units(mixed_each(keys, tokens.view(np.uint64)))
     numbers: NDArray[np.float64] = torch.from_numpy(uniform).log_().neg_().log_().neg_().numpy()
     return numbers
 
 
-def _finalise_each(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed_each(states: NDArray[np.uint64], parts: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
+    """`mix` for arrays, in shapes that go together."""
+    bits = (states ^ parts) + np.uint64(GOLDEN)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(MIX_1)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(MIX_2)
     return bits ^ (bits >> np.uint64(31))
 
 
-def _open_units(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers strictly between 0 and 1, from the upper 52 bits."""
+def open_units(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """`open_unit` for arrays: numbers strictly between 0 and 1, from the upper 52 bits."""
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
