@@ -127,7 +127,7 @@ def beyond(writer: GGUFWriter, vocab: list[str]) -> None:
         (without("eos_token_id"), "names no token of it that ends a text (got None)"),
         (beyond, "names no token of it that ends a text (got 5000)"),
         (without("tokens"), "has no vocabulary"),
-        (without("merges"), "does not say 'scores' of its model"),
+        (without("merges"), "does not say which pieces merge"),
     ],
 )
 def test_a_tokenizer_without_what_it_needs_is_refused(

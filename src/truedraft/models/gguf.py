@@ -37,10 +37,11 @@ from transformers.modeling_gguf_pytorch_utils import (
 from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
 from truedraft.files import written_whole
 from truedraft.machine import cache_folder, could_not_be_kept
+from truedraft.models.gguf_tokenizer import read_tokenizer
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 
 INDEX = "gguf.json"
-_FORMAT = 4
+_FORMAT = 5
 _MAGIC = b"GGUF"
 _PIECE, _WHOLE = 1 << 22, 64  # codes that are read at a time, of outputs in whole units of the native products
 _FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
@@ -248,14 +249,14 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 def _convert(path: Path, folder: Path) -> None:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     reader = _reader(path)
     stored = _stored(path, reader)
     where = {"gguf_file": path.name}
     try:
         config = AutoConfig.from_pretrained(path.parent, **where)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+        tokenizer = _tokenizer(path, reader)
         places = get_gguf_hf_weights_map(without_weights(config, torch.float32), TensorProcessor())
     except KeyError as error:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
@@ -274,6 +275,16 @@ def _convert(path: Path, folder: Path) -> None:
             file.write(json.dumps(index).encode())
     except OSError as error:
         raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _tokenizer(path: Path, reader: Any) -> Any:
+    said = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+    built = read_tokenizer(str(path), said)
+    if built is not None:
+        return built
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
