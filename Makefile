@@ -53,10 +53,21 @@ test-slow: $(STAMP)
 	  || echo "Real models cannot be fetched from the package index; tests that need them are skipped."
 	$(PYTEST) -m slow
 
-# Quantised folders by the tools that write them.
-test-formats: $(STAMP)
+# llama.cpp's vocabularies with what it makes of texts, out of the source that llama-cpp-python carries.
+LLAMACPP_SOURCE := llama-cpp-python==0.3.36
+VOCABULARIES := .models/llama.cpp
+$(VOCABULARIES)/.unpacked: $(STAMP)
+	rm -rf $(VOCABULARIES)
+	mkdir -p $(VOCABULARIES)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(VOCABULARIES) $(LLAMACPP_SOURCE)
+	tar --extract --gzip --file $(VOCABULARIES)/*.tar.gz --directory $(VOCABULARIES) --strip-components 4 --wildcards '*/models/ggml-vocab-*'
+	rm $(VOCABULARIES)/*.tar.gz
+	touch $@
+
+# Quantised folders by the tools that write them, and tokenizers of GGUF files beside llama.cpp's.
+test-formats: $(STAMP) $(VOCABULARIES)/.unpacked
 	$(BIN)/python -m pip install --quiet --group formats
-	$(BIN)/python -m pytest tests/models/test_quantization_tools.py -rs
+	$(BIN)/python -m pytest tests/models/test_quantization_tools.py tests/models/test_gguf_tokenizer.py -rs
 
 # Heads that `speculators` made, and those written for it, against its own forward; it lies beside the tests, with what it imports.
 test-speculators: $(STAMP)
@@ -132,7 +143,6 @@ bench-scale: $(RAY)/.installed
 # llama.cpp's server, its benchmark of batches and its script for models, of the source that llama-cpp-python carries;
 # twenty minutes on two cores.
 LLAMACPP := .venv-llamacpp
-LLAMACPP_SOURCE := llama-cpp-python==0.3.36
 # GCC 12 is told of 8 of the 64 bytes that set up AMX's tiles and leaves the others out, so the first product faults.
 LLAMACPP_TILES := $(LLAMACPP)/src/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
 LLAMACPP_OFF := CURL OPENSSL BUILD_TESTS BUILD_EXAMPLES BUILD_UI USE_PREBUILT_UI

@@ -91,7 +91,7 @@ def _prompts(options: argparse.Namespace) -> None:
 def _write(options: argparse.Namespace) -> None:
     """The model's own questions, and answers to all with their vectors; goes on where it was interrupted."""
     run, budget = options.run, TimeBudget(options.minutes)
-    model = load_model(options.target, dtype="bfloat16", device=options.device)
+    model = load_model(options.target, dtype="auto", device=options.device)
     assert model.tokenizer is not None
     _, prompts = read_data([run / PROMPTS], model.tokenizer.backend)
     watch = Watch("asking", "questions", told())
