@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.probs import total_variation
 from truedraft.core.proposal import Proposal
 from truedraft.core.tree import TokenTree
-from truedraft.drafters import NoDrafter
+from truedraft.drafters import Drafter, NoDrafter
 from truedraft.drafters.base import DraftRequest
 from truedraft.testing import MarkovModel, altered
 from truedraft.verification import BlockVerification, CoupledSampling, Rule, SpeculativeSampling
@@ -99,17 +100,31 @@ def test_one_key_by_hand() -> None:
     assert faults.ONE_NUMBER.emitted(p, q)[0].tolist() == pytest.approx([0.2, 0.3, 0.5])
 
 
-def test_hiding_unlikely_draws_by_its_own_code() -> None:
-    """Drafts of less than 0.3 are dropped, the others judged rightly."""
-    predicted = faults.dropped_below(0.3).emitted(P, Q)
+@pytest.mark.parametrize(
+    ("fault", "plant", "shows"),
+    [
+        (
+            faults.dropped_below(0.3),
+            lambda drafter: faults.hides_unlikely_draws(drafter, 0.3),
+            lambda x: Q[0, x] >= 0.3,
+        ),
+        (faults.LOST_BY_FAILURES, faults.loses_what_it_drew, lambda x: x % 2 == 0),
+    ],
+    ids=["unlikely", "failing"],
+)
+def test_hiding_draws_by_its_own_code(
+    fault: Fault, plant: Callable[[Drafter], Drafter], shows: Callable[[int], bool]
+) -> None:
+    """Some drafts are dropped, the others judged rightly."""
+    predicted = fault.emitted(P, Q)
     dist = torch.zeros_like(P)
     rule, ticks = SpeculativeSampling(), [(i + 0.5) / 60 for i in range(60)]
     for token in range(4):
         made = [Proposal.chain(torch.tensor([token]), Q)]
 
         fixed = altered(NoDrafter(), propose=lambda batch, budgets, noise, made=made: made)
-        (shown,) = faults.hides_unlikely_draws(fixed, 0.3).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
-        assert len(shown.tree) == (1 if float(Q[0, token]) >= 0.3 else 0)
+        (shown,) = plant(fixed).propose([DraftRequest(0, None, [1])], [], [])  # type: ignore[arg-type]
+        assert len(shown.tree) == int(shows(token))
         for a, b in itertools.product(ticks, ticks):
             probs = P.expand(len(shown.tree) + 1, -1)
             (verdict,) = rule.verify([shown], [probs], [GridNoise(a, b)])

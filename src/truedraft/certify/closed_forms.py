@@ -66,7 +66,16 @@ def residual_without_drafted(p: Tensor, q: Tensor) -> Masses:
 
 def dropping(least: float, p: Tensor, q: Tensor) -> Masses:
     """Drafts of less are hidden, and p is drawn from; the others are judged rightly."""
-    shown = q * (q >= least)
+    return _shown_where(q >= least, p, q)
+
+
+def failing_at_odd_ids(p: Tensor, q: Tensor) -> Masses:
+    """A drafter fails at half of all tokens; what it drew is dropped then, and p is drawn from."""
+    return _shown_where(torch.arange(p.shape[-1], device=p.device) % 2 == 0, p, q)
+
+
+def _shown_where(shows: Tensor, p: Tensor, q: Tensor) -> Masses:
+    shown = q * shows
     kept = torch.minimum(p, shown)
     rejected = shown.sum(dim=-1, keepdim=True) - kept.sum(dim=-1, keepdim=True)
     return kept, rejected * L.residual(p, q) + rest(shown) * p

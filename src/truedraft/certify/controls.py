@@ -85,6 +85,7 @@ SAMPLED = (
     faults.draft_judged_at(2.0),
     faults.ONE_NUMBER,
     faults.dropped_below(0.3),
+    faults.LOST_BY_FAILURES,
     faults.CACHE_OFF_BY_ONE,
 )
 """Faults of sampled answers."""

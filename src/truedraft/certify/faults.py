@@ -175,12 +175,18 @@ def next_id(vocab: int) -> Drafter:
 
 def hides_unlikely_draws(drafter: Drafter, least: float) -> Drafter:
     """Looks at the first token drawn and shows the proposal only if the draft was sure: a choice after the draw."""
+    return _showing_where(drafter, lambda own: _first_probability(own) >= least)
 
+
+def loses_what_it_drew(drafter: Drafter) -> Drafter:
+    """As a drafter that fails at odd ids that it drew, in an engine that goes on without its proposal then."""
+    return _showing_where(drafter, lambda own: own.tree.host_ids[own.draws[0][0].child] % 2 == 0)
+
+
+def _showing_where(drafter: Drafter, shows: Callable[[Proposal], bool]) -> Drafter:
     def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
-        return [
-            own if not len(own.tree) or _first_probability(own) >= least else Proposal.empty()
-            for own in drafter.propose(batch, budgets, noise)
-        ]
+        drafted = drafter.propose(batch, budgets, noise)
+        return [own if not len(own.tree) or shows(own) else Proposal.empty() for own in drafted]
 
     return altered(drafter, propose=propose)
 
@@ -310,6 +316,15 @@ def dropped_below(least: float) -> Fault:
         lambda stack: stack.but(drafter=hides_unlikely_draws(stack.drafter, least)),
         needs_draw=True,
     )
+
+
+LOST_BY_FAILURES = Fault(
+    "a drafter that fails loses what it drew",
+    "at odd ids, and p is drawn from",
+    forms.failing_at_odd_ids,
+    lambda stack: stack.but(drafter=loses_what_it_drew(stack.drafter)),
+    needs_draw=True,
+)
 
 
 def _accepts(share: float) -> list[Fault]:

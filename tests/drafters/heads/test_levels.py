@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.block_reference import BlockReference
 from support.eagle_reference import EagleReference
@@ -103,6 +105,56 @@ def test_draws_of_sampled_requests_have_the_pages_distributions(name: str, backe
             expected = torch.softmax(reference.logits(text, path).double() / 0.8, -1)
             torch.testing.assert_close(proposal.probs[draws[0].dist].double(), expected, rtol=0, atol=2e-5)
     assert max(len(own.tree) for _, own in drafts.seen) == (10 if options else 3)
+
+
+def failing(drafts: Any, fails: Callable[[Sequence[Any]], bool]) -> Any:
+    """The drafter with an error behind each level that it draws of such trees."""
+    grow_all = drafts._grow
+
+    def _grow(level: Sequence[Any], grow: Any) -> None:
+        def grown(trees: Sequence[Any], logits: Tensor) -> Any:
+            left = grow(trees, logits)
+            if fails(left):
+                raise RuntimeError("no more")
+            return left
+
+        grow_all(level, grown)
+
+    drafts._grow = _grow
+    return drafts
+
+
+@pytest.mark.plants_failures
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash", "DSpark"])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=12, temperature=1.0)], ids=["greedy", "drawn"])
+@pytest.mark.filterwarnings("ignore:drafter")
+@torch.inference_mode()
+def test_what_failed_for_a_batch_is_drafted_for_each_request_alone(name: str, params: SamplingParams) -> None:
+    """Vectors that the failed forwards read are read again; nothing else is drafted than without the failures."""
+    runs = []
+    for fails in (lambda trees: False, lambda trees: len(trees) > 1):
+        engine = Engine(target(), failing(drafter(head(name)), fails), controller="fixed", entropy=3)
+        runs.append(engine.generate([list(each) for each in PROMPTS], params))
+    assert [each.token_ids for each in runs[0]] == [each.token_ids for each in runs[1]]
+    assert [each.stats.draft_tokens for each in runs[0]] == [each.stats.draft_tokens for each in runs[1]]
+    assert all(each.stats.recoveries > 2 and not each.warnings for each in runs[1])
+
+
+@pytest.mark.plants_failures
+@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "DFlash", "DSpark"])
+@pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}, {"nodes": 7}], ids=["chain", "tree", "drawn tree"])
+@torch.inference_mode()
+def test_levels_that_were_drawn_before_a_failure_are_judged(name: str, options: Any) -> None:
+    """They are the first levels of what would have been drafted, draws and probabilities."""
+    whole, cut = drafter(head(name), **options), failing(drafter(head(name), **options), lambda trees: bool(trees))
+    for drafts in (whole, cut):
+        Engine(target(), drafts, controller="fixed", entropy=3).generate(
+            list(PROMPTS[0]), SamplingParams(max_tokens=5, temperature=1.0)
+        )
+    (text, full), (same, first) = next(each for each in whole.seen if len(each[1].tree)), cut.seen[-1]
+    assert (text, first.tree.shape.depth) == (same, 1)
+    assert first.tree.host_ids == full.tree.host_ids[: len(first.tree)] and first.draws[0] == full.draws[0]
+    assert torch.equal(first.probs, full.probs[:1])
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3", "DFlash", "DSpark"])
