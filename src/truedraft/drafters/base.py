@@ -206,10 +206,7 @@ class Drafter(ABC):
 
         Distributions that draws name are distributions (finite, not negative, sum 1) and give something to each token
         drawn; other draws are not judged, and their request goes on undrafted. A distribution that no draw names may
-        hold anything.
-
-        Where it raises it is asked again for each request alone, and then for less depth, with the same noise: it draws
-        the same first levels then, as if it had not been asked before (docs/lossless.md, a drafter that fails)."""
+        hold anything."""
 
     def along(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], texts: Sequence[Sequence[int]]

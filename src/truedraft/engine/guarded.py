@@ -66,28 +66,11 @@ class GuardedDrafter:
         """Checked proposals by request, each within its budget; none for those that it fails for."""
         self.spent = None
         made = self._failures.together(self._who, items, self._ask, self.give_up)
-        made = [self._drawn_before(item) if each is None else each for item, each in zip(items, made, strict=True)]
         return {item.request.id: each for item, each in zip(items, made, strict=True) if each is not None}
 
-    def _drawn_before(self, item: StepItem) -> Proposal | None:
-        """What it had drawn when it failed for a request: whole levels; None where there are none.
-
-        It is asked again with the same noise, for one level less each time. Whether it fails at a level can hang on the
-        tokens above, which are judged then. Were they dropped, those that it does not fail for would be judged more
-        often than they are drawn (docs/lossless.md, "A drafter that fails").
-        """
-        for depth in range(min(item.budget(self.name).depth, self.drafter.limits.depth) - 1, 0, -1):
-            try:
-                return self._ask([item], depth)[0]
-            except Exception as error:
-                self._failures.log(self._who, error)
-        return None
-
-    def _ask(self, items: Sequence[StepItem], depth: int | None = None) -> list[Proposal]:
-        """Checked proposals, with no longer paths than `depth`."""
+    def _ask(self, items: Sequence[StepItem]) -> list[Proposal]:
+        """Checked proposals."""
         requests, budgets = [item.request for item in items], [item.budget(self.name) for item in items]
-        if depth is not None:
-            budgets = [budget.cut(depth) for budget in budgets]
         noise = [item.noise.of_member(self._number) for item in items]
         behind = 0 if self._on_device else sum(self.hint(request).behind for request in requests)
         began = time.perf_counter()

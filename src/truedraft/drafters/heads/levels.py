@@ -8,8 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol, Self, TypeVar
@@ -446,24 +445,11 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 device = self._running[0].device
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, device, ranks=self.ranks))
                 trees.append(drawn[-1])
-        with self._unread_where_it_fails(batch):
-            if level := [each for each in chosen if not each.budget.is_zero]:
-                self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
-            if drawing := [each for each in drawn if not each.budget.is_zero]:
-                self._grow(drawing, partial(draw_level, ids=self._ids))
+        if level := [each for each in chosen if not each.budget.is_zero]:
+            self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
+        if drawing := [each for each in drawn if not each.budget.is_zero]:
+            self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]
-
-    @contextmanager
-    def _unread_where_it_fails(self, batch: Sequence[DraftRequest]) -> Iterator[None]:
-        """Where drafting fails, nothing counts as read: an engine asks again for each request, and for less."""
-        before = [(text, text.cache.length, list(text.unread)) for text in (self._texts[each.id] for each in batch)]
-        try:
-            yield
-        except BaseException:
-            for text, length, unread in before:
-                text.cache.rollback(length)
-                text.unread = unread
-            raise
 
     def along(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], texts: Sequence[Sequence[int]]
@@ -475,8 +461,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             within = budget.within(self.limits) if own.unread else NO_DRAFT
             paths.append(TextPath(own.cache, request, within, text))
         if level := [each for each in paths if not each.budget.is_zero]:
-            with self._unread_where_it_fails(batch):
-                self._grow(level, partial(follow_texts, ids=self._ids))
+            self._grow(level, partial(follow_texts, ids=self._ids))
         return [torch.stack(each.probs) if each.probs else torch.empty(0, 0) for each in paths]
 
     @abstractmethod
