@@ -28,7 +28,7 @@ from truedraft.server.errors import (
     answer_unreadable,
     refuse_half_characters,
 )
-from truedraft.server.fields import Fields, Items
+from truedraft.server.fields import Fields, Many
 from truedraft.server.front import Front
 from truedraft.server.hosts import Hosts
 from truedraft.server.keys import ApiKeys
@@ -209,7 +209,7 @@ class DetokenizeRequest(Fields):
     """The body of a request for the text of token ids."""
 
     model: str | None = None
-    tokens: Items[int]
+    tokens: Many[int]
 
 
 def _models(front: Front) -> APIRouter:

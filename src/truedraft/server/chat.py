@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -144,13 +145,13 @@ class ChatRequest(SamplingFields):
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates know it; calls and results that come without ids go together in their order."""
         found = [each.for_template for each in self.messages]
-        waiting: list[str] = []  # ids of calls without results
+        waiting: OrderedDict[str, None] = OrderedDict()  # ids of calls without results
         for place, message in enumerate(found):
             for number, call in enumerate(message.get("tool_calls", ())):
-                waiting.append(call.setdefault("id", f"call_{place}_{number}"))
+                waiting[call.setdefault("id", f"call_{place}_{number}")] = None
             if message["role"] == "tool":
-                answered = message.setdefault("tool_call_id", waiting[0] if waiting else f"call_{place}")
-                waiting = [each for each in waiting if each != answered]
+                answered = message.setdefault("tool_call_id", next(iter(waiting), f"call_{place}"))
+                waiting.pop(answered, None)
         return found
 
     @property

@@ -19,7 +19,7 @@ from truedraft.engine.prompts import TextPrompt
 from truedraft.server.answers import Answers, Part
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, event, plain_failure
-from truedraft.server.fields import Items, ResponseFormat, SamplingFields, checked_logprobs
+from truedraft.server.fields import Many, ResponseFormat, SamplingFields, checked_logprobs
 from truedraft.server.front import Front, finite, new_id
 from truedraft.server.service import Stream
 from truedraft.text.infill import Infilling
@@ -28,9 +28,7 @@ from truedraft.text.infill import Infilling
 class CompletionRequest(SamplingFields):
     """The body of a request for completions."""
 
-    prompt: str | Items[int] | Items[str] | Items[Items[int]] = Field(
-        description="A text, token ids, or a list of either."
-    )
+    prompt: str | Many[int] | Many[str] | Many[Many[int]] = Field(description="A text, token ids, or a list of either.")
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None

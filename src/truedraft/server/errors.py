@@ -32,6 +32,8 @@ _OTHER = ("invalid_request_error", "invalid_request_error", None)
 
 _PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
 """Where a file's path may begin."""
+_SHOWN = 80
+"""Characters of a value that is told back."""
 
 
 class ErrorFields(BaseModel):
@@ -172,6 +174,7 @@ def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     place, first = max(placed, key=lambda each: len(each[0]))
     named = _named(place)
     same = [each for where, each in placed if where == place]
+    first = next((each for each in same if each["type"] == "too_long"), first)
     kind, message, context = str(first["type"]), str(first["msg"]), first.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
@@ -190,6 +193,8 @@ def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         told = f"{named} must be an object with a type{shown}"
     elif kind == "missing":
         told = f"{named}: {message}"
+    elif kind == "too_long":
+        told = f"{named} holds {context['actual_length']} entries, of at most {context['max_length']}"
     else:
         expected = dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
         message = f"Input should be {' or '.join(expected)}" if len(expected) > 1 else message
@@ -267,5 +272,27 @@ def _is_about_a_file(error: BaseException | None) -> bool:
 
 def _shown(given: object) -> str:
     """A value that a client sent, short enough to be told back."""
-    text = repr(given)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = ""
+    for part in _written(given):
+        text += part
+        if len(text) > _SHOWN:  # before the rest is looked at, which may be long
+            return f"{text[: _SHOWN - 3]}..."
+    return text
+
+
+def _written(given: object) -> Iterator[str]:
+    """What `repr` gives, in parts."""
+    if isinstance(given, str):
+        yield repr(given[: _SHOWN + 1])
+    elif isinstance(given, dict | list):
+        entries = given.items() if isinstance(given, dict) else enumerate(given)
+        yield str(given.__class__())[0]
+        for number, (name, value) in enumerate(entries):
+            yield ", " if number else ""
+            if isinstance(given, dict):
+                yield from _written(name)
+                yield ": "
+            yield from _written(value)
+        yield str(given.__class__())[1]
+    else:
+        yield repr(given)

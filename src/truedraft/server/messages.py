@@ -40,7 +40,7 @@ from truedraft.server.tools import (
 from truedraft.text.calls import parsed
 from truedraft.text.histories import says_nothing
 
-_Shown = Annotated[list[Annotated[TextPart | ImageBlock, Field(discriminator="type")]], Field(fail_fast=True)]
+_Shown = Items[Annotated[TextPart | ImageBlock, Field(discriminator="type")]]
 Shown: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Shown, Tag("parts")], text_or_parts]
 
 
@@ -77,7 +77,7 @@ class RedactedBlock(Told):
 _Block = Annotated[
     TextPart | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock, Field(discriminator="type")
 ]
-_Blocks = Annotated[list[_Block], Field(fail_fast=True)]
+_Blocks = Items[_Block]
 
 
 class InputMessage(Told):

@@ -123,10 +123,11 @@ class ResponseRequest(SamplingFields):
         told = messages_of(self.items)
         if self.instructions is None:
             return told
-        first = self.instructions
-        while told and told[0]["role"] == "system" and isinstance(told[0]["content"], str):
-            first = f"{first}\n\n{told.pop(0)['content']}"  # many templates take one message of the system's
-        return [{"role": "system", "content": first}, *told] if first else told
+        # Many templates take one message of the system's.
+        known: Iterator[Any] = (each["content"] if each["role"] == "system" else None for each in told)
+        texts = list(itertools.takewhile(lambda content: isinstance(content, str), known))
+        first = "\n\n".join([self.instructions, *texts])
+        return [{"role": "system", "content": first}, *told[len(texts) :]] if first else told[len(texts) :]
 
     @property
     def form(self) -> Structured | None:
