@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from truedraft.core.params import SamplingParams, Structured
-from truedraft.errors import PromptError
+from truedraft.errors import PromptError, PromptLengthError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.answers import Answers
 from truedraft.server.errors import ApiError
@@ -38,6 +38,7 @@ class Conversation:
         continues: whether the answer goes on with the last message.
         param: the field that holds the messages.
         samples: that are asked for, whose places are kept while pictures are read.
+        counts: whether it may be longer than the context, for its tokens are only counted.
     """
 
     front: Front
@@ -50,6 +51,7 @@ class Conversation:
     continues: bool = False
     param: str = "messages"
     samples: int = 1
+    counts: bool = False
 
     async def prompt(self) -> list[int] | MultimodalPrompt:
         """The conversation by the chat template. It takes no time of other clients where it is long.
@@ -72,13 +74,18 @@ class Conversation:
         return [part.pop("url") for content in contents for part in content if part["type"] == "image"]
 
     def _ids(self, variables: Mapping[str, Any]) -> list[int]:
-        tokenizer = self.front.service.engine.target.tokenizer
+        target = self.front.service.engine.target
+        tokenizer = target.tokenizer
         if tokenizer is None:
             message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
             raise ApiError(400, message)
         told, how = self._told(variables)
         try:
+            if not self.counts and target.sources is None:
+                how["most_tokens"] = target.context_length
             return first_taken(told, partial(tokenizer.chat, **how))
+        except PromptLengthError as error:
+            raise ApiError(400, str(error), param=self.param, code="context_length_exceeded") from error
         except PromptError as error:
             raise ApiError(400, str(error), param=self.param, code="invalid_value") from error
 

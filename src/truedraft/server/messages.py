@@ -239,7 +239,8 @@ def messages_router(front: Front) -> APIRouter:
         if not messages[bool(body.system) :]:
             raise ApiError(400, "messages is empty; give at least one that says something", param="messages")
         front.left_out(body.warnings)
-        return Conversation(front, http, messages, use, body.thinks, form, continues=body.continues)
+        counts = not isinstance(body, MessagesRequest)
+        return Conversation(front, http, messages, use, body.thinks, form, continues=body.continues, counts=counts)
 
     @router.post("/v1/messages", responses=OR_STREAM)
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from truedraft.errors import PromptError
+from truedraft.errors import PromptError, PromptLengthError
 from truedraft.text.notations import Notation
 
 Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
@@ -228,6 +228,8 @@ def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[
     for form in itertools.chain([messages], plainer(messages)):
         try:
             return read(form)
+        except PromptLengthError:
+            raise
         except PromptError as error:
             refused = refused or error
     assert refused is not None
