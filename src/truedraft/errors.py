@@ -140,6 +140,10 @@ class PromptError(TruedraftError, ValueError):
     """A request cannot be run as asked: its prompt is empty, too long or out of range."""
 
 
+class PromptLengthError(PromptError):
+    """A conversation is longer than the context, whatever form it is given."""
+
+
 class ModelError(TruedraftError):
     """A model cannot be loaded or run."""
 

@@ -108,11 +108,15 @@ def _check_ids(target: Reader, ids: Sequence[int]) -> None:
 def _within_context(target: Reader, ids: list[int]) -> list[int]:
     context = target.most_tokens(ids)
     if len(ids) >= context:
-        raise PromptError(
-            f"the prompt has {len(ids)} tokens, and {target.name!r} has a context of {context} for prompt and "
-            "answer together; shorten it"
-        )
+        raise _too_long(target, f"{len(ids)} tokens", context)
     return ids
+
+
+def _too_long(target: Reader, has: str, context: int) -> PromptError:
+    return PromptError(
+        f"the prompt has {has}, and {target.name!r} has a context of {context} for prompt and answer together; "
+        "shorten it"
+    )
 
 
 def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
@@ -138,6 +142,8 @@ def _encode_text(target: Reader, prompt: str) -> list[int]:
         raise PromptError(f"{target.name!r} has no tokenizer; give a prompt as a list of token ids, not text")
     if not prompt:
         raise PromptError("the prompt is empty; give at least one character")
+    if target.sources is None and (least := target.tokenizer.least_tokens(prompt)) >= target.context_length:
+        raise _too_long(target, f"{least} tokens or more", target.context_length)
     try:
         return target.tokenizer.encode(prompt)
     except TruedraftError:

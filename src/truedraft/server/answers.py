@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -125,22 +126,32 @@ class Answers:
             ApiError: a whole answer failed, or the client has gone.
         """
         if stream:
-            return EventStream(self._events(view), self.answering.close, view.failed)
+            return EventStream(self._events(http, view), self.answering.close, view.failed)
         await unless_gone(http.receive, self.answering.answers())
-        return await self._apart(lambda: JSONResponse(view.whole([self._part(News.of(each)) for each in self.streams])))
+        return await self._apart(
+            http, lambda: JSONResponse(view.whole([self._part(News.of(each)) for each in self.streams]))
+        )
 
-    async def _events(self, view: View) -> AsyncIterator[str]:
-        for each in view.begun():
+    async def _events(self, http: HttpRequest, view: View) -> AsyncIterator[str]:
+        def read(news: News) -> list[str]:
+            return list(view.read(self._part(news)))
+
+        for each in await self._apart(http, lambda: list(view.begun())):
             yield each
+        begun = set[int]()  # samples of which something came: the first of it may tell the prompt
         async for news in self.answering.news():
-            for each in view.read(self._part(news)):
+            is_first = news.number not in begun
+            begun.add(news.number)
+            for each in await self._apart(http, partial(read, news)) if is_first else read(news):
                 yield each
-        for each in await self._apart(lambda: list(view.ended())):
+        for each in await self._apart(http, lambda: list(view.ended())):
             yield each
 
-    async def _apart(self, work: Callable[[], _Value]) -> _Value:
-        """Do some work on all answers: in a thread where they are long, so that other clients need not wait."""
-        if sum(len(stream.answer.token_ids) for stream in self.streams if stream.answer is not None) <= _LONG:
+    async def _apart(self, http: HttpRequest, work: Callable[[], _Value]) -> _Value:
+        """Do some work on all that was asked and answered: in a thread where that is long, so that others need not
+        wait."""
+        written = sum(len(stream.answer.token_ids) for stream in self.streams if stream.answer is not None)
+        if written <= _LONG and not self.front.is_long(http):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.front.writer, work)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
+from truedraft.server.bodies import BodyRoute
 from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
 from truedraft.server.errors import (
@@ -26,9 +27,8 @@ from truedraft.server.errors import (
     ApiError,
     ErrorAnswer,
     answer_unreadable,
-    refuse_half_characters,
 )
-from truedraft.server.fields import Fields, Items
+from truedraft.server.fields import Fields, Many
 from truedraft.server.front import Front
 from truedraft.server.hosts import Hosts
 from truedraft.server.keys import ApiKeys
@@ -52,6 +52,7 @@ _ERRORS = {
 }
 _SHOWN = 80  # characters of a header that are told back
 _DIGITS = 20  # of a length, behind which all are too long
+_WRITTEN = 1 << 12  # token ids at once
 _PLAYGROUND = "playground.html"
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -90,9 +91,8 @@ def build_app(
             front.service.stop()
 
     about: dict[str, Any] = {"title": "truedraft", "version": str(machine_facts()["truedraft"])}
-    no_half_characters = [Depends(refuse_half_characters)]
-    app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None, dependencies=no_half_characters)
-    app.state.metrics = metrics
+    app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.metrics, app.state.front = metrics, front
     answering = completions_router(front), chat_router(front), responses_router(front)
     for router in (*answering, _models(front), _texts(front), _state(front, metrics)):
         app.include_router(router, responses=_errors(ErrorAnswer))
@@ -209,7 +209,7 @@ class DetokenizeRequest(Fields):
     """The body of a request for the text of token ids."""
 
     model: str | None = None
-    tokens: Items[int]
+    tokens: Many[int]
 
 
 def _models(front: Front) -> APIRouter:
@@ -250,25 +250,34 @@ def _models(front: Front) -> APIRouter:
 
 def _texts(front: Front) -> APIRouter:
     """Endpoints between texts and token ids."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
     target = front.service.engine.target
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, http: HttpRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
         """The token ids of a text."""
         front.check_model(body.model)
+        return await front.apart(http, tokenized, body)
+
+    def tokenized(body: TokenizeRequest) -> Response:
         encode = tokenizer().encode if body.add_special_tokens else tokenizer().plain_ids
-        ids = list(await front.apart(http, encode, body.prompt))
-        return {"count": len(ids), "max_model_len": target.context_length, "tokens": ids}
+        ids = encode(body.prompt)
+        # In parts, for no other thread runs while one is written.
+        parts = [",".join(map(str, ids[place : place + _WRITTEN])) for place in range(0, len(ids), _WRITTEN)]
+        told = f'{{"count":{len(ids)},"max_model_len":{target.context_length},"tokens":[{",".join(parts)}]}}'
+        return Response(told, media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> dict[str, Any]:
         """The text of token ids."""
         front.check_model(body.model)
+        return {"prompt": await front.apart(http, detokenized, body)}
+
+    def detokenized(body: DetokenizeRequest) -> str:
         wrong = next((token for token in body.tokens if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
             raise ApiError(400, f"token id {wrong} is outside 0 to {target.vocab_size - 1}", param="tokens")
-        return {"prompt": await front.apart(http, tokenizer().decode, body.tokens)}
+        return tokenizer().decode(body.tokens)
 
     def tokenizer() -> Tokenizer:
         if target.tokenizer is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.server.answers import Answers, Part
+from truedraft.server.bodies import BodyRoute
 from truedraft.server.conversations import Conversation
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, event, plain_failure
@@ -144,13 +146,13 @@ class ChatRequest(SamplingFields):
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates know it; calls and results that come without ids go together in their order."""
         found = [each.for_template for each in self.messages]
-        waiting: list[str] = []  # ids of calls without results
+        waiting: OrderedDict[str, None] = OrderedDict()  # ids of calls without results
         for place, message in enumerate(found):
             for number, call in enumerate(message.get("tool_calls", ())):
-                waiting.append(call.setdefault("id", f"call_{place}_{number}"))
+                waiting[call.setdefault("id", f"call_{place}_{number}")] = None
             if message["role"] == "tool":
-                answered = message.setdefault("tool_call_id", waiting[0] if waiting else f"call_{place}")
-                waiting = [each for each in waiting if each != answered]
+                answered = message.setdefault("tool_call_id", next(iter(waiting), f"call_{place}"))
+                waiting.pop(answered, None)
         return found
 
     @property
@@ -178,12 +180,18 @@ class ChatRequest(SamplingFields):
 
 def chat_router(front: Front) -> APIRouter:
     """The endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/chat/completions", responses=OR_STREAM)
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         front.check_model(body.model)
+        talk = await front.apart(http, talk_of, body, http)
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        answers = await talk.answers(body, asked, body.wanted_logprobs)
+        return await answers.reply(http, _Chat(answers, body), stream=body.stream)
+
+    def talk_of(body: ChatRequest, http: HttpRequest) -> Conversation:
         if not body.messages:
             raise ApiError(400, "messages is empty; give at least one", param="messages")
         use, continues = ToolUse.of(*body.use, front.notation, body.tool_fields), body.continues
@@ -191,13 +199,10 @@ def chat_router(front: Front) -> APIRouter:
             message = "tool_choice begins the answer with a call, and continue_final_message goes on with a text"
             raise ApiError(400, message, param="continue_final_message")
         more = body.chat_template_kwargs or {}
-        talk = Conversation(
-            front, http, body.conversation, use, body.thinks, more, continues=continues, samples=body.samples
-        )
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         form = None if body.response_format is None else body.response_format.asked
-        answers = await talk.answers(body, asked, form, body.wanted_logprobs)
-        return await answers.reply(http, _Chat(answers, body), stream=body.stream)
+        return Conversation(
+            front, http, body.conversation, use, body.thinks, form, more, continues=continues, samples=body.samples
+        )
 
     return router
 

@@ -15,11 +15,13 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from truedraft.core.logprobs import TokenLogprobs
+from truedraft.core.params import SamplingParams
 from truedraft.engine.prompts import TextPrompt
 from truedraft.server.answers import Answers, Part
+from truedraft.server.bodies import BodyRoute
 from truedraft.server.errors import ApiError
 from truedraft.server.events import DONE, OR_STREAM, event, plain_failure
-from truedraft.server.fields import Items, ResponseFormat, SamplingFields, checked_logprobs
+from truedraft.server.fields import Many, ResponseFormat, SamplingFields, checked_logprobs
 from truedraft.server.front import Front, finite, new_id
 from truedraft.server.service import Stream
 from truedraft.text.infill import Infilling
@@ -28,9 +30,7 @@ from truedraft.text.infill import Infilling
 class CompletionRequest(SamplingFields):
     """The body of a request for completions."""
 
-    prompt: str | Items[int] | Items[str] | Items[Items[int]] = Field(
-        description="A text, token ids, or a list of either."
-    )
+    prompt: str | Many[int] | Many[str] | Many[Many[int]] = Field(description="A text, token ids, or a list of either.")
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
@@ -74,14 +74,21 @@ class CompletionRequest(SamplingFields):
 
 def completions_router(front: Front) -> APIRouter:
     """The endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
     infilling_of = cache(_infilling)
 
     @router.post("/v1/completions", responses=OR_STREAM)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continue texts."""
         body.check()
+        front.check_count(len(body.prompts) * body.drawn, len(body.prompts))
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        prompts, params = await front.apart(http, asked, body, max_tokens)
+        answering = await front.begin(prompts, params, body, http, samples=body.drawn)
+        answers = Answers(front, answering)
+        return await answers.reply(http, _Completion(answers, body, max_tokens), stream=body.stream)
+
+    def asked(body: CompletionRequest, max_tokens: int) -> tuple[Sequence[TextPrompt], SamplingParams]:
         logprobs = body.logprobs if body.logprobs is not None else (0 if body.drawn > body.samples else None)
         form = None if body.response_format is None else body.response_format.asked
         params = body.sampling(max(max_tokens, 1), logprobs=logprobs, form=form)
@@ -91,10 +98,8 @@ def completions_router(front: Front) -> APIRouter:
         if body.suffix:
             infilling = infilling_of(front)
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *infilling.ends))
-            prompts = await front.apart(http, _infilled, infilling, prompts, body.suffix)
-        answering = await front.begin(prompts, params, body, http, samples=body.drawn)
-        answers = Answers(front, answering)
-        return await answers.reply(http, _Completion(answers, body, max_tokens), stream=body.stream)
+            prompts = _infilled(infilling, prompts, body.suffix)
+        return prompts, params
 
     return router
 

@@ -9,14 +9,15 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 
-from truedraft.core.params import Structured
-from truedraft.errors import PromptError
+from truedraft.core.params import SamplingParams, Structured
+from truedraft.errors import PromptError, PromptLengthError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.answers import Answers
 from truedraft.server.errors import ApiError
 from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.front import Front
 from truedraft.server.tools import ToolUse, schemas_of
+from truedraft.text.calls import Schemas
 from truedraft.text.histories import first_taken
 from truedraft.text.notations import AnswerReader
 from truedraft.text.tokenizer import ChatOptions
@@ -32,10 +33,12 @@ class Conversation:
         messages: as templates know them; the pictures in them lose where they are.
         use: of tools.
         thinks: what is asked of reasoning.
+        form: of an answer's text, where it need not be a call.
         more: what else the template is given.
         continues: whether the answer goes on with the last message.
         param: the field that holds the messages.
         samples: that are asked for, whose places are kept while pictures are read.
+        counts: whether it may be longer than the context, for its tokens are only counted.
     """
 
     front: Front
@@ -43,10 +46,12 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     use: ToolUse
     thinks: Thinking
+    form: Structured | None = None
     more: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
     param: str = "messages"
     samples: int = 1
+    counts: bool = False
 
     async def prompt(self) -> list[int] | MultimodalPrompt:
         """The conversation by the chat template. It takes no time of other clients where it is long.
@@ -56,22 +61,31 @@ class Conversation:
             OptionError: what else it is given are no variables of templates.
         """
         variables = self.front.switches(self.thinks) | self.more
-        contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
-        urls = [part.pop("url") for content in contents for part in content if part["type"] == "image"]
+        urls = await self.front.apart(self.http, self._urls)
         if not urls:
             return await self.front.apart(self.http, self._ids, variables)
         self.front.reserve(self.http, max(self.samples, 1))  # what it may be is checked later
-        told, how = self._told(variables)
+        told, how = await self.front.apart(self.http, self._told, variables)
         return await self.front.pictures.chat(told, urls, param=self.param, **how)
 
+    def _urls(self) -> list[str]:
+        """Where its pictures are."""
+        contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
+        return [part.pop("url") for content in contents for part in content if part["type"] == "image"]
+
     def _ids(self, variables: Mapping[str, Any]) -> list[int]:
-        tokenizer = self.front.service.engine.target.tokenizer
+        target = self.front.service.engine.target
+        tokenizer = target.tokenizer
         if tokenizer is None:
             message = "this model has no tokenizer, so there are no chats; ask /v1/completions with token ids"
             raise ApiError(400, message)
         told, how = self._told(variables)
         try:
+            if not self.counts and target.sources is None:
+                how["most_tokens"] = target.context_length
             return first_taken(told, partial(tokenizer.chat, **how))
+        except PromptLengthError as error:
+            raise ApiError(400, str(error), param=self.param, code="context_length_exceeded") from error
         except PromptError as error:
             raise ApiError(400, str(error), param=self.param, code="invalid_value") from error
 
@@ -95,15 +109,12 @@ class Conversation:
             "trust_control_tokens": front.trust_control_tokens,
         }
 
-    async def answers(
-        self, body: SamplingFields, max_tokens: int | None, form: Structured | None, logprobs: int | None = None
-    ) -> Answers:
+    async def answers(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None = None) -> Answers:
         """Queue the answers.
 
         Args:
             body: how they are drawn.
             max_tokens: of each; None is all that the context has left.
-            form: of an answer's text, where it need not be a call.
             logprobs: likeliest tokens that are told; None tells none.
 
         Raises:
@@ -117,12 +128,17 @@ class Conversation:
             message = f"the conversation has {len(ids)} tokens, and this model's context is {left + len(ids)}"
             raise ApiError(400, f"{message}; shorten it", param="messages", code="context_length_exceeded")
         most = left if max_tokens is None else max_tokens
-        params = use.fitted(body.sampling(most, logprobs=logprobs, form=use.forced or form))
+
+        def asked() -> tuple[SamplingParams, Schemas]:
+            params = body.sampling(most, logprobs=logprobs, form=use.forced or self.form)
+            return use.fitted(params), schemas_of(use.tools)
+
+        params, schemas = await front.apart(self.http, asked)
         answering = await front.begin([prompt], params, body, self.http, notation=front.notation)
         how = {
             "parallel": use.parallel,
             "reasoning_open": front.reasons(use.notation, prompt),
             "calls_alone": use.forced is not None,
         }
-        readers = [AnswerReader(use.notation, schemas_of(use.tools), **how) for _ in answering.streams]
+        readers = [AnswerReader(use.notation, schemas, **how) for _ in answering.streams]
         return Answers(front, answering, readers)

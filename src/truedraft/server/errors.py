@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +29,8 @@ _OTHER = ("invalid_request_error", "invalid_request_error", None)
 
 _PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
 """Where a file's path may begin."""
+_SHOWN = 80
+"""Characters of a value that is told back."""
 
 
 class ErrorFields(BaseModel):
@@ -155,23 +154,25 @@ async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     """For FastAPI: a body that is no JSON, or whose fields are not what they must be; the first of them is told."""
     assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "")
-    if error.body is not None and not isinstance(error.body, dict | list) and not _is_json(kind):
+    if error.body is not None and not isinstance(error.body, dict | list) and not is_json(kind):
         message = f"the header Content-Type is {_shown(kind) if kind else 'missing'}; send JSON as application/json"
         return ApiError(400, message, param="Content-Type").response(request.scope["path"])
-    return _unreadable(list(error.errors()), error.body).response(request.scope["path"])
+    return unreadable(list(error.errors()), error.body).response(request.scope["path"])
 
 
-def _is_json(content_type: str) -> bool:
+def is_json(content_type: str) -> bool:
+    """Whether a header says that a body is JSON."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
+def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     """What is wrong with the first field that is wrong; of the members of a union, with what got the furthest."""
     placed = [(_place(each, body), each) for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
     place, first = max(placed, key=lambda each: len(each[0]))
-    named = _named(place)
+    named = spelled(place)
     same = [each for where, each in placed if where == place]
+    first = next((each for each in same if each["type"] == "too_long"), first)
     kind, message, context = str(first["type"]), str(first["msg"]), first.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
@@ -190,6 +191,8 @@ def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         told = f"{named} must be an object with a type{shown}"
     elif kind == "missing":
         told = f"{named}: {message}"
+    elif kind == "too_long":
+        told = f"{named} holds {context['actual_length']} entries, of at most {context['max_length']}"
     else:
         expected = dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
         message = f"Input should be {' or '.join(expected)}" if len(expected) > 1 else message
@@ -197,47 +200,7 @@ def _unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     return ApiError(400, told, param=named, code="invalid_value")
 
 
-async def refuse_half_characters(http: Request) -> None:
-    """For FastAPI: no tokenizer reads them, and no answer can tell them back.
-
-    Raises:
-        ApiError: shows the first one.
-    """
-    body = await http.body()
-    with contextlib.suppress(UnicodeDecodeError):
-        body.decode()
-        if b"\\ud" not in body and b"\\uD" not in body:  # which most have neither of, and is seen at once
-            return
-    found = await asyncio.to_thread(_first_half, body)
-    if found is not None:
-        named, half = _named(found[0]), ord(found[1])
-        message = f"{named or 'the body'} has half a character (U+{half:04X}); mend how its text was cut"
-        raise ApiError(400, message, param=named or None, code="invalid_value")
-
-
-def _first_half(body: bytes) -> tuple[tuple[int | str, ...], str] | None:
-    """Where a text of a body has half a character, and that; None of what is no JSON, which its reader says."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return next(_halves(json.loads(body), ()), None)
-    return None
-
-
-def _halves(value: Any, place: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            yield place, error.object[error.start]
-    elif isinstance(value, dict):
-        yield from _halves("".join(value), place)
-        for name, each in value.items():
-            yield from _halves(each, (*place, name))
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _halves(each, (*place, number))
-
-
-def _named(place: Sequence[int | str]) -> str:
+def spelled(place: Sequence[int | str]) -> str:
     """A place in a body, as clients write it: `messages[0].content`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
@@ -267,5 +230,27 @@ def _is_about_a_file(error: BaseException | None) -> bool:
 
 def _shown(given: object) -> str:
     """A value that a client sent, short enough to be told back."""
-    text = repr(given)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = ""
+    for part in _written(given):
+        text += part
+        if len(text) > _SHOWN:  # before the rest is looked at, which may be long
+            return f"{text[: _SHOWN - 3]}..."
+    return text
+
+
+def _written(given: object) -> Iterator[str]:
+    """What `repr` gives, in parts."""
+    if isinstance(given, str):
+        yield repr(given[: _SHOWN + 1])
+    elif isinstance(given, dict | list):
+        entries = given.items() if isinstance(given, dict) else enumerate(given)
+        yield str(given.__class__())[0]
+        for number, (name, value) in enumerate(entries):
+            yield ", " if number else ""
+            if isinstance(given, dict):
+                yield from _written(name)
+                yield ": "
+            yield from _written(value)
+        yield str(given.__class__())[1]
+    else:
+        yield repr(given)

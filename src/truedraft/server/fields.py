@@ -26,7 +26,10 @@ _MOST_LOGPROBS = 20
 
 _Item = TypeVar("_Item")
 
-Items = Annotated[list[_Item], Field(fail_fast=True)]  # a body may hold millions of wrong ones, and one is told
+MOST_ENTRIES = 8192
+"""Of a list in a body: messages, items, parts, calls."""
+Many = Annotated[list[_Item], Field(fail_fast=True)]  # a body may hold millions of wrong ones, and one is told
+Items = Annotated[Many[_Item], Field(max_length=MOST_ENTRIES)]
 Texts: TypeAlias = str | Items[str]
 
 
@@ -144,7 +147,7 @@ text_or_parts = Discriminator(
     _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of parts"
 )
 """Which of the two a content is."""
-_TextParts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
+_TextParts = Items[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
 Content: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_TextParts, Tag("parts")], text_or_parts]
 
 
@@ -216,7 +219,7 @@ class ImageBlock(Told):
 _Text: TypeAlias = TextPart | RefusalPart
 _Picture: TypeAlias = ImagePart | InputImagePart | ImageBlock
 _Part = Annotated[TextPart | RefusalPart | ImagePart | InputImagePart, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], Field(fail_fast=True)]
+_Parts = Items[_Part]
 SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("parts")], text_or_parts]
 
 
@@ -393,7 +396,7 @@ class SamplingFields(Ignored):
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     bad_words: Items[str] | None = None
-    allowed_token_ids: Annotated[Items[int], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[Many[int], Field(min_length=1)] | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: StructuredFields | None = None

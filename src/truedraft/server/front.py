@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import re
 import secrets
@@ -43,6 +44,7 @@ _SWITCHES = {  # variables of templates by which reasoning is switched off, and 
     "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)|(?<!\.)\bthinking\s+is\b"),
 }
 _LONG_BODY = 4096  # bytes of a body whose reading would hold up other clients
+_WORKERS, _AT_ONCE = 8, 2  # threads that work on long bodies, and how many of these for one client
 
 
 @dataclass(eq=False)
@@ -147,13 +149,17 @@ class Front:
     def _reasoned(
         self, params: SamplingParams, prompt: Prompt, fields: SamplingFields, notation: Notation | None
     ) -> SamplingParams:
-        """Options with where the answer reasons, and how long it may.
+        """Options with the adapter, what ends a turn, where the answer reasons, and how long it may.
 
         Raises:
             ApiError: there is to be a budget, and nothing is known of marks around reasoning.
             OptionError: the budget is no number of tokens.
         """
         marks, thinks = None if notation is None else notation.reasoning, fields.thinks
+        if fields.model is not None and fields.model not in self.names:
+            params = replace(params, adapter=fields.model)
+        if notation is not None and (ends := (*notation.end_ids, *self._turn_ends)):
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         if notation is None or marks is None:
             if fields.reasoning_budget is not None:
                 message = "needs a chat with a model whose chat template shows marks around reasoning; leave it out"
@@ -171,6 +177,8 @@ class Front:
         self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(self.service.engine.target)
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="truedraft-bodies")
+        self._turns: dict[Client, asyncio.Semaphore] = {}
         # What a token writes; its id where the model has no tokenizer.
         self.token_text: Callable[[int], str] = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
 
@@ -197,18 +205,14 @@ class Front:
             ApiError: something is wrong with it, or there is no room.
         """
         self.check_model(fields.model)
-        if fields.model is not None and fields.model not in self.names:
-            params = replace(params, adapter=fields.model)
         ids = self.service.engine.target.vocab_size
         if (wrong := next((token for token in fields.stop_token_ids or () if token >= ids), None)) is not None:
             message = f"stop_token_ids names token id {wrong}, and the model's ids end at {ids - 1}"
             raise ApiError(400, message, param="stop_token_ids")
         count = samples if samples is not None else params.n
-        self._check_count(len(prompts) * count, len(prompts))
+        self.check_count(len(prompts) * count, len(prompts))
         shown = {number: token for token, number in notation.special.items()} if notation is not None else None
-        params = self._reasoned(params, prompts[0], fields, notation)
-        if notation is not None and (ends := (*notation.end_ids, *self._turn_ends)):
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
+        params = await self.apart(http, self._reasoned, params, prompts[0], fields, notation)
         client: Client = getattr(http.state, "client", ANYONE)
         deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         names = fields.called
@@ -242,7 +246,12 @@ class Front:
             self.reserve(http, count)
         return await unless_gone(http.receive, self.service.forms.prepared(structured, deadline))
 
-    def _check_count(self, count: int, prompts: int = 1) -> None:
+    def check_count(self, count: int, prompts: int = 1) -> None:
+        """Refuse more answers to one request than this server gives.
+
+        Raises:
+            ApiError: says how many.
+        """
         if count > self.max_samples:
             message = f"asks for {count} answers, and this server gives {self.max_samples}"
             raise ApiError(400, message, param="prompt" if prompts > self.max_samples else "n")
@@ -253,7 +262,7 @@ class Front:
         Raises:
             ApiError: there is no room, or it asks for too many answers.
         """
-        self._check_count(count)
+        self.check_count(count)
         client: Client = getattr(http.state, "client", ANYONE)
         self.service.reserve(client, count)
         http.state.reserved = (client, count)
@@ -266,10 +275,22 @@ class Front:
             self.service.give_back(*kept)
 
     async def apart(self, http: HttpRequest, work: Callable[..., _Value], *given: Any) -> _Value:
-        """Do some work on what a request holds: in a thread where that is long, so that other clients need not wait."""
-        if getattr(http.state, "body_bytes", 0) > _LONG_BODY:
-            return await asyncio.to_thread(work, *given)
-        return work(*given)
+        """Do some work on what a request holds: in a thread where that is long, so that other clients need not wait.
+
+        Of each client few such threads work at once.
+        """
+        if not self.is_long(http):
+            return work(*given)
+        client: Client = getattr(http.state, "client", ANYONE)
+        loop, turns = asyncio.get_running_loop(), self._turns.setdefault(client, asyncio.Semaphore(_AT_ONCE))
+        await turns.acquire()
+        doing = self._workers.submit(contextvars.copy_context().run, work, *given)
+        doing.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(turns.release))
+        return await asyncio.wrap_future(doing)
+
+    def is_long(self, http: HttpRequest) -> bool:
+        """Whether the body of a request is so long that work on it would hold up other clients."""
+        return getattr(http.state, "body_bytes", 0) > _LONG_BODY
 
     def _prepared(
         self,

@@ -215,7 +215,7 @@ def _input_kind(given: Any) -> str | None:
 
 
 Input: TypeAlias = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Item], Field(fail_fast=True), Tag("items")],
+    Annotated[str, Tag("text")] | Annotated[Items[Item], Tag("items")],
     Discriminator(_input_kind, custom_error_type="content", custom_error_message="must be a text or a list of items"),
 ]
 
@@ -282,10 +282,12 @@ class Toolbox:
 
     Attributes:
         callables: by what they are called in a prompt.
+        flat: what those of a name, as clients know it, are called in a prompt.
         warnings: about those that are left out.
     """
 
     callables: dict[str, Callable] = field(default_factory=dict)
+    flat: dict[str, list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -317,6 +319,7 @@ class Toolbox:
                 raise ApiError(400, f"{place} has the name {flat!r} of a tool before it; rename one", param=place)
             function = each.function.model_copy(update={"name": flat})
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
+            self.flat.setdefault(each.name, []).append(flat)
 
     def use(self, choice: Choice | None) -> tuple[list[FunctionFields], str | NamedFunction | None]:
         """Functions and the choice among them, as chats have them.
@@ -342,9 +345,7 @@ class Toolbox:
 
     def _named(self, name: str) -> list[str]:
         """What the tools of a name are called in a prompt: the one that is called so, or those of namespaces."""
-        if name in self.callables:
-            return [name]
-        return [flat for flat, each in self.callables.items() if name == each.name]
+        return [name] if name in self.callables else self.flat.get(name, [])
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:

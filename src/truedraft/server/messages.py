@@ -13,6 +13,7 @@ from pydantic import Field, Tag
 from truedraft.core.params import Structured
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.answers import Answers, Part, Segment, Segments
+from truedraft.server.bodies import BodyRoute
 from truedraft.server.conversations import Conversation
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, event
@@ -40,7 +41,7 @@ from truedraft.server.tools import (
 from truedraft.text.calls import parsed
 from truedraft.text.histories import says_nothing
 
-_Shown = Annotated[list[Annotated[TextPart | ImageBlock, Field(discriminator="type")]], Field(fail_fast=True)]
+_Shown = Items[Annotated[TextPart | ImageBlock, Field(discriminator="type")]]
 Shown: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Shown, Tag("parts")], text_or_parts]
 
 
@@ -77,7 +78,7 @@ class RedactedBlock(Told):
 _Block = Annotated[
     TextPart | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock, Field(discriminator="type")
 ]
-_Blocks = Annotated[list[_Block], Field(fail_fast=True)]
+_Blocks = Items[_Block]
 
 
 class InputMessage(Told):
@@ -230,29 +231,30 @@ class MessagesRequest(CountRequest, SamplingFields):
 
 def messages_router(front: Front) -> APIRouter:
     """The endpoints."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
-    def talk_of(body: CountRequest, use: ToolUse, http: HttpRequest) -> Conversation:
+    def talk_of(body: CountRequest, http: HttpRequest, form: Structured | None = None) -> Conversation:
         front.check_model(body.model)
-        messages = body.conversation
+        use, messages = body.use(front), body.conversation
         if not messages[bool(body.system) :]:
             raise ApiError(400, "messages is empty; give at least one that says something", param="messages")
         front.left_out(body.warnings)
-        return Conversation(front, http, messages, use, body.thinks, continues=body.continues)
+        counts = not isinstance(body, MessagesRequest)
+        return Conversation(front, http, messages, use, body.thinks, form, continues=body.continues, counts=counts)
 
     @router.post("/v1/messages", responses=OR_STREAM)
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         if body.samples != 1:
             raise ApiError(400, f"a message is one answer, n must be 1, got {body.n}", param="n")
-        talk = talk_of(body, body.use(front), http)
-        answers = await talk.answers(body, body.max_tokens, body.form)
+        talk = await front.apart(http, lambda: talk_of(body, http, body.form))
+        answers = await talk.answers(body, body.max_tokens)
         return await answers.reply(http, _Message(answers, body), stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: HttpRequest) -> dict[str, int]:
         """How many tokens a conversation has."""
-        prompt = await talk_of(body, body.use(front), http).prompt()
+        prompt = await (await front.apart(http, talk_of, body, http)).prompt()
         return {"input_tokens": len(prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt)}
 
     return router

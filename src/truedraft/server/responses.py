@@ -16,6 +16,7 @@ from pydantic import Field
 
 from truedraft.core.params import Structured
 from truedraft.server.answers import Answers, Ending, Part, Segment, Segments
+from truedraft.server.bodies import BodyRoute
 from truedraft.server.conversations import Conversation
 from truedraft.server.errors import ApiError
 from truedraft.server.events import OR_STREAM, event
@@ -123,10 +124,11 @@ class ResponseRequest(SamplingFields):
         told = messages_of(self.items)
         if self.instructions is None:
             return told
-        first = self.instructions
-        while told and told[0]["role"] == "system" and isinstance(told[0]["content"], str):
-            first = f"{first}\n\n{told.pop(0)['content']}"  # many templates take one message of the system's
-        return [{"role": "system", "content": first}, *told] if first else told
+        # Many templates take one message of the system's.
+        known: Iterator[Any] = (each["content"] if each["role"] == "system" else None for each in told)
+        texts = list(itertools.takewhile(lambda content: isinstance(content, str), known))
+        first = "\n\n".join([self.instructions, *texts])
+        return [{"role": "system", "content": first}, *told[len(texts) :]] if first else told[len(texts) :]
 
     @property
     def form(self) -> Structured | None:
@@ -137,22 +139,25 @@ class ResponseRequest(SamplingFields):
 
 def responses_router(front: Front) -> APIRouter:
     """The endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/responses", responses=OR_STREAM)
     async def responses(body: ResponseRequest, http: HttpRequest) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)
         body.check()
+        talk, toolbox = await front.apart(http, talk_of, body, http)
+        answers = await talk.answers(body, body.max_output_tokens, body.wanted_logprobs)
+        return await answers.reply(http, _Response(answers, body, toolbox), stream=body.stream)
+
+    def talk_of(body: ResponseRequest, http: HttpRequest) -> tuple[Conversation, Toolbox]:
         toolbox = Toolbox.of(body.tools or (), body.items)
         front.left_out(toolbox.warnings)
         use = ToolUse.of(*toolbox.use(body.tool_choice), body.parallel_tool_calls, front.notation)
         messages = body.messages
         if not messages:
             raise ApiError(400, "input is empty; give at least one message", param="input")
-        talk = Conversation(front, http, messages, use, body.thinks, param="input")
-        answers = await talk.answers(body, body.max_output_tokens, body.form, body.wanted_logprobs)
-        return await answers.reply(http, _Response(answers, body, toolbox), stream=body.stream)
+        return Conversation(front, http, messages, use, body.thinks, body.form, param="input"), toolbox
 
     return router
 

@@ -6,6 +6,7 @@ is made to have that form by a grammar, arguments included.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -17,6 +18,9 @@ from truedraft.server.errors import ApiError
 from truedraft.server.fields import Fields
 from truedraft.text.calls import parsed
 from truedraft.text.notations import Notation
+
+MOST_TOOLS = 1024
+"""Functions that a request may list, those of namespaces and of its conversation included."""
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +104,10 @@ class ToolUse:
         listed, chosen = fields
         if not tools and choice not in (None, "none", "auto"):
             raise ApiError(400, f"{chosen} asks for a call and {listed} is empty; list tools there", param=chosen)
-        names = [tool.name for tool in tools]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if len(tools) > MOST_TOOLS:
+            raise ApiError(400, f"{listed} holds {len(tools)} functions, of at most {MOST_TOOLS}", param=listed)
+        names = Counter(tool.name for tool in tools)
+        if twice := next((name for name, count in names.items() if count > 1), None):
             raise ApiError(400, f"{listed} has two functions called {twice!r}; rename or leave out one", param=listed)
         if not tools or choice == "none":
             return cls(notation)

@@ -107,20 +107,25 @@ class ControlTokens:
             texts += [(f"messages[{place}]", text, finder) for text in texts_in(_without_role(message))]
         texts += [("tools", text, self._all) for text in texts_in(tools)]
         texts += [("chat_template_kwargs", text, self._all) for text in texts_in(variables)]
-        found = next(((place, token) for place, text, finder in texts if (token := finder.first(text))), None)
+        spans = {
+            finder: finder.spans_of([text for _, text, its in texts if its is finder])
+            for finder in (self._special, self._all)
+        }
+        typed_at = ((place, finder, spans[finder][text]) for place, text, finder in texts)
+        found = next(((place, finder.tokens[at[0][2]].content) for place, finder, at in typed_at if at), None)
         joined = self._all.joined([text for _, text, _ in texts])
         if found is None and not joined:
             return None
         if found is None:
             found = next((where, part) for where, text, _ in texts for part in joined if text.lstrip().startswith(part))
-        typed = {character for _, text, _ in texts for character in text if "\ue000" <= character <= "\uf8ff"}
+        typed = set[str]().union(*(text for _, text, _ in texts))
         free = [chr(number) for number in _MARKS if chr(number) not in typed][:2]
         if len(free) < 2:
             raise PromptError(f"{found[0]} spells {found[1]!r} and all characters by which that could be marked")
         marks = free[0], free[1]
 
         def mark(finder: _Finder) -> Callable[[str], str]:
-            return lambda text: _with_marks(text, finder.spans(text), joined, marks)
+            return lambda text: _with_marks(text, spans[finder][text], joined, marks)
 
         return MarkedChat(
             [
@@ -133,8 +138,13 @@ class ControlTokens:
             found,
         )
 
-    def ids(self, rendered: str, chat: MarkedChat) -> list[int]:
+    def ids(self, rendered: str, chat: MarkedChat, refuse: Callable[[str], None]) -> list[int]:
         """The ids of what the template made of a marked chat.
+
+        Args:
+            rendered: by the template.
+            chat: that it is of.
+            refuse: is called with the text before it is tokenised, and raises where that is too long.
 
         Raises:
             PromptError: this tokenizer cannot keep the typed tokens as text.
@@ -147,20 +157,22 @@ class ControlTokens:
         for mark in chat.marks:  # as templates that write ASCII alone have it
             rendered = rendered.replace(json.dumps(mark)[1:-1], mark)
         pieces = re.split(f"([{begin}{end}])", rendered)
-        named, whole = "", "".join(pieces[::2])
+        named, whole = list[str](), "".join(pieces[::2])
+        refuse(whole)
+        spans_of = self._all.spans_of(pieces[::2])
         for number in range(0, len(pieces), 2):
             piece, before, after = pieces[number], pieces[number - 1 : number], pieces[number + 1 : number + 2]
-            spans = self._all.spans(piece)
+            spans = spans_of[piece]
             opened = before == [begin] and any(first == 0 for first, _, _ in spans)
             closed = after == [end] and any(stop == len(piece) for _, stop, _ in spans)
             typed = opened and closed and len(spans) == 1
             if (opened or closed) and not typed:
                 raise PromptError(f"{refused}where its chat template cuts the text apart; leave it out")
-            named += piece if typed else self._named(piece, spans)
+            named.append(piece if typed else self._named(piece, spans))
         expected = self._backend(whole, verbose=False, add_special_tokens=False).input_ids
         if self._read(self._named(whole, self._all.spans(whole))) != list(expected):
             raise PromptError(f"{refused}whose text it cannot tell from the token; leave it out")
-        return self._read(named)
+        return self._read("".join(named))
 
     def _named(self, text: str, spans: Collection[tuple[int, int, int]]) -> str:
         """A text with the secret names of tokens at some spans."""
@@ -171,7 +183,7 @@ class ControlTokens:
         return "".join(parts) + text[place:]
 
     def _read(self, text: str) -> list[int]:
-        return list(self._copy.encode(text, add_special_tokens=False).ids)
+        return ids_of(self._copy, text)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -229,10 +241,15 @@ class _Finder:
 
     def spans(self, text: str) -> list[tuple[int, int, int]]:
         """First character, end and number of each token in a text."""
-        if self._normalizer is None and self._hint.search(text) is None:
-            return []
-        found = self._finder.encode(text)
-        return [(*span, number) for span, number in zip(found.offsets, found.ids, strict=True)]
+        return self.spans_of([text])[text]
+
+    def spans_of(self, texts: Collection[str]) -> dict[str, list[tuple[int, int, int]]]:
+        """The same by text, of several."""
+        found: dict[str, list[tuple[int, int, int]]] = {text: [] for text in texts}
+        sought = [text for text in found if self._normalizer is not None or self._hint.search(text)]
+        for text, read in zip(sought, self._finder.encode_batch(sought) if sought else (), strict=True):
+            found[text] = [(*span, number) for span, number in zip(read.offsets, read.ids, strict=True)]
+        return found
 
     def first(self, text: str) -> str:
         """The first token in a text; "" where there is none."""
@@ -311,6 +328,11 @@ def _with_marks(text: str, spans: Sequence[tuple[int, int, int]], joined: Sequen
         parts += [text[place:first], begin, text[first:stop], end]
         place = stop
     return "".join(parts) + text[place:]
+
+
+def ids_of(backend: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text by a tokenizer of the library tokenizers. By this call alone other threads run meanwhile."""
+    return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from truedraft.errors import PromptError
+from truedraft.errors import PromptError, PromptLengthError
 from truedraft.text.notations import Notation
 
 Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
@@ -193,19 +193,25 @@ def _beside(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """Messages of several calls as several messages, each followed by the result of its call."""
-    waiting = list(messages)
-    while waiting:
-        message = waiting.pop(0)
+    results: dict[str, list[int]] = {}  # by the id of their call the places that are left, the first one last
+    for place, message in reversed(list(enumerate(messages))):
+        if identity := message.get("tool_call_id"):
+            results.setdefault(identity, []).append(place)
+    told = set[int]()  # places of results that followed their calls
+    for place, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
-            yield message
+            if place not in told:
+                yield message
             continue
         for number, call in enumerate(calls):
             yield {**message, "tool_calls": [call]} | ({"content": ""} if number else {})
-            result = next((each for each in waiting if each.get("tool_call_id") == call.get("id")), None)
-            if result is not None:
-                waiting.remove(result)
-                yield result
+            left = results.get(call.get("id"), [])
+            while left and left[-1] < place:
+                left.pop()
+            if left:
+                told.add(left[-1])
+                yield messages[left.pop()]
 
 
 def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[Mapping[str, Any]]], _Read]) -> _Read:
@@ -222,6 +228,8 @@ def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[
     for form in itertools.chain([messages], plainer(messages)):
         try:
             return read(form)
+        except PromptLengthError:
+            raise
         except PromptError as error:
             refused = refused or error
     assert refused is not None
@@ -243,27 +251,26 @@ def plainer(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, An
 
 
 def _plain(messages: Sequence[Mapping[str, Any]], *, system: bool) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         made = dict(message)
         if made["role"] == "system" and not (system and place == 0):
             made["role"] = "user"
         if made.get("tool_calls") and made.get("content"):
             made.pop("reasoning_content", None)
-        if says_nothing(made):
-            continue
-        before = found[-1] if found else {}
-        if made["role"] == "user" == before.get("role") and _is_text(made) and _is_text(before):
-            before["content"] = f"{before['content']}\n\n{made['content']}"
-        else:
-            found.append(made)
+        if not says_nothing(made):
+            kept.append(made)
+    found: list[dict[str, Any]] = []
+    for joins, group in itertools.groupby(kept, _is_users_text):
+        turn = list(group)
+        found += [turn[0] | {"content": "\n\n".join(each["content"] for each in turn)}] if joins else turn
     return found
+
+
+def _is_users_text(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "user" and isinstance(message["content"], str)
 
 
 def says_nothing(message: Mapping[str, Any]) -> bool:
     """Whether a message is the assistant's and empty."""
     return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", "reasoning_content")))
-
-
-def _is_text(message: Mapping[str, Any]) -> bool:
-    return isinstance(message["content"], str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
@@ -9,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError, first_line
+from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError, PromptLengthError, first_line
 from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half_characters, texts_in
 from truedraft.text.vocabulary import Vocabulary
 
@@ -33,6 +34,8 @@ _MOST_CLOSING = (
 
 
 _WITH_NULL = "messages_with_null"
+_COMPOSED = 3
+"""Bytes of UTF-8 that one byte of a text in NFC stands for at most."""
 _TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply; make them flatter"
 
 
@@ -44,6 +47,7 @@ class ChatOptions(TypedDict, total=False):
         template: in place of the model's own.
         variables: what else the template knows.
         continues: whether the answer goes on with the last message; else it is a new one.
+        most_tokens: of the chat; what is surely longer is refused before it is tokenised.
         trust_control_tokens: read control tokens that messages spell as the tokens; otherwise they stay text.
     """
 
@@ -51,6 +55,7 @@ class ChatOptions(TypedDict, total=False):
     template: str | None
     variables: Mapping[str, Any] | None
     continues: bool
+    most_tokens: int
     trust_control_tokens: bool
 
 
@@ -123,6 +128,40 @@ class Tokenizer:
         refuse_half_characters(text)
         return self.backend(text, verbose=False, **how).input_ids
 
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text has at least, by its bytes; 0 where that is not known of this tokenizer."""
+        most, left_out = self._token_bytes
+        return -(-len(text.encode(errors="replace").translate(None, left_out)) // most) if most else 0
+
+    @cached_property
+    def _token_bytes(self) -> tuple[int, bytes]:
+        """Most bytes of a text that become one token, and those bytes that become none.
+
+        The first is 0 where it may be any number, or is not known. Known are tokenizers that write texts by bytes.
+        """
+        from transformers import PreTrainedTokenizerBase
+
+        is_usual = type(self.backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        if not (getattr(self.backend, "is_fast", False) and is_usual):
+            return 0, b""
+        tokenizer, words = self.backend.backend_tokenizer, self.backend.get_vocab()
+        model = json.loads(tokenizer.model.__getstate__())
+        steps = _steps(tokenizer.normalizer) + _steps(tokenizer.pre_tokenizer)
+        by_bytes = any(step["type"] == "ByteLevel" for step in steps)
+        alphabet = _byte_letters() if by_bytes else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        left_out = bytes(byte for letter, byte in alphabet.items() if letter not in words)
+        added = list(self.backend.added_tokens_decoder.values())
+        if (
+            model["type"] != "BPE"
+            or not (by_bytes or (model["byte_fallback"] and not left_out))
+            or not all(map(_keeps_all, steps))
+            or any(token.lstrip or token.rstrip for token in added)
+        ):
+            return 0, b""
+        longest = max(map(len, words)) if by_bytes else max(len(word.encode()) for word in words)
+        longest = max(longest, *(len(token.content.encode()) for token in added), 1)
+        return longest * (_COMPOSED if any(step["type"] == "NFC" for step in steps) else 1), left_out
+
     def word_ids(self, text: str) -> list[tuple[int, ...]]:
         """The ids of a word in the middle of a text, without special tokens: as it is, and behind a space.
 
@@ -185,12 +224,23 @@ class Tokenizer:
                 token that cannot be kept as text.
             OptionError: a variable has the name of something that is not the template's.
         """
-        marked = self._marked(messages, how)
+        marked, most = self._marked(messages, how), how.get("most_tokens")
+
+        def refuse(text: str) -> None:
+            if most is not None and (least := self.least_tokens(text)) >= most:
+                raise PromptLengthError(
+                    f"the conversation has {least} tokens or more, and this model's context is {most}; shorten it"
+                )
+
+        if marked is None and most is not None and self._token_bytes[0]:
+            text = str(self._templated(messages, how, tokenize=False))
+            refuse(text)
+            return list(self.plain_ids(text))
         if marked is None:
             return list(map(int, self._templated(messages, how, tokenize=True)))
         how["tools"], how["variables"] = marked.tools, marked.variables
         text = self._templated(marked.messages, how, tokenize=False)
-        return self._control_tokens(how.get("template")).ids(text, marked)
+        return self._control_tokens(how.get("template")).ids(text, marked, refuse)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> str:
         """The text of which `chat` makes ids; arguments and errors are the same.
@@ -362,6 +412,31 @@ class Tokenizer:
         """Read once: a vocabulary of 262,144 takes half a second, and is not kept."""
         vocabulary = Vocabulary.without_rules(self.backend)
         return len(vocabulary), vocabulary.special | vocabulary.holes, vocabulary.byte_values
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """What a normalizer or a pre-tokenizer does, one after another."""
+    described: dict[str, Any] = {"type": "Sequence"} if part is None else json.loads(part.__getstate__())
+    inner = described.get("normalizers", described.get("pretokenizers", ()))
+    return list(inner) if described["type"] == "Sequence" else [described]
+
+
+def _keeps_all(step: Mapping[str, Any]) -> bool:
+    """Whether such a step makes no text shorter, but for letters that it composes."""
+    kind = step["type"]
+    if kind == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(pattern.encode()) <= len(step["content"].encode())
+    return kind in ("Prepend", "NFC", "ByteLevel", "Digits", "Metaspace") or (
+        kind == "Split" and step["behavior"] != "Removed"
+    )
+
+
+def _byte_letters() -> dict[str, int]:
+    """By letter of a vocabulary of bytes, as GPT-2's, the byte that it stands for."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in shown)
+    return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _looks_like_a_path(name: str) -> bool:

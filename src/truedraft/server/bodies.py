@@ -1,0 +1,145 @@
+"""Bodies of requests: long ones are read in a thread, in parts between which other requests go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from truedraft.server.errors import ApiError, is_json, spelled, unreadable
+
+MOST_VALUES = 1 << 19
+"""Numbers, texts, lists and all else that a body may hold."""
+_QUICK_VALUES = 1 << 15
+"""As many are read by Python's own reader, during which no other thread runs, in some hundredths of a second."""
+
+
+class BodyRoute(APIRoute):
+    """An endpoint whose body is read, checked and made an object by `Front.apart`, and not in the event loop."""
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        """What answers."""
+        answer = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return answer
+
+        async def read_and_answer(http: HttpRequest) -> Response:
+            given = _ReadRequest(http.scope, http.receive)
+            try:
+                body = await given.body()
+            except ClientDisconnect:
+                raise ApiError(499, "the client closed the connection") from None
+            if body and is_json(http.headers.get("content-type", "")):
+                given.known = await http.app.state.front.apart(http, read_body, body, model)
+            return await answer(given)
+
+        return read_and_answer
+
+
+class _ReadRequest(HttpRequest):
+    """A request whose body was read."""
+
+    known: BaseModel
+
+    async def json(self) -> BaseModel:
+        """What it holds."""
+        return self.known
+
+
+def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
+    """What a body of JSON says.
+
+    Args:
+        body: as it came.
+        model: of its fields.
+
+    Raises:
+        ApiError: it is no JSON, holds too much or half a character, or a field is not what it must be.
+    """
+    try:
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        value = _decoded(text)
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is no JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply; make it flatter") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body cannot be read ({error})") from error
+    if "\\ud" in text or "\\uD" in text or not _is_whole(text):  # which most have neither of, and is seen at once
+        _refuse_halves(value)
+    try:
+        return model.model_validate(value, from_attributes=True)
+    except ValidationError as error:
+        errors: list[Any] = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise unreadable(errors, value) from error
+
+
+def _decoded(text: str) -> Any:
+    """A body's value; long ones by the reader that is written in Python, between whose steps other threads run.
+
+    Raises:
+        ApiError: it holds too many.
+        ValueError: it is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    if sum(map(text.count, ",[{")) < _QUICK_VALUES:
+        return json.loads(text)
+    decoder, left = json.JSONDecoder(), MOST_VALUES
+
+    def counted(text: str, place: int) -> tuple[Any, int]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ApiError(400, f"the body holds more than {MOST_VALUES} values; send less at once")
+        found: tuple[Any, int] = scan(text, place)
+        return found
+
+    decoder.parse_array = lambda at, _: JSONArray(at, counted)  # type: ignore[attr-defined]
+    decoder.parse_object = lambda at, strict, _, *more: JSONObject(at, strict, counted, *more)  # type: ignore[attr-defined]
+    scan = py_make_scanner(decoder)
+    decoder.scan_once = counted  # type: ignore[attr-defined]
+    return decoder.decode(text)
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_halves(value: Any) -> None:
+    """No tokenizer reads half characters, and no answer can tell them back.
+
+    Raises:
+        ApiError: shows the first one.
+    """
+    for place, half in _halves(value, ()):
+        where = spelled(place)
+        message = f"{where or 'the body'} has half a character (U+{ord(half):04X}); mend how its text was cut"
+        raise ApiError(400, message, param=where or None, code="invalid_value")
+
+
+def _halves(value: Any, place: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            yield place, error.object[error.start]
+    elif isinstance(value, dict):
+        yield from _halves("".join(value), place)
+        for name, each in value.items():
+            yield from _halves(each, (*place, name))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _halves(each, (*place, number))
