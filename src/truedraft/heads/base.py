@@ -243,7 +243,10 @@ class Head(nn.Module, ABC):
         if missing:
             raise ModelError(f"{str(file)!r} lacks {', '.join(missing)}, which heads of its sizes have; {_AGAIN}")
         if unknown:
-            raise ModelError(f"{str(file)!r} holds {', '.join(unknown)}, unknown to heads of its sizes; {_AGAIN}")
+            raise ModelError(
+                f"{str(file)!r} holds {', '.join(unknown)}, unknown to heads of its sizes: they are of a form that is "
+                "not read here, or the file is damaged"
+            )
         for there, here in names.items():
             if weights[there].shape != own[here].shape:
                 raise ModelError(
