@@ -344,6 +344,13 @@ SENSELESS: list[tuple[str, dict[str, Any], str]] = [
         {"eagle_config": {"parallel_draft_step": 4}},
         "parallel_draft_step is 4, and heads are read where it is 1",
     ),
+    ("EAGLE", {"num_hidden_layers": 10**9}, "more_layers of an EAGLE-3 head must be 0 or more, at most 1024"),
+    (
+        "speculators, eagle",
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 10**9}]}},
+        "at most 1024",
+    ),
+    (ZLAB, {"num_hidden_layers": 10**9}, "depth of a block drafter must be at most 1024, got 1000000000"),
     ("EAGLE", {"mlp_bias": True}, "mlp_bias is True"),
     ("EAGLE", {"logit_scale": 0.5}, "logit_scale is 0.5"),
     ("EAGLE", {"quantization_config": {"quant_algo": "FP8"}}, "quantization_config is .*FP8.*not supported"),
@@ -407,6 +414,23 @@ def test_a_senseless_configuration_is_told_in_a_sentence(
     with pytest.raises(ModelError, match=said) as caught:
         type(head).load(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"PK\x03\x04", b"\x80\x02]q\x00(K\x01K\x02e."])
+def test_pickles_that_are_none_are_told_in_a_sentence(content: bytes, tmp_path: Path) -> None:
+    folder = written("EAGLE", tmp_path)[1]
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin' (as tensors|is no dictionary of tensors)") as caught:
+        Eagle3Head.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_in_lists_without_end_are_told_in_a_sentence(tmp_path: Path) -> None:
+    folder = written("EAGLE", tmp_path)[1]
+    (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        Eagle3Head.load(folder)
 
 
 def test_another_kind_is_named(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from truedraft.errors import OptionError
+from truedraft.heads.base import MOST_MODULES
 from truedraft.heads.layers import Attend, DecoderLayer, LayerConfig, LayerHead, is_whole
 from truedraft.models.llama import Rotation
 
@@ -58,8 +59,8 @@ class Eagle3Config(LayerConfig):
         """Refuse sizes that make no head."""
         LayerConfig.__post_init__(self)
         for name in ("more_layers", "rope_start"):
-            if not is_whole(value := getattr(self, name), 0):
-                raise OptionError(f"{name} of an EAGLE-3 head must be 0 or more, got {value!r}")
+            if not is_whole(value := getattr(self, name), 0) or value > MOST_MODULES:
+                raise OptionError(f"{name} of an EAGLE-3 head must be 0 or more, at most {MOST_MODULES}, got {value!r}")
         if self.fc_norm and self.norm_before_fc:
             raise OptionError("layers are normed together or each for itself, not both")
 
