@@ -153,7 +153,7 @@ def object_of(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

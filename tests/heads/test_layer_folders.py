@@ -15,6 +15,7 @@ from torch import Tensor
 
 from support.eagle_reference import random_eagle
 from support.layer_heads import random_head
+from truedraft.drafters import Eagle3
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.heads import (
     BlockConfig,
@@ -124,7 +125,8 @@ def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
 def test_what_is_written_is_as_the_projects_have_it(tmp_path: Path) -> None:
     """Layers of flat folders are numbered by their outputs, as here; by `speculators` 2 is what layer 1 gives.
 
-    SGLang 0.5.23 (models/llama.py, `set_eagle3_layers_to_capture`) takes what enters layer number + 1.
+    SGLang 0.5.23 (models/llama.py, `set_eagle3_layers_to_capture`) takes what enters layer number + 1; vLLM
+    (gpu/spec_decode/eagle/eagle3_utils.py) reads those beside `eagle_config`, which count what enters.
     """
     numbers = {}
     for name in HEADS:
@@ -135,6 +137,8 @@ def test_what_is_written_is_as_the_projects_have_it(tmp_path: Path) -> None:
         assert layer["rope_parameters"]["rope_theta"] == HEADS[name][1].rope["rope_theta"]
         if layer is about:  # readers with a transformers before 5
             assert (about["rope_theta"], about["rope_scaling"]) == (10000.0, None)
+        if "eagle_config" in about:
+            assert about["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
     flat = ("EAGLE", "EAGLE-3.1", "z-lab", "DeepSpec")
     assert all(each == ([0, 2, 5] if name in flat else [1, 3, 6]) for name, each in numbers.items())
     assert load_file(tmp_path / "EAGLE" / "model.safetensors")["d2t"][:3].tolist() == [1, 2, 3]
@@ -179,6 +183,85 @@ def test_sglang_finds_all_tensors_by_its_names(name: str, tmp_path: Path) -> Non
     assert record_in(folder).keys() >= read | usual | {"intermediate_size", "rms_norm_eps", "rope_parameters"}
 
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def optimized(folder: Path, config: Eagle3Config, inside: dict[str, Any], **beside: Any) -> Eagle3Head:
+    """A head in the form that NVIDIA's Model Optimizer writes (export/plugins/hf_spec_export.py): flags inside
+    `eagle_config`, the layer called `layers.0`, an LM head, `d2t` alone."""
+    head = eagle(config)
+    weights = eagle_folders.weights_of(head)
+    weights.pop("t2d")
+    folder.mkdir()
+    save_file(
+        {name.replace("midlayer.", "layers.0."): each for name, each in weights.items()}, folder / "model.safetensors"
+    )
+    usual = {
+        "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+        "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None,
+    }  # fmt: skip
+    about = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 48,
+        "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97,
+        "draft_vocab_size": 40, "num_hidden_layers": 1 + config.more_layers, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": 4096, "attention_bias": False,
+        "mlp_bias": False, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+        "eagle_config": usual | inside, **beside,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(about))
+    return head
+
+
+@pytest.mark.parametrize(
+    "config", [replace(EAGLE, norm_before_fc=True), replace(EAGLE, more_layers=1), EAGLE], ids=["norm", "deep", "plain"]
+)
+def test_heads_of_model_optimizer_are_read_with_the_flags_inside_eagle_config(
+    config: Eagle3Config, tmp_path: Path
+) -> None:
+    """`input_norm` is there where `norm_before_fc` is set, and its place is inside (vLLM's PR 42143)."""
+    inside = {"norm_before_fc": True} if config.norm_before_fc else {}
+    head = optimized(tmp_path / "head", config, {IDS: [24, 30, 36], **inside})
+    kept = Eagle3Head.load(tmp_path / "head")
+    assert kept.config == replace(config, layers=(24, 30, 36), layers_unsettled=True)
+    assert kept.state_dict().keys() == head.state_dict().keys()
+    assert all(each.equal(kept.state_dict()[key]) for key, each in head.state_dict().items())
+    assert kept.config.at_usual_layers(36) == replace(config, layers=(23, 29, 35))
+
+
+@pytest.mark.parametrize(
+    ("inside", "beside", "count", "layers"),
+    [
+        ([24, 30, 36], None, 36, (23, 29, 35)),  # nvidia/gpt-oss-120b-Eagle3-v3: SGLang's PR 32334
+        ([1, 17, 32], None, 36, (1, 17, 32)),  # the usual ones of Model Optimizer and SpecForge
+        ([1, 20, 30], None, 36, (1, 20, 30)),  # SGLang's PR 25454: those that begin with 1 count what layers give
+        ([2, 18, 33], None, 36, (1, 17, 32)),  # the usual ones of vLLM and EAGLE
+        ([3, 20, 30], [4, 21, 31], 36, (3, 20, 30)),
+        ([3, 20, 30], [3, 20, 30], 36, (2, 19, 29)),
+        (None, [3, 20, 30], 36, (2, 19, 29)),  # vLLM
+    ],
+)
+def test_what_the_numbers_of_layers_count_is_settled_by_the_folder_and_the_target(
+    inside: list[int] | None, beside: list[int] | None, count: int, layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    optimized(tmp_path / "head", EAGLE, {IDS: inside}, **({} if beside is None else {IDS: beside}))
+    settled = Eagle3Head.load(tmp_path / "head").config.at_usual_layers(count)
+    assert settled.layers == layers and not settled.layers_unsettled
+
+
+def test_numbers_of_layers_that_fit_either_count_are_refused(tmp_path: Path) -> None:
+    optimized(tmp_path / "head", EAGLE, {IDS: [3, 20, 30]})
+    head = Eagle3Head.load(tmp_path / "head")
+    said = r"\[3, 20, 30\] where they count what enters layers, \[4, 21, 31\] where they count what layers give"
+    with pytest.raises(OptionError, match=said):
+        head.config.at_usual_layers(36)
+    with pytest.raises(OptionError, match="give its config at_usual_layers of the target"):
+        Eagle3(head)
+    optimized(tmp_path / "both", EAGLE, {IDS: [1, 20, 30]}, **{IDS: [1, 20, 30]})
+    with pytest.raises(ModelError, match=r"\[1, 20, 30\] in eagle_config, which is neither one lower nor the same"):
+        Eagle3Head.load(tmp_path / "both")
+
+
 @pytest.mark.parametrize(("name", "count", "usual"), [("EAGLE", 32, (1, 15, 28)), ("z-lab", 36, (1, 9, 17, 25, 33))])
 def test_layers_that_nobody_names_are_the_usual_ones_of_the_target(name: str, count: int, usual: Any) -> None:
     """Of EAGLE what enters layers 2, 16 and 29; DFlash for Qwen3-4B, of 36 layers, reads the outputs of these five."""
@@ -192,7 +275,10 @@ def test_layers_that_nobody_names_are_the_usual_ones_of_the_target(name: str, co
 
 def test_what_a_configuration_may_leave_out_is_what_its_project_takes(tmp_path: Path) -> None:
     folder = written("EAGLE", tmp_path / "eagle")[1]
-    change(folder, eagle_config=None, rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
+    change(
+        folder, eagle_config=None, eagle_aux_hidden_state_layer_ids=None, rope_parameters=None,
+        rope_scaling={"type": "linear", "factor": 2.0},
+    )  # fmt: skip
     config = Eagle3Head.load(folder).config
     assert config.layers == () and config.rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     folder = written("speculators, dspark", tmp_path / "nested")[1]
@@ -210,6 +296,17 @@ def test_what_a_configuration_may_leave_out_is_what_its_project_takes(tmp_path: 
     newer = written("z-lab", tmp_path / "flat")[1]
     inside = {"block_size": 4, "mask_token_id": 96, "target_layer_ids": [0, 2, 5]}
     change(newer, block_size=None, dflash_config=inside, rope_parameters=None, rope_theta=1e6)
+    entered = {"block_size": 4, "mask_token_id": 96, "layer_ids": [1, 3, 6]}  # vLLM: they count what enters
+    other = written("z-lab", tmp_path / "entered")[1]
+    change(other, dflash_config=entered)
+    assert DFlashHead.load(other).config.layers == (0, 2, 5)
+    spec_forge = written("DeepSpec", tmp_path / "SpecForge")[1]
+    inside |= {name: record_in(spec_forge)[name] for name in ("markov_rank", "markov_head_type")}
+    change(
+        spec_forge, architectures=["DSparkDraftModel"], dflash_config=inside, mask_token_id=None, target_layer_ids=None,
+        markov_rank=None, markov_head_type=None,
+    )  # fmt: skip
+    assert DSparkHead.load(spec_forge).config == HEADS["DeepSpec"][1]
     assert DFlashHead.load(newer).config.block == 4 and DFlashHead.load(newer).config.rope["rope_theta"] == 1e6
 
 
@@ -222,6 +319,7 @@ def put(name: str, weight: Tensor) -> Callable[[dict[str, Tensor]], object]:
 
 
 ZLAB, NESTED = "z-lab", "speculators, dspark"
+ZLAB_INSIDE = {"mask_token_id": 96, "target_layer_ids": [0, 2, 5]}
 BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "a tensor is missing": ("EAGLE", without("midlayer.mlp.up_proj.weight"), "lacks midlayer.mlp.up_proj.weight"),
     "no Markov head": (NESTED, without("markov_head.markov_w2.weight"), "lacks markov_head.markov_w2.weight"),
@@ -236,7 +334,26 @@ SENSELESS: list[tuple[str, dict[str, Any], str]] = [
     ("EAGLE", {"hidden_size": None}, "does not name 'hidden_size'"),
     ("EAGLE", {"hidden_act": "gelu"}, "activation is 'gelu'"),
     ("EAGLE", {"target_hidden_size": 64}, "48 wide, and its target 64"),
-    ("EAGLE", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1.0, 2.0, 3.5]}}, "reads different layers"),
+    ("EAGLE", {IDS: None, "eagle_config": {IDS: [1.0, 2.0, 3.5]}}, "reads different layers"),
+    ("EAGLE", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+    ("EAGLE", {"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm is False"),
+    ("EAGLE", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True"),
+    ("EAGLE", {"eagle_config": {"use_input_layernorm_in_first_layer": False}}, "in_first_layer is False"),
+    (
+        "EAGLE",
+        {"eagle_config": {"parallel_draft_step": 4}},
+        "parallel_draft_step is 4, and heads are read where it is 1",
+    ),
+    ("EAGLE", {"num_hidden_layers": 10**9}, "more_layers of an EAGLE-3 head must be 0 or more, at most 1024"),
+    (
+        "speculators, eagle",
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 10**9}]}},
+        "at most 1024",
+    ),
+    (ZLAB, {"num_hidden_layers": 10**9}, "depth of a block drafter must be at most 1024, got 1000000000"),
+    ("EAGLE", {"mlp_bias": True}, "mlp_bias is True"),
+    ("EAGLE", {"logit_scale": 0.5}, "logit_scale is 0.5"),
+    ("EAGLE", {"quantization_config": {"quant_algo": "FP8"}}, "quantization_config is .*FP8.*not supported"),
     ("EAGLE", {"eagle_config": [1]}, "names what makes no head"),
     ("EAGLE", {"speculators_config": {"verifier": [1]}}, "names what makes no head"),
     ("EAGLE", {"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "no parameters of a rotation"),
@@ -248,7 +365,24 @@ SENSELESS: list[tuple[str, dict[str, Any], str]] = [
     (ZLAB, {"hidden_size": None}, "does not name 'hidden_size'"),
     (ZLAB, {"hidden_size": True}, "width of a block drafter must be 1 or more, got True"),
     (ZLAB, {"block_size": None}, "does not name 'block_size'"),
-    (ZLAB, {"attention_bias": True}, "attention has biases"),
+    (ZLAB, {"attention_bias": True}, "attention_bias is True"),
+    (ZLAB, {"is_causal": True}, "is_causal is True, and heads are read where it is False"),
+    (ZLAB, {"is_neox_style": False}, "is_neox_style is False"),
+    *(
+        (ZLAB, {"dflash_config": ZLAB_INSIDE | {name: value}}, f"{name} is {value!r}")
+        for name, value in (
+            ("causal", True),
+            ("use_swa", True),
+            ("attention_sink_bias", True),
+            ("use_aux_hidden_state", False),
+            ("input_embedding_scale", 2.5),
+            ("output_multiplier", 2.0),
+            ("final_logit_softcapping", 30.0),
+            ("conv_kernel_size", 2),
+            ("selector_rank", 256),
+        )
+    ),
+    (ZLAB, {"dflash_config": ZLAB_INSIDE | {"block_size": 8}}, "block_size is 4 there, and 8 in its dflash_config"),
     (ZLAB, {"layer_types": ["sliding_attention"] * 2}, "a window of the context"),
     (ZLAB, {"layer_types": ["full_attention", "chunked_attention"]}, "a window of the context"),
     (ZLAB, {"layer_types": None, "use_sliding_window": True}, "a window of the context"),
@@ -280,6 +414,23 @@ def test_a_senseless_configuration_is_told_in_a_sentence(
     with pytest.raises(ModelError, match=said) as caught:
         type(head).load(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"PK\x03\x04", b"\x80\x02]q\x00(K\x01K\x02e."])
+def test_pickles_that_are_none_are_told_in_a_sentence(content: bytes, tmp_path: Path) -> None:
+    folder = written("EAGLE", tmp_path)[1]
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin' (as tensors|is no dictionary of tensors)") as caught:
+        Eagle3Head.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_in_lists_without_end_are_told_in_a_sentence(tmp_path: Path) -> None:
+    folder = written("EAGLE", tmp_path)[1]
+    (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        Eagle3Head.load(folder)
 
 
 def test_another_kind_is_named(tmp_path: Path) -> None:

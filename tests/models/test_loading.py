@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,13 +228,70 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "{}", '{"model_type": "no-such-type"}'])
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1, 2]", "{}", '{"model_type": "no-such-type"}', f'{{"model_type": "llama", "a": {DEEP}}}']
+)
 def test_a_broken_configuration(llama: Path, tmp_path: Path, content: str) -> None:
     folder = copy_of(llama, tmp_path / "broken")
     (folder / "config.json").write_text(content)
     with pytest.raises(ModelError) as caught:
         load_model(folder, dtype="float32")
     says(caught.value, "broken")
+
+
+@pytest.mark.parametrize(
+    "size", [{"num_hidden_layers": 10**9}, {"vocab_size": 10**12}, {"head_dim": 10**10}, {"num_hidden_layers": 1e12}]
+)
+@pytest.mark.parametrize("read", [partial(load_model, dtype="float32"), load_reader])
+def test_sizes_that_no_weight_has_are_refused_before_anything_is_made(
+    read: Callable[[str], Any], size: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy_of(llama, tmp_path / "vast")
+    edit_config(folder, **size)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was made"))
+    with pytest.raises(ModelError) as caught:
+        read(str(folder))
+    says(
+        caught.value, f"says {next(iter(size))} {next(iter(size.values()))}, and its weights are", "tensors of at most"
+    )
+
+
+def test_sizes_are_held_to_pickled_weights_too(llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "pickled")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert load_model(folder, dtype="float32").vocab_size == VOCAB
+    edit_config(folder, num_hidden_layers=10**9)
+    with pytest.raises(ModelError, match="says num_hidden_layers 1000000000, and its weights are"):
+        load_model(folder, dtype="float32")
+
+
+class Code:
+    """What runs code where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._mark,)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"PK\x03\x04", pickle.dumps([1, 2]), None])
+def test_pickled_weights_that_are_none_or_hold_code(content: bytes | None, llama: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama, tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    mark = tmp_path / "ran"
+    if content is None:
+        torch.save({"model.norm.weight": Code(mark)}, folder / "pytorch_model.bin")
+    else:
+        (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, dtype="float32")
+    says(caught.value, "cannot load the weights of", "pickled")
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])
@@ -305,6 +365,7 @@ def test_quantised_weights_that_are_not_read(method: str, llama: Path, tmp_path:
         ('{"eos_token_id"', "cannot be read"),
         ("", "cannot be read"),
         ("[]", "holds a list"),
+        (DEEP, "cannot be read"),
         ('{"eos_token_id": "end"}', "has the eos_token_id 'end'"),
         ('{"eos_token_id": [3, true]}', "has the eos_token_id [3, True]"),
     ],

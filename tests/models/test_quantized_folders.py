@@ -13,10 +13,31 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Gemma3TextConfig, GPT2Config, Phi3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from support.multimodal_models import FAMILIES as MULTIMODAL
-from support.quantized_folders import SIZES, Made, awq, bitsandbytes_8, edit, four_bits, fp8, gptq, packed, whole, write
+from support.quantized_folders import (
+    SIZES,
+    Made,
+    awq,
+    bitsandbytes_8,
+    edit,
+    four_bits,
+    fp8,
+    gptq,
+    grouped,
+    packed,
+    whole,
+    write,
+)
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
@@ -42,6 +63,13 @@ def compressed(bits: int, group: int | None, kind: str = "pack-quantized") -> di
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+def grouped_bytes(weight: Tensor) -> Made:
+    """As compressed-tensors writes "int-quantized" with the order of activations ("actorder": "group")."""
+    made = grouped(weight, 8, 32, symmetric=True, seed=7)
+    tensors = {"weight": (made.codes - 128).to(torch.int8), "weight_scale": made.scales}
+    return tensors | {"weight_g_idx": made.group_of.int()}, made.numbers
+
+
 BY_CODES = [
     pytest.param(gptq, GPTQ, id="gptq"),
     pytest.param(partial(gptq, group=64, symmetric=True), GPTQ | {"group_size": 64}, id="gptq-symmetric"),
@@ -62,7 +90,29 @@ BY_CODES = [
     pytest.param(partial(packed, bits=8, group=-1, dtype=torch.float32), compressed(8, None), id="w8a16"),
     pytest.param(whole, compressed(8, None, "int-quantized"), id="w8a8"),
     pytest.param(partial(whole, symmetric=False), compressed(8, None, "int-quantized"), id="w8a8-zeros"),
+    pytest.param(grouped_bytes, compressed(8, 32, "int-quantized"), id="w8-by-activation"),
+    pytest.param(packed, compressed(4, 32) | {"sparsity_config": {"format": "dense"}}, id="w4a16-dense"),
+    pytest.param(partial(gptq, group=64), GPTQ | {"dynamic": {"+:.*": {"group_size": 64}}}, id="gptq-dynamic"),
     pytest.param(bitsandbytes_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, id="bitsandbytes-8"),
+]
+UNLIKE = [  # settings by which numbers are others than what the tensors alone say
+    (awq, AWQ | {"zero_point": False}, "with the zero_point False"),
+    (awq, AWQ | {"version": None, "checkpoint_format": "gemv_fast"}, "in AWQ's format 'gemv_fast'"),
+    (gptq, GPTQ | {"is_marlin_format": True}, "with the is_marlin_format True"),
+    (gptq, GPTQ | {"pack_dtype": "int16"}, "with the pack_dtype 'int16'"),
+    (packed, compressed(4, 32, "marlin-24"), "in the format 'marlin-24'"),
+    (packed, compressed(4, 32) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
+    (packed, compressed(4, 32) | {"transform_config": {"config_groups": {"R1": {}}}}, "with the transform_config {"),
+    (
+        packed,
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "nvfp4-pack-quantized"}}},
+        "in the format 'nvfp4-pack-quantized'",
+    ),
+    (
+        whole,
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"strategy": "block"}}}},
+        "by the strategy 'block' with codes of the type 'int'",
+    ),
 ]
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 IN_NUMBERS = [
@@ -381,6 +431,41 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
         load_model(folder, dtype="float32")
 
 
+@pytest.mark.parametrize(("quantise", "config", "said"), UNLIKE)
+def test_settings_that_are_not_followed_are_refused_by_name(
+    quantise: Callable[[Tensor], Made], config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder, _ = write(tmp_path, quantise, config)
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_model(folder, dtype="float32")
+
+
+def with_groups(*sizes: int) -> dict[str, Any]:
+    groups = {f"group_{size}": {"weights": {"num_bits": 4, "type": "int", "group_size": size}} for size in sizes}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+def test_layers_with_groups_of_several_sizes(tmp_path: Path) -> None:
+    """192 inputs in groups of 128 are 128 and 64, not twice 96."""
+
+    def quantise(weight: Tensor) -> Made:
+        return packed(weight, group=128 if weight.shape[1] == 192 else 32)
+
+    model = build(LlamaConfig(**SIZES | {"intermediate_size": 192}), seed=3, spread=0.15)
+    folder, twin = write(tmp_path, quantise, with_groups(32, 128), model)
+    numbers, read = (load_model(each, dtype="float32", fast_paths=False) for each in (twin, folder))
+    for (name, own), other in zip(read.module.named_parameters(), numbers.module.parameters(), strict=True):
+        assert torch.equal(own, other), f"{name} is another number"
+    edit(folder, quantization_config=with_groups(32, 96, 128))
+    with pytest.raises(UnsupportedModelError, match="2 groups of 192 inputs, which may be groups of 96 or 128"):
+        load_model(folder, dtype="float32")
+
+
+def awq_in_bytes(weight: Tensor) -> Made:
+    tensors, numbers = awq(weight)
+    return {end: each if end == "scales" else each.repeat(1, 2) for end, each in tensors.items()}, numbers
+
+
 BROKEN = [
     (gptq, GPTQ, with_shape("scales", 256), ModelError, r"has tensors that do not fit together \(not enough values"),
     (packed, compressed(4, 32), with_shape("weight_shape", 3), ModelError, "has tensors that do not fit together"),
@@ -402,6 +487,14 @@ BROKEN = [
         UnsupportedModelError,
         "in AWQ's format 'gemv', which truedraft does not",
     ),
+    (
+        partial(packed, symmetric=False),
+        compressed(4, 32),
+        lambda tensors: tensors.update({f"{LAYER}.weight_zero_point": torch.zeros(256, 4, dtype=torch.int8)}),
+        UnsupportedModelError,
+        "with weight_zero_point of I8 in place of I32",
+    ),
+    (awq_in_bytes, AWQ | {"bits": 8}, nothing, UnsupportedModelError, "with codes of 8 bits by AWQ, which"),
     (packed, compressed(4, 32), without("weight_scale"), ModelError, "lacks its weight_scale; fetch"),
     (packed, compressed(4, 32), without("weight_shape"), ModelError, "lacks its weight_shape; fetch"),
     (packed, compressed(8, 32), nothing, ModelError, "codes in .* words of 32 bits, and config.json says 8 bits"),

@@ -303,7 +303,7 @@ def _export_head(
     target = _target(model, head.record.target_name, engine)
     target.check_fits(head)
     count = _chain(tokens, head.reach, head.reach)
-    if isinstance(head, LayerHead) and not head.config.layers:
+    if isinstance(head, LayerHead):
         head.config = head.config.at_usual_layers(target.layers)
     unread = [name for name, value in way.reads.items() if getattr(head.config, name) != value]
     if unread:

@@ -32,13 +32,22 @@ from truedraft.heads.layer_folders import (
 )
 from truedraft.heads.layers import LayerHead
 
-_FLAT: Mapping[str, type[LayerHead]] = {"DFlashDraftModel": DFlashHead, "Qwen3DSparkModel": DSparkHead}
+_FLAT: Mapping[str, type[LayerHead]] = {
+    "DFlashDraftModel": DFlashHead, "Qwen3DSparkModel": DSparkHead, "DSparkDraftModel": DSparkHead,
+}  # fmt: skip
 _NESTED: Mapping[str, type[LayerHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
 _FAMILY = "qwen3"
 _QWEN3 = {  # what transformers leaves out of a configuration, for it is so by default
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
     "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_ONLY = {
+    "is_causal": False, "causal": False, "use_swa": False, "is_neox_style": True, "rope_is_neox_style": True,
+    "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "use_aux_hidden_state": True,
+    "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None,
+    "selector_rank": None,
+}  # fmt: skip
+"""What readers of such folders know beside the sizes, and the only value with which a head is read here."""
 _Block = TypeVar("_Block", bound=BlockHead)
 
 
@@ -53,19 +62,28 @@ def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = Fals
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
         nested, dspark = SPECULATORS in record, kind is DSparkHead
         layer: Mapping[str, Any] = _QWEN3 | record["transformer_layer_config"] if nested else record
-        named = {**record, **(record.get("dflash_config") or {})}
-        confidence = dspark and bool(record.get("enable_confidence_head", True))
+        inner = record.get("dflash_config") or {}
+        named = {**record, **inner}
+        if unlike := [name for name in inner if record.get(name, inner[name]) != inner[name]]:
+            raise OptionError(
+                f"{unlike[0]} is {record[unlike[0]]!r} there, and {inner[unlike[0]]!r} in its dflash_config; take the "
+                "wrong one out"
+            )
+        for name, only in _ONLY.items():
+            if (value := named.get(name)) is not None and value != only:
+                raise OptionError(f"{name} is {value!r}, and heads are read where it is {only!r}")
+        confidence = dspark and bool(named.get("enable_confidence_head", True))
         return BlockConfig(
             **layer_sizes(record, layer, weights),
             layers=_layers(named, nested),
             depth=layer["num_hidden_layers"],
             block=named["block_size"],
             mask_id=named["mask_token_id"],
-            from_anchor=bool(record.get("sample_from_anchor", dspark)),
-            markov=record.get("markov_rank", 256) if dspark else 0,
-            markov_kind=record.get("markov_head_type", "vanilla"),
+            from_anchor=bool(named.get("sample_from_anchor", dspark)),
+            markov=named.get("markov_rank", 256) if dspark else 0,
+            markov_kind=named.get("markov_head_type", "vanilla"),
             confidence=confidence,
-            confidence_reads_token=confidence and bool(record.get("confidence_head_with_markov", True)),
+            confidence_reads_token=confidence and bool(named.get("confidence_head_with_markov", True)),
         )
 
     return load_layer_folder(path, kind, block_kind(path), sizes, ids_in_d2t=ids_in_d2t)
@@ -75,6 +93,8 @@ def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
     """The layers that are read, by what they give."""
     if nested:
         return tuple(number - 1 for number in named["aux_hidden_state_layer_ids"])
+    if entered := named.get("layer_ids"):
+        return tuple(number - 1 for number in entered)
     layers, count = tuple(named["target_layer_ids"]), named.get("num_target_layers")
     if count is not None and max(layers, default=0) >= count - 1:
         raise OptionError(

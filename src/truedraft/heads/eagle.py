@@ -6,13 +6,14 @@ EAGLE-3 (Li et al., arXiv 2503.01840) and 3.1 (arXiv 2605.09992).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from truedraft.errors import OptionError
+from truedraft.heads.base import MOST_MODULES
 from truedraft.heads.layers import Attend, DecoderLayer, LayerConfig, LayerHead, is_whole
 from truedraft.models.llama import Rotation
 
@@ -30,6 +31,8 @@ class Eagle3Config(LayerConfig):
         query_norms: whether each head's queries and keys are normed before they are rotated, as in Qwen 3.
         rope_start: position of the first pair; 1 in heads of `speculators`.
         more_layers: ordinary decoder layers behind the one that reads both.
+        layers_unsettled: whether `layers` are numbers of a published folder that may count what enters layers, see
+            `at_usual_layers`.
 
     Raises:
         OptionError: sizes that make no head.
@@ -37,7 +40,7 @@ class Eagle3Config(LayerConfig):
 
     noun = "an EAGLE-3 head"
     counts = ("reach",)
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms")
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "query_norms", "layers_unsettled")
     first_layer = -1
     usual_layers = 3
 
@@ -50,19 +53,42 @@ class Eagle3Config(LayerConfig):
     query_norms: bool = False
     rope_start: int = 0
     more_layers: int = 0
+    layers_unsettled: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that make no head."""
         LayerConfig.__post_init__(self)
         for name in ("more_layers", "rope_start"):
-            if not is_whole(value := getattr(self, name), 0):
-                raise OptionError(f"{name} of an EAGLE-3 head must be 0 or more, got {value!r}")
+            if not is_whole(value := getattr(self, name), 0) or value > MOST_MODULES:
+                raise OptionError(f"{name} of an EAGLE-3 head must be 0 or more, at most {MOST_MODULES}, got {value!r}")
         if self.fc_norm and self.norm_before_fc:
             raise OptionError("layers are normed together or each for itself, not both")
 
     def usual_of(self, count: int) -> tuple[int, ...]:
         """Those whose output enters layers 2, the middle one and the third last."""
         return (1, count // 2 - 1, count - 4) if count > 6 else ()
+
+    def at_usual_layers(self, count: int) -> Self:
+        """The same with `usual_of` a target with so many layers, where none are named, and with settled numbers.
+
+        Worked example: of 36 layers, 24, 30 and 36 can only count what enters layers, so they are 23, 29 and 35 here.
+
+        Raises:
+            OptionError: it has too few, or the numbers fit either count.
+        """
+        if not self.layers_unsettled:
+            return LayerConfig.at_usual_layers(self, count)
+        entered = tuple(number - 1 for number in self.layers)
+        if max(self.layers) == count or entered == self.usual_of(count):
+            return replace(self, layers=entered, layers_unsettled=False)
+        if self.layers[0] == 1:
+            return replace(self, layers_unsettled=False)
+        raise OptionError(
+            f"its eagle_config names the layers {list(self.layers)}, and folders differ in what such numbers count; "
+            f"write eagle_aux_hidden_state_layer_ids beside eagle_config: {list(self.layers)} where they count what "
+            f"enters layers, {[number + 1 for number in self.layers]} where they count what layers give",
+            field="layers",
+        )
 
 
 class _First(DecoderLayer):

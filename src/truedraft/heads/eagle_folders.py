@@ -2,21 +2,25 @@
 
 The former is a flat Llama configuration with `draft_vocab_size`, its layer is `midlayer`, and the embedding is the
 target's. The latter nests the layer's configuration in `transformer_layer_config`, calls the layer `layers.0`, brings
-copies of the target's embedding and LM head, and counts positions from 1. `eagle_config` of the former numbers the
-layers that are read by what they give, as it is done here: SGLang adds 1 to them, and SpecForge's usual ones are 1,
-n // 2 - 1 and n - 4. The latter numbers them by what enters them: 2 is what layer 1 gives. What else they share with
-others is `layer_folders`.
+copies of the target's embedding and LM head, and counts positions from 1. NVIDIA's Model Optimizer writes the former
+with the name `layers.0`, an LM head always, no `t2d`, and flags inside `eagle_config`.
+
+Numbers of layers beside the sizes, where vLLM and `speculators` look, count what enters a layer: 2 is what layer 1
+gives. Those inside `eagle_config` count what layers give in SpecForge and Model Optimizer (their usual ones are 1,
+n // 2 - 1 and n - 4), and what enters them in other folders; SGLang takes those that begin with 1 for the former. So
+they are settled when the target is known (`Eagle3Config.at_usual_layers`), or by numbers in both places, of which those
+inside are one lower where they count what layers give. What else these folders share with others is `layer_folders`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from truedraft.errors import ModelError
+from truedraft.errors import ModelError, OptionError
 from truedraft.heads.base import write_published
 from truedraft.heads.eagle import Eagle3Config, Eagle3Head
 from truedraft.heads.layer_folders import (
@@ -37,6 +41,15 @@ _WORDS = {kind: word for word, kind in _NESTED.items()}
 _FLAT: Mapping[str, type[LayerHead]] = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), Eagle3Head)
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
+_MODEL_OPTIMIZER = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+"""What `eagle_config` says of the heads that are read; other values make other heads."""
 _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
 
 
@@ -51,16 +64,21 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = Fal
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Eagle3Config:
         nested = SPECULATORS in record
         layer = record["transformer_layer_config"] if nested else record
-        outputs = (record.get("eagle_config") or {}).get(_LAYERS) or ()
+        inner = record.get("eagle_config") or {}
+        for name, only in _MODEL_OPTIMIZER.items():
+            if (value := inner.get(name)) not in (None, only):
+                raise OptionError(f"{name} is {value!r}, and heads are read where it is {only!r}")
+        layers, unsettled = _layers(record.get(_LAYERS) or inner.get("layer_ids") or (), inner.get(_LAYERS) or ())
         methods = (record.get("speculators_config") or {}).get("proposal_methods")
         made: Eagle3Config = kind.sizes(
             **layer_sizes(record, layer, weights),
-            **{name: bool(record.get(name, False)) for name in _FLAGS},
-            layers=tuple(number - 1 for number in record.get(_LAYERS) or ()) or tuple(outputs),
+            **{name: bool(inner.get(name, record.get(name, False))) for name in _FLAGS},
+            layers=layers,
+            layers_unsettled=unsettled,
             reach=methods[0]["speculative_tokens"] if methods else 5,
             query_norms="midlayer.self_attn.q_norm.weight" in weights,
             rope_start=int(record.get(SPECULATORS) == "eagle3"),
-            more_layers=layer.get("num_hidden_layers", 1) - 1 if nested else 0,
+            more_layers=layer.get("num_hidden_layers", 1) - 1,
             **({"mask_token": record["mask_token_id"]} if kind.sizes is PEagleConfig else {}),
         )
         return made
@@ -69,6 +87,27 @@ def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = Fal
         return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
 
     return load_layer_folder(path, kind, eagle_kind(path), sizes, renamed, ids_in_d2t=ids_in_d2t)
+
+
+def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """The layers that are read, and whether it is still open if their numbers count what layers give.
+
+    Args:
+        entered: numbers that count what enters layers.
+        inside: those of `eagle_config`.
+
+    Raises:
+        OptionError: they do not name the same layers.
+    """
+    given, within = tuple(number - 1 for number in entered), tuple(inside)
+    if not given:
+        return within, bool(within)
+    if within and within != given and (within != tuple(entered) or within[0] == 1):
+        raise OptionError(
+            f"{_LAYERS} is {list(entered)}, which counts what enters layers, and {list(within)} in eagle_config, which "
+            "is neither one lower nor the same; take the wrong one out"
+        )
+    return given, False
 
 
 def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> None:
@@ -95,6 +134,7 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "target_model": target,
+        _LAYERS: [layer + 1 for layer in config.layers],
         "eagle_config": {_LAYERS: list(config.layers)},
     }
     write_published(folder, weights_of(head), about)

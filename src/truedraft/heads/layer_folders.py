@@ -123,8 +123,11 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
     """
     if layer.get("hidden_act", "silu") != "silu":
         raise OptionError(f"its activation is {layer['hidden_act']!r}, and such heads have silu")
-    if layer.get("attention_bias"):
-        raise OptionError("its attention has biases, which is not supported")
+    for name in ("attention_bias", "qkv_bias", "mlp_bias", "quantization_config"):
+        if value := record.get(name) or layer.get(name):
+            raise OptionError(f"{name} is {value!r}, which is not supported")
+    if (scale := record.get("logit_scale", 1.0)) != 1.0:
+        raise OptionError(f"logit_scale is {scale!r}, and heads are read where it is 1.0")
     types = layer.get("layer_types") or (["sliding_attention"] if layer.get("use_sliding_window") else [])
     if set(types) - {"full_attention"}:
         raise OptionError("some of its layers see a window of the context alone, which is not supported")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truedraft.errors import OptionError
-from truedraft.heads.base import Head
+from truedraft.heads.base import MOST_MODULES, Head
 from truedraft.models.llama import RotaryTable, Rotation
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -71,6 +71,8 @@ class LayerConfig(ABC):
         for name in ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "most_positions", *self.counts):
             if not is_whole(value := getattr(self, name), 1):
                 raise OptionError(f"{name} of {self.noun} must be 1 or more, got {value!r}")
+            if name in self.counts and value > MOST_MODULES:
+                raise OptionError(f"{name} of {self.noun} must be at most {MOST_MODULES}, got {value!r}")
         for name in ("own_output", "own_embedding", *self.flags):
             if not isinstance(value := getattr(self, name), bool):
                 raise OptionError(f"{name} of {self.noun} must be true or false, got {value!r}")

@@ -15,6 +15,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
+    MOST_MODULES,
     HeadRecord,
     ResidualBlock,
     Unembed,
@@ -61,6 +62,8 @@ class MedusaConfig:
         for name in ("width", "vocab_size", "heads", "layers"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} of Medusa heads must be 1 or more, got {getattr(self, name)}")
+        if (most := max(self.heads, self.layers)) > MOST_MODULES:
+            raise OptionError(f"heads and layers of Medusa heads must be at most {MOST_MODULES}, got {most}")
         if not 0 <= self.draft_vocab <= self.vocab_size or (self.draft_vocab and self.tied):
             raise OptionError(
                 f"Medusa heads with outputs of their own guess among 1 to {self.vocab_size} ids, got {self.draft_vocab}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from truedraft.errors import ModelError
 from truedraft.files import object_of, user_path
-from truedraft.heads.base import Head, HeadRecord, write_published
+from truedraft.heads.base import MOST_MODULES, Head, HeadRecord, write_published
 from truedraft.heads.layer_folders import CONFIG, SPECULATORS, speculators_record
 from truedraft.heads.layers import is_whole
 from truedraft.models.base import LanguageModel
@@ -99,8 +99,8 @@ def reach_of(folder: str | None) -> int:
         found = record["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (LookupError, TypeError):
         return _REACH
-    if not is_whole(found, 1):
-        raise ModelError(f"{folder!r} drafts {found!r} tokens by its {CONFIG}, not 1 or more; fetch it again")
+    if not is_whole(found, 1) or found > MOST_MODULES:
+        raise ModelError(f"{folder!r} drafts {found!r} tokens by its {CONFIG}, not 1 to {MOST_MODULES}; fetch it again")
     return found
 
 

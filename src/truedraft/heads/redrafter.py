@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, silu
 from truedraft.core.top_k import TopK
 from truedraft.errors import OptionError
 from truedraft.heads.base import (
+    MOST_MODULES,
     Product,
     ResidualBlock,
     VectorHead,
@@ -62,8 +63,11 @@ class RedrafterConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} of a recurrent head must be 1 or more, got {getattr(self, name)}")
-        if self.layers < 0:
-            raise OptionError(f"layers of a recurrent head must be 0 or more, got {self.layers}")
+        if not 0 <= self.layers <= MOST_MODULES or self.length > MOST_MODULES:
+            raise OptionError(
+                f"layers of a recurrent head must be 0 or more, and they and its length at most {MOST_MODULES}, got "
+                f"{self.layers} and {self.length}"
+            )
         if self.tied and self.exit_width != self.width:
             raise OptionError(
                 f"a head that ends in the target's LM head leaves {self.width} numbers, got an exit width of "

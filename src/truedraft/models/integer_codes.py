@@ -48,13 +48,13 @@ class Layout:
 
     Attributes:
         bits: of a code, those that layers may have.
-        group: inputs of an output that share a scale, 0 for all of them.
-        others: whether some layers have other bits or groups.
+        groups: inputs of an output that share a scale, as layers may have it; 0 for all of them.
+        others: whether some layers have other bits.
         zeros_less_one: GPTQ's zeros, which its first format writes less one.
     """
 
     bits: tuple[int, ...]
-    group: int
+    groups: tuple[int, ...] = (0,)
     others: bool = False
     zeros_less_one: bool = False
 
@@ -75,7 +75,7 @@ def gptq(tensors: Tensors, layout: Layout) -> StoredWeight:
     _expect(tensors, "qzeros", (groups, out * bits // 32))
     less = tensors["qzeros"]
     zeros = unpacked(less + layout.zeros_less_one * sum(1 << at for at in range(0, 32, bits)), bits).T
-    group_of = _in_order(inputs, layout, groups) if known is None else known
+    group_of = _in_order(tensors, inputs, layout, groups) if known is None else known
     return _grouped(tensors, bits, lambda: unpacked(tensors["qweight"].T, bits), scales.T, zeros, group_of)
 
 
@@ -86,6 +86,8 @@ def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
     groups, out = scales.shape
     inputs = tensors.shape("qweight")[0]
     bits = _known_bits(tensors, layout, tensors.shape("qweight")[-1], out)
+    if bits != 4:  # engines differ in where they lie in a word
+        raise tensors.unread(f"codes of {bits} bits by AWQ")
     _expect(tensors, "qweight", (inputs, out * bits // 32))
     _expect(tensors, "qzeros", (groups, out * bits // 32))
 
@@ -94,7 +96,7 @@ def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
         placed = np.take(codes.numpy().reshape(len(codes), -1, 8), _AWQ_PLACES, axis=2)
         return torch.from_numpy(placed.reshape(len(codes), -1)).T
 
-    zeros, group_of = in_place(tensors["qzeros"]), _in_order(inputs, layout, groups)
+    zeros, group_of = in_place(tensors["qzeros"]), _in_order(tensors, inputs, layout, groups)
     return _grouped(tensors, bits, lambda: in_place(tensors["qweight"]), scales.T, zeros, group_of)
 
 
@@ -107,9 +109,7 @@ def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
     _expect(tensors, "weight_packed", (out, -(-inputs * bits // 32)))
     scales = _by_output(tensors, scales, out)
     zeros = None if (words := tensors.get("weight_zero_point")) is None else unpacked(words.T, bits)[:, :out].T
-    group_of = tensors.get("weight_g_idx")
-    if group_of is None or bool((group_of < 0).any()):  # no order was made
-        group_of = _in_order(inputs, layout, scales.shape[1])
+    group_of = _by_order(tensors, inputs, layout, scales.shape[1])
 
     def codes() -> Tensor:
         return unpacked(tensors["weight_packed"], bits)[:, :inputs]
@@ -118,12 +118,13 @@ def packed(tensors: Tensors, layout: Layout) -> StoredWeight:
 
 
 def whole(tensors: Tensors, layout: Layout) -> StoredWeight:
-    """A layer of compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale, and where it has them zeros."""
+    """A layer of compressed-tensors in bytes: weight `[out, in]`, int8, weight_scale, and where it has them
+    weight_zero_point and weight_g_idx."""
     out, inputs = tensors.shape("weight")
     scales = _by_output(tensors, tensors["weight_scale"], out)
     written = tensors.get("weight_zero_point")
     zeros = None if written is None else _by_output(tensors, _from_zero(written), out)
-    group_of = _in_order(inputs, layout, scales.shape[1])
+    group_of = _by_order(tensors, inputs, layout, scales.shape[1])
     return _grouped(tensors, 8, lambda: _from_zero(tensors["weight"]), scales, zeros, group_of)
 
 
@@ -131,7 +132,7 @@ def of_bitsandbytes(tensors: Tensors, layout: Layout) -> StoredWeight:
     """A layer of bitsandbytes in 8 bits: weight `[out, in]`, int8, and SCB, 127 times the scale of each output."""
     out, inputs = tensors.shape("weight")
     scales = _by_output(tensors, tensors["SCB"].float() * _ONE_127TH, out)
-    group_of = _in_order(inputs, layout, 1)
+    group_of = _in_order(tensors, inputs, layout, 1)
     return _grouped(tensors, 8, lambda: _from_zero(tensors["weight"]), scales, None, group_of)
 
 
@@ -175,10 +176,19 @@ def _by_output(tensors: Tensors, scales: Tensor, out: int) -> Tensor:
     return scales.expand(out, -1)
 
 
-def _in_order(inputs: int, layout: Layout, groups: int) -> Tensor:
+def _by_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
+    """The group of each input, by weight_g_idx where an order was made."""
+    given = tensors.get("weight_g_idx")
+    return _in_order(tensors, inputs, layout, groups) if given is None or bool((given < 0).any()) else given
+
+
+def _in_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
     """The group of each input where groups are of neighbours."""
-    size = -(-inputs // max(groups, 1)) if layout.others else layout.group or inputs
-    return torch.arange(inputs) // size
+    sizes = dict.fromkeys(min(size, inputs) or inputs for size in layout.groups)
+    fitting = [size for size in sizes if -(-inputs // size) == groups]
+    if len(fitting) > 1:
+        raise tensors.unread(f"{groups} groups of {inputs} inputs, which may be groups of {fitting[0]} or {fitting[1]}")
+    return torch.arange(inputs) // (fitting or [*sizes])[0]
 
 
 def _grouped(

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import (
@@ -56,6 +56,7 @@ from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.parallel import follow, parallel_backend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
+from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
 from truedraft.models.mapped import return_freed_memory
@@ -480,11 +481,12 @@ def load_config(source: str, name: str, revision: str | None) -> Any:
     Raises:
         ModelNotFoundError: there is no such name.
         UnsupportedModelError: it comes with code of its own.
-        ModelError: its config.json cannot be read.
+        ModelError: its config.json cannot be read, or asks for more than its weights hold.
     """
     try:
+        refuse_vast_sizes(PretrainedConfig.get_config_dict(source, revision=revision)[0], source, name, revision)
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         if "custom code" in str(error):
             raise UnsupportedModelError(
                 f"{name!r} is made by code that comes with it, and such remote code is not run here; use a model of a "
@@ -544,7 +546,9 @@ def _load_by_transformers(
         raise MissingExtraError(
             f"the weights of {name!r} need a package that is not installed ({first_line(error)}); install it"
         ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # a pickle that is none, or names code, ends in errors of many kinds
         raise ModelError(f"cannot load the weights of {name!r}: {first_line(error)}") from error
     missing, superfluous = sorted(report["missing_keys"]), without_mtp(sorted(report["unexpected_keys"]))
     if superfluous and not missing:  # without those that the family declares to be of no use
@@ -572,7 +576,7 @@ def refuse_broken_generation_config(source: str, name: str, revision: str | None
         return
     try:
         read = json.loads(Path(found).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _bad_generation_config(name, f"cannot be read ({first_line(error)})") from error
     if not isinstance(read, dict):
         raise _bad_generation_config(name, f"holds a {type(read).__name__} in place of an object")

@@ -67,7 +67,7 @@ def mtp_layers(names: Iterable[str]) -> list[MtpNames]:
         match = _NUMBERED.fullmatch(name)
         if match is not None:
             numbered.append((int(match[2]), match[1]))
-        found |= {each: None for each in (_QWEN, SPECULATORS) if name.removeprefix(each.prefix) in each.parts}
+        found |= {each: None for each in (_QWEN, SPECULATORS) if name in {each.prefix + part for part in each.parts}}
     ends = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
     return [*found] + [MtpNames(prefix, *ends, zeroes_first=True) for _, prefix in sorted(numbered)]
 

@@ -29,7 +29,8 @@ READ_HERE = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandb
 """Methods, by config.json's names, whose folders this reads."""
 BY_TRANSFORMERS = ("mxfp4", "torchao")
 """Those that transformers reads, and whose weights are made numbers then."""
-_GPTQ_FORMATS = (None, "gptq", "gptq_v2")
+_FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+_PACKED = (None, "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense")
 # Of products with inputs in fewer bits, by scales that were measured; ours have scales of their own.
 _OF_ACTIVATIONS = {
     *("input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point", "activation_scale"),
@@ -154,14 +155,21 @@ class QuantizedFolder:
         """What reads a layer of whole numbers; None of another."""
         weight = layer.places.get("weight")
         if "qweight" in layer.places:
+            self._refuse_other_words(layer, "qweight", "qzeros")
             return integer_codes.awq if self._method == "awq" else integer_codes.gptq
         if "weight_packed" in layer.places:
+            self._refuse_other_words(layer, "weight_zero_point")
             if layer.places["weight_packed"].dtype != "I32" or "weight_global_scale" in layer.places:
                 raise _not_read(self._name, f"in the format {self._said.get('format')!r}")
             return integer_codes.packed
         if weight is None or weight.dtype != "I8":
             return None
         return integer_codes.of_bitsandbytes if self._method == "bitsandbytes" else integer_codes.whole
+
+    def _refuse_other_words(self, layer: _Layer, *ends: str) -> None:
+        for end in ends:
+            if end in layer.places and layer.places[end].dtype != "I32":
+                raise layer.unread(f"{end} of {layer.places[end].dtype} in place of I32")
 
     def by_codes(self, config: Any, dtype: torch.dtype) -> PreTrainedModel | None:
         """The causal language model with `quantized` weights; None where its parameters have other names than these, or
@@ -299,31 +307,53 @@ def _layout_of(method: str, said: Mapping[str, Any], name: str) -> Layout:
         return _layout_of_words(method, said, name)
     if method == "compressed-tensors":
         groups = [each.get("weights") or {} for each in (said.get("config_groups") or {}).values()]
+        _refuse_unlike(said, groups, name)
         bits = tuple(dict.fromkeys(int(each.get("num_bits") or 8) for each in groups)) or (8,)
         sizes = {max(int(each.get("group_size") or 0), 0) for each in groups}
-        return Layout(bits, min(sizes, default=0), others=len(groups) > 1)
-    return Layout((8,), 0)
+        return Layout(bits, tuple(sizes) or (0,), others=len(groups) > 1)
+    return Layout((8,))
+
+
+def _refuse_unlike(said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Refuse settings of compressed-tensors by which weights are other numbers than their tensors say."""
+    for each in (said, *(said.get("config_groups") or {}).values()):
+        if (written := each.get("format")) not in _PACKED:
+            raise _not_read(name, f"in the format {written!r}")
+    if (sparsity := (said.get("sparsity_config") or {}).get("format")) not in (None, "dense"):
+        raise _not_read(name, f"with a sparsity_config of the format {sparsity!r}")
+    if said.get("transform_config"):
+        raise _not_read(name, f"with the transform_config {said['transform_config']!r}")
+    for weights in groups:
+        strategy, kind = weights.get("strategy"), weights.get("type", "int")
+        if strategy not in (None, "tensor", "channel", "group", *(["block"] if kind == "float" else [])):
+            raise _not_read(name, f"by the strategy {strategy!r} with codes of the type {kind!r}")
 
 
 def _layout_of_words(method: str, said: Mapping[str, Any], name: str) -> Layout:
     bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", 128)
-    written = said.get("checkpoint_format", said.get("format"))
-    if method == "awq":
-        written = str(said.get("version") or said.get("format") or "gemm").lower()
-    if written not in (_GPTQ_FORMATS if method == "gptq" else ("gemm",)):
-        raise _not_read(name, f"in {method.upper()}'s format {written!r}")
-    if type(bits) is not int or type(group) is not int:
+    formats = [str(said[place]).lower() for place in ("checkpoint_format", "format", "version") if said.get(place)]
+    for written in formats:
+        if written not in _FORMATS[method]:
+            raise _not_read(name, f"in {method.upper()}'s format {written!r}")
+    for word, only in (("is_marlin_format", False), ("zero_point", True), ("pack_dtype", "int32")):
+        if said.get(word, only) != only:
+            raise _not_read(name, f"with the {word} {said[word]!r}")
+    dynamic = said.get("dynamic") or {}
+    sizes = [group, *(each.get("group_size", group) for each in dynamic.values() if isinstance(each, dict))]
+    if type(bits) is not int or any(type(size) is not int for size in sizes):
         raise ModelError(
             f"config.json of {name!r} says {bits!r} bits in groups of {group!r}; fetch it again, or write numbers"
         )
-    first = method == "gptq" and written != "gptq_v2"
-    return Layout((bits,), max(group, 0), others=bool(said.get("dynamic")), zeros_less_one=first)
+    first = method == "gptq" and formats[:1] != ["gptq_v2"]
+    return Layout((bits,), tuple(max(size, 0) for size in sizes), others=bool(dynamic), zeros_less_one=first)
 
 
 def _block_of(said: Mapping[str, Any]) -> tuple[int, int] | None:
     found = said.get("weight_block_size")
     for each in (said.get("config_groups") or {}).values():
         found = found or (each.get("weights") or {}).get("block_structure")
+    if isinstance(found, str):
+        found = found.split("x")
     return None if found is None else (int(found[0]), int(found[1]))
 
 

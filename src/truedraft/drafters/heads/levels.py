@@ -349,7 +349,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     def _features(self) -> Features:
         """What the head reads of the target, as far as is known without it: by default vectors of layers."""
         config: Any = self.head.config
-        if min(config.layers, default=-1) < 0:
+        if min(config.layers, default=-1) < 0 or getattr(config, "layers_unsettled", False):
             raise OptionError(
                 "a head whose layers are not named, or that reads the target's embedding as one, cannot be run here; "
                 "give its config at_usual_layers of the target"
