@@ -227,9 +227,9 @@ def _convert(path: Path, folder: Path) -> None:
     architecture = header.fields.get("general.architecture")
     said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
-    config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
     try:
         tokenizer = _tokenizer(path, header)
+        config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
         model = without_weights(config, torch.float32)
         places = get_gguf_hf_weights_map(model, TensorProcessor())
     except KeyError as error:

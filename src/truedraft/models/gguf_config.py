@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -36,7 +37,7 @@ FAMILIES: Final = {  # transformers' names of what llama.cpp calls architectures
 }
 _PARTLY = ("phi3", "stablelm", "nemotron")  # families in which a part of a head may turn
 _LAYERS = 512  # llama.cpp's limit
-_CONTEXT = 1 << 31
+_LARGEST = 1 << 31  # any number
 _EITHER = object()  # any value
 
 
@@ -167,9 +168,9 @@ class Said:
         numbers = value if isinstance(value, list) else [value]
         if not all(type(each) is kind or (kind is float and type(each) is int) for each in numbers):
             raise self.impossible(key, value)
-        if kind in (int, float) and not all(math.isfinite(each) and 0 <= each < _CONTEXT for each in numbers):
+        if kind in (int, float) and not all(math.isfinite(each) and 0 <= each < _LARGEST for each in numbers):
             raise self.impossible(key, value)
-        return value
+        return float(value) if kind is float else value
 
     def unsupported(self, key: str, value: Any) -> UnsupportedModelError:
         """A key that is not followed."""
@@ -190,6 +191,9 @@ class Said:
         norms = [key for key in self.values if key.startswith("attention.layer_norm")]
         needed = ["context_length", "embedding_length", "block_count"]
         needed += [] if self.architecture == "mamba" else ["attention.head_count"]
+        for key in norms:
+            if self.values[key] >= 1:
+                raise self.impossible(key, self.values[key])
         for key in [*needed, *([] if norms else ["attention.layer_norm_rms_epsilon"])]:
             if key not in self.values:
                 raise ModelError(f"{self.path!r} does not say {self._prefix + key!r} of its model; fetch it again")
@@ -318,8 +322,9 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
     own = {name if name in fields else kind.attribute_map[name]: value for name, value in followed.items()}
     try:
         config: PreTrainedConfig = AutoConfig.for_model(kind.model_type, **own, **tokens)
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"what {said.path!r} says makes no model: {first_line(error)}; fetch it again") from error
+    except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        why = first_line(error.__cause__ or error)
+        raise ModelError(f"{said.path!r} says what makes no model ({why}); fetch it again") from error
     for key, value in said.values.items():
         if key in _KEYS:
             field = next((each for each in _KEYS[key].fields if each in names), None)
@@ -381,7 +386,7 @@ def _layer_types(said: Said, followed: dict[str, Any]) -> list[str]:
     """Which layers read a window: those that a list names, or all but each n-th."""
     every = said.values.get(_PATTERN, _WINDOW_EVERY[str(said.architecture)])
     layers = said.values["block_count"]
-    if isinstance(every, int) and 0 <= every < _CONTEXT:
+    if isinstance(every, int) and 0 <= every < _LARGEST:
         windowed = [every == 0 or layer % every < every - 1 for layer in range(layers)]
     elif isinstance(every, list) and len(every) == layers and all(each in (0, 1) for each in every):
         windowed = every
