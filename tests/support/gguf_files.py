@@ -51,8 +51,9 @@ def write(
     more: Callable[[GGUFWriter], None] = lambda writer: None,
     tokenizer: Callable[[GGUFWriter, list[str]], None] | None = None,
     endian: GGUFEndian = GGUFEndian.LITTLE,
+    tensors_of_a_part: int = 0,
 ) -> Path:
-    """A file of two layers with a byte tokenizer.
+    """A file of two layers with a byte tokenizer; the first part of it where it is written in parts.
 
     Args:
         path: of the file.
@@ -65,9 +66,10 @@ def write(
         more: writes fields and tensors beside those.
         tokenizer: writes that of a vocabulary; None writes a whole one.
         endian: order of the bytes of numbers.
+        tensors_of_a_part: of a model in several files; 0 for one file.
     """
     vocab, head = vocabulary(), _head(architecture)
-    writer = GGUFWriter(path, architecture, endianess=endian)
+    writer = GGUFWriter(path, architecture, endianess=endian, split_max_tensors=tensors_of_a_part)
     writer.add_context_length(512)
     writer.add_embedding_length(_WIDTH)
     writer.add_block_count(_LAYERS)
@@ -105,7 +107,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if path.exists() else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def _head(architecture: str) -> int:

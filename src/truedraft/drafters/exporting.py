@@ -32,8 +32,9 @@ from truedraft.heads.medusa_folders import write_vllm_medusa
 from truedraft.heads.mtp import MtpHead, reach_of, write_mtp_folder
 from truedraft.heads.peagle import PEagleHead
 from truedraft.heads.published import kind_in
-from truedraft.models import smollm2
+from truedraft.models import gguf, smollm2
 from truedraft.models.export import export_model, new_folder
+from truedraft.models.gguf_header import parts_of
 from truedraft.models.loading import load_config, read_model, resolve_source
 from truedraft.options import Words, read_whole
 
@@ -345,7 +346,7 @@ def _export_draft(
             f"{theirs:,}; train one for it: truedraft train draft"
         )
     file = _gguf_file(name)
-    if engine == "llamacpp" and file is not None:
+    if engine == "llamacpp" and file is not None and len(parts_of(file)) == 1:
         with new_folder(folder):
             shutil.copyfile(file, folder / _GGUF)
     else:
@@ -402,5 +403,5 @@ def _gguf_file(name: str) -> Path | None:
     if name == smollm2.WORD:
         return smollm2.installed_file()
     path = user_path(name, ModelNotFoundError)
-    files = list(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else [path]
+    files = gguf.models_in(path) if path.is_dir() and not (path / "config.json").is_file() else [path]
     return files[0] if len(files) == 1 and files[0].suffix == ".gguf" and files[0].is_file() else None

@@ -10,11 +10,10 @@ import atexit
 import hashlib
 import json
 import logging
-import re
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,18 +33,20 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
+from truedraft.errors import ModelError, UnsupportedModelError, first_line
 from truedraft.files import written_whole
 from truedraft.machine import cache_folder, could_not_be_kept
+from truedraft.models.gguf_config import Said, hold_positions, read_config
+from truedraft.models.gguf_header import Header, StoredTensor, parts_of, read_header
 from truedraft.models.gguf_tokenizer import read_tokenizer
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
 
 INDEX = "gguf.json"
-_FORMAT = 5
-_MAGIC = b"GGUF"
+_FORMAT = 6
 _PIECE, _WHOLE = 1 << 22, 64  # codes that are read at a time, of outputs in whole units of the native products
 _FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
 _BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # GGUF's names of what configurations call so
 _log = logging.getLogger(__name__)
 
 Blocks = NDArray[np.uint8]
@@ -168,38 +169,10 @@ def numbers_of(kind: str, data: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(of_type.astype(np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a file has a tensor.
-
-    Attributes:
-        name: as llama.cpp calls it.
-        place: as transformers calls the parameter; "" of one that the model has not.
-        kind: type, by ggml's name.
-        shape: the last axis is that of inputs.
-        offset: bytes before it.
-        size: its bytes.
-    """
-
-    name: str
-    place: str
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether it has codes."""
-        return self.kind in _READERS
-
-    def data(self, file: BinaryIO) -> NDArray[np.uint8]:
-        """`[out, bytes of an output]`, or of a vector its bytes.
-
-        The file is mapped for this alone: a mapping that stays counts all of its pages that were ever read.
-        """
-        found = np.memmap(file, np.uint8, "r")[self.offset : self.offset + self.size]
-        return found.reshape(self.shape[0], -1) if len(self.shape) > 1 else found
+def models_in(folder: Path) -> list[Path]:
+    """A folder's GGUF files, in order; of a model that is in several the first."""
+    files = sorted(folder.glob("*.gguf"))
+    return [file for file in files if parts_of(file)[0] == file or parts_of(file)[0] not in files]
 
 
 def folder_of(path: Path) -> Path:
@@ -213,8 +186,9 @@ def folder_of(path: Path) -> Path:
         MissingExtraError: the package `gguf` is not installed.
     """
     path = path.resolve()
-    seen = path.stat()
-    key = hashlib.sha256(f"{path} {seen.st_size} {seen.st_mtime_ns} {_FORMAT}".encode()).hexdigest()[:24]
+    seen = [(str(file), file.stat()) for file in parts_of(path) if file.is_file()]
+    known = "".join(f"{file} {about.st_size} {about.st_mtime_ns} " for file, about in seen)
+    key = hashlib.sha256(f"{known}{_FORMAT}".encode()).hexdigest()[:24]
     folder = cache_folder() / "gguf" / key
     if (folder / INDEX).is_file():
         return folder
@@ -249,25 +223,30 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 def _convert(path: Path, folder: Path) -> None:
-    from transformers import AutoConfig
-
-    reader = _reader(path)
-    stored = _stored(path, reader)
-    where = {"gguf_file": path.name}
+    header = _header(path)
+    architecture = header.fields.get("general.architecture")
+    said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
+    tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
     try:
-        config = AutoConfig.from_pretrained(path.parent, **where)
-        tokenizer = _tokenizer(path, reader)
-        places = get_gguf_hf_weights_map(without_weights(config, torch.float32), TensorProcessor())
+        tokenizer = _tokenizer(path, header)
+        config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
+        model = without_weights(config, torch.float32)
+        places = get_gguf_hf_weights_map(model, TensorProcessor())
     except KeyError as error:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(f"{str(path)!r} cannot be read by transformers: {first_line(error)}") from error
-    config.bos_token_id = _token(reader, "bos")  # the family's own, where the file says none
+    hold_positions(said, model)
     index = {
-        "file": str(path),
-        "architecture": _said(reader, "general.architecture"),
-        "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in stored],
+        "files": [str(file) for file in header.files],
+        "architecture": architecture,
+        "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in header.tensors],
     }
+    if len(header.files) > 1 and _processor(index) not in _BY_ROWS:
+        raise UnsupportedModelError(
+            f"{str(path)!r} is a part of a model of the architecture {architecture!r}, which truedraft reads "
+            "of whole files alone; merge them with llama.cpp's llama-gguf-split --merge"
+        )
     try:
         config.save_pretrained(folder)
         _keep_tokenizer(tokenizer, folder)
@@ -277,8 +256,8 @@ def _convert(path: Path, folder: Path) -> None:
         raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
 
 
-def _tokenizer(path: Path, reader: Any) -> Any:
-    said = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+def _tokenizer(path: Path, header: Header) -> Any:
+    said = {name: value for name, value in header.fields.items() if name.startswith("tokenizer.")}
     built = read_tokenizer(str(path), said)
     if built is not None:
         return built
@@ -304,83 +283,44 @@ def _keep_tokenizer(tokenizer: Any, folder: Path) -> None:
     file.write_text(json.dumps(about), encoding="utf-8")
 
 
-def _reader(path: Path) -> Any:
-    """What the package reads, of a file that is whole, and whose model is one that can be run."""
-    try:
-        from gguf import GGUFEndian, GGUFReader
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{str(path)!r} is a GGUF file, and the package that reads these is not installed; run pip install "
-            "'truedraft[gguf]'"
-        ) from error
-    with path.open("rb") as file:
-        magic, version = file.read(4), file.read(4)
-    if magic != _MAGIC:
-        raise ModelError(f"{str(path)!r} is no GGUF file: it begins with {magic!r}; fetch it again")
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError, TypeError, OverflowError) as error:
-        if "GGMLQuantizationType" in str(error):
-            raise UnsupportedModelError(
-                f"{str(path)!r} has weights of a type that the package gguf does not know ({first_line(error)}); "
-                f"get one of {', '.join(_READERS)}"
-            ) from error
-        said = f"of version {int.from_bytes(version, 'little')}, " if "version" in str(error) else ""
-        raise ModelError(f"{str(path)!r} is {said}cut off or damaged; fetch it again") from error
-    if reader.endianess is GGUFEndian.BIG:
-        raise UnsupportedModelError(
-            f"{str(path)!r} is written for big-endian machines; turn it by python -m "
-            "gguf.scripts.gguf_convert_endian FILE little"
-        )
-    if re.search(r"-\d{5}-of-\d{5}$", path.stem) or (_said(reader, "split.count") or 1) > 1:
-        raise UnsupportedModelError(
-            f"{str(path)!r} is one part of a model, and truedraft reads whole files; merge them with llama.cpp's "
-            "llama-gguf-split --merge"
-        )
-    stretched = _said(reader, f"{_said(reader, 'general.architecture')}.rope.scaling.type")
-    if stretched not in (None, "none"):
-        raise UnsupportedModelError(
-            f"{str(path)!r} stretches positions (rope.scaling of type {stretched!r}), which truedraft does not read of "
-            "GGUF files; get the model as a Hugging Face folder"
-        )
-    vocabulary, end = reader.get_field("tokenizer.ggml.tokens"), _token(reader, "eos")
-    if vocabulary is None or end is None or not 0 <= end < len(vocabulary.data):
-        lacks = "has no vocabulary" if vocabulary is None else f"names no token of it that ends a text (got {end})"
-        raise ModelError(f"{str(path)!r} {lacks}; get one that llama.cpp's convert_hf_to_gguf.py wrote")
-    return reader
-
-
-def _said(reader: Any, name: str) -> Any:
-    """A field of a file; None where it has no such."""
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
-
-
-def _token(reader: Any, name: str) -> int | None:
-    """A token of special meaning, by its id; None where the file says none."""
-    found: int | None = _said(reader, f"tokenizer.ggml.{name}_token_id")
-    return found
-
-
-def _stored(path: Path, reader: Any) -> list[StoredTensor]:
-    tensors = [
-        StoredTensor(
-            each.name,
-            "",
-            each.tensor_type.name,
-            tuple(int(n) for n in reversed(each.shape)),
-            each.data_offset,
-            each.n_bytes,
-        )
-        for each in reader.tensors
-    ]
-    unknown = sorted({each.kind for each in tensors} - {*_READERS, *_NUMBERS})
+def _header(path: Path) -> Header:
+    """What a model says, whose tensors and vocabulary can be read."""
+    header = read_header(path)
+    unknown = sorted({each.kind for each in header.tensors} - {*_READERS, *_NUMBERS})
     if unknown:
         raise UnsupportedModelError(
             f"{str(path)!r} has weights of type {', '.join(unknown)}, which truedraft does not read; get one of "
             f"{', '.join(_READERS)}"
         )
-    return tensors
+    for name, value in header.fields.items():
+        if name.startswith("tokenizer.ggml.") and not _is_of_kind(name.removeprefix("tokenizer.ggml."), value):
+            raise ModelError(
+                f"{str(path)!r} says {name[:100]} = {str(value)[:100]!r}, which that cannot be; fetch it again"
+            )
+    vocabulary, end = header.fields.get("tokenizer.ggml.tokens"), _token(header, "eos")
+    if vocabulary is None or end is None or not 0 <= end < len(vocabulary):
+        lacks = "has no vocabulary" if vocabulary is None else f"names no token of it that ends a text (got {end})"
+        raise ModelError(f"{str(path)!r} {lacks}; get one that llama.cpp's convert_hf_to_gguf.py wrote")
+    rows = next((each.shape[0] for each in header.tensors if each.name == "token_embd.weight"), 0)
+    if rows != len(vocabulary):
+        raise ModelError(f"{str(path)!r} has {len(vocabulary)} tokens and embeddings of {rows}; fetch it again")
+    return header
+
+
+def _is_of_kind(name: str, value: Any) -> bool:
+    """Whether a value is of the kind that a field of a tokenizer has."""
+    if name.endswith("_token_id"):
+        return type(value) is int
+    if name in ("model", "pre"):
+        return isinstance(value, str)
+    kind = {"tokens": str, "merges": str, "scores": float, "token_type": int}.get(name)
+    return kind is None or (isinstance(value, list) and all(type(each) is kind for each in value))
+
+
+def _token(header: Header, name: str) -> int | None:
+    """A token of special meaning, by its id; None where the file says none."""
+    found: int | None = header.fields.get(f"tokenizer.ggml.{name}_token_id")
+    return found
 
 
 def without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -408,7 +348,7 @@ def place_of(source: str) -> dict[str, Any]:
     """
     if not is_one(source):
         return {"pretrained_model_name_or_path": source}
-    file = Path(_index(source)["file"])
+    file = Path(_index(source)["files"][0])
     return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
 
 
@@ -431,7 +371,7 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
     index = _index(folder)
     try:
         # Open as long as anything of it may be read: another file may take its name.
-        file = Path(index["file"]).open("rb")  # noqa: SIM115
+        files = [Path(each).open("rb") for each in index["files"]]  # noqa: SIM115
     except OSError as error:
         raise ModelError(f"cannot read the weights of {name!r}: {first_line(error)}") from error
     model = without_weights(config, dtype)
@@ -443,9 +383,9 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
     for stored in tensors:
         if stored.place:
             missing.discard(stored.place)
-            _fill(parameters[stored.place], stored, file, processor, name)
+            _fill(parameters[stored.place], stored, files, processor, name)
         elif stored.name == _FACTORS:
-            _divide_frequencies(model, stored, file)
+            _divide_frequencies(model, stored, files)
     for what, which in (
         ("lacks tensors of its model", sorted(missing)),
         ("has tensors that its model has not", others),
@@ -455,15 +395,15 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
     return model
 
 
-def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, file: BinaryIO) -> None:
+def _divide_frequencies(model: PreTrainedModel, stored: StoredTensor, files: Sequence[BinaryIO]) -> None:
     """Of rotary tables, as Llama 3.1 and later have it."""
-    factors = numbers_of(stored.kind, stored.data(file))
+    factors = numbers_of(stored.kind, stored.data(files))
     for buffer, values in model.named_buffers():
         if buffer.endswith("inv_freq") and values.shape == factors.shape:
             values.div_(factors)
 
 
-def _fill(weight: nn.Parameter, stored: StoredTensor, file: BinaryIO, processor: Any, name: str) -> None:
+def _fill(weight: nn.Parameter, stored: StoredTensor, files: Sequence[BinaryIO], processor: Any, name: str) -> None:
     if tuple(weight.shape) != tuple(stored.shape):
         raise ModelError(
             f"{name!r} has {stored.name!r} of the shape {list(stored.shape)}, and its model asks for "
@@ -473,8 +413,8 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, file: BinaryIO, processor:
     def whole(values: NDArray[Any]) -> NDArray[Any]:
         return processor.process(weights=values, name=stored.name).weights
 
-    if not stored.is_quantized:
-        numbers = torch.from_numpy(whole(numbers_of(stored.kind, stored.data(file)).numpy()))
+    if stored.kind in _NUMBERS:
+        numbers = torch.from_numpy(whole(numbers_of(stored.kind, stored.data(files)).numpy()))
         weight.data = numbers.view(weight.shape).to(weight.dtype)
         return
     order = np.ascontiguousarray(whole(np.arange(stored.shape[0])[:, None])[:, 0])
@@ -482,7 +422,7 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, file: BinaryIO, processor:
 
     def rows(index: Tensor | slice) -> QuantizedWeight:
         which = index.numpy() if isinstance(index, Tensor) else index
-        return quantized_of(stored.kind, stored.data(file)[which if as_stored else order[which]])
+        return quantized_of(stored.kind, stored.data(files)[which if as_stored else order[which]])
 
     out, inputs = stored.shape[0], stored.shape[-1]
     together = max(_PIECE // inputs // _WHOLE * _WHOLE, _WHOLE)

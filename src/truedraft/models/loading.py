@@ -420,7 +420,7 @@ def resolve_source(name: str) -> str:
         installed = smollm2.installed_file()
         return smollm2.ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
     path = user_path(name, ModelNotFoundError)
-    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
+    files = gguf.models_in(path) if path.is_dir() and not (path / "config.json").is_file() else []
     if path.suffix == ".gguf" and not path.exists():
         raise ModelNotFoundError(f"there is no file {name!r}; name a GGUF file that exists")
     if (path.suffix == ".gguf" and path.is_file()) or len(files) == 1:

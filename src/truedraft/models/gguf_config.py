@@ -1,0 +1,407 @@
+"""The configuration that a GGUF file describes.
+
+Each key of a file that is about its model is followed, or says what holds anyway, or the file is refused by that key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from truedraft.errors import ModelError, UnsupportedModelError, first_line
+
+FAMILIES: Final = {  # transformers' names of what llama.cpp calls architectures
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+    "falcon": "falcon",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "bloom": "bloom",
+    "gpt2": "gpt2",
+    "lfm2": "lfm2",
+    "mamba": "mamba",
+    "nemotron": "nemotron",
+}
+_PARTLY = ("phi3", "stablelm", "nemotron")  # families in which a part of a head may turn
+_LAYERS = 512  # llama.cpp's limit
+_LARGEST = 1 << 31  # any number
+_EITHER = object()  # any value
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a key says.
+
+    Attributes:
+        kind: of its value.
+        fields: of configurations that follow it: the first that a family's has.
+        idle: values that change nothing where it has none.
+    """
+
+    kind: type
+    fields: tuple[str, ...] = ()
+    idle: tuple[Any, ...] = ()
+
+
+_WIDTHS = {  # numbers that tensors have, too, so that none is greater than the largest of their axes
+    "vocab_size": _Key(int, ("vocab_size",)),
+    "embedding_length": _Key(int, ("hidden_size",)),
+    "block_count": _Key(int, ("num_hidden_layers",)),
+    "feed_forward_length": _Key(int, ("intermediate_size", "ffn_hidden_size", "n_inner"), (_EITHER,)),  # BLOOM, Mamba
+    "attention.head_count": _Key(int, ("num_attention_heads",), (0,)),
+    "attention.head_count_kv": _Key(int, ("num_key_value_heads", "num_kv_heads")),
+    "attention.key_length": _Key(int, ("head_dim",)),
+    "attention.value_length": _Key(int, ("head_dim",)),
+    "expert_count": _Key(int, ("num_experts",), (0,)),
+    "expert_used_count": _Key(int, ("num_experts_per_tok",), (0,)),
+    "expert_feed_forward_length": _Key(int, ("moe_intermediate_size",), (0,)),
+    "expert_shared_feed_forward_length": _Key(int, ("shared_expert_intermediate_size",), (0,)),
+    "ssm.conv_kernel": _Key(int, ("conv_kernel",)),
+    "ssm.state_size": _Key(int, ("state_size",)),
+    "ssm.time_step_rank": _Key(int, ("time_step_rank",)),
+    "ssm.inner_size": _Key(int, (), (_EITHER,)),
+    "shortconv.l_cache": _Key(int, ("conv_L_cache",)),
+}
+_OTHERS = {
+    "context_length": _Key(int, ("max_position_embeddings",), (_EITHER,)),  # BLOOM and Mamba have no limit
+    "attention.layer_norm_rms_epsilon": _Key(float, ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")),
+    "attention.layer_norm_epsilon": _Key(float, ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")),
+    "attention.sliding_window": _Key(int, ("sliding_window",), (0,)),
+    "attention.causal": _Key(bool, (), (True,)),
+    "attention.scale": _Key(float, (), (0,)),
+    "attention.clamp_kqv": _Key(float, (), (0,)),
+    "attention.max_alibi_bias": _Key(float, (), (0,)),
+    "final_logit_softcapping": _Key(float, ("final_logit_softcapping",), (0,)),
+    "attn_logit_softcapping": _Key(float, ("attn_logit_softcapping",), (0,)),
+    "logit_scale": _Key(float, (), (0, 1)),
+    "residual_scale": _Key(float, (), (0, 1)),
+    "embedding_scale": _Key(float, (), (0, 1)),
+    "use_parallel_residual": _Key(bool, ("use_parallel_residual", "parallel_attn"), (False,)),
+    "expert_shared_count": _Key(int, (), (0,)),
+    "expert_group_count": _Key(int, (), (0, 1)),
+    "expert_group_used_count": _Key(int, (), (0, 1)),
+    "expert_weights_scale": _Key(float, (), (0, 1)),
+    "expert_weights_norm": _Key(bool, ("norm_topk_prob",), (False,)),
+    "expert_gating_func": _Key(int, (), (0, 1)),  # softmax
+    "leading_dense_block_count": _Key(int, (), (0,)),
+    "nextn_predict_layers": _Key(int, (), (0,)),
+    "ssm.group_count": _Key(int, (), (0, 1)),
+    "ssm.dt_b_c_rms": _Key(bool, (), (False,)),
+    "rope.scaling.alpha": _Key(float, (), (0,)),
+    "rope.scaling.attn_factor": _Key(float, (), (1,)),
+    # Of positions; see `_Positions`.
+    "rope.freq_base": _Key(float, (), (_EITHER,)),
+    "rope.freq_base_swa": _Key(float, (), (_EITHER,)),
+    "rope.dimension_count": _Key(int, (), (_EITHER,)),
+    "rope.scaling.type": _Key(str, (), ("none", "linear")),
+    "rope.scaling.factor": _Key(float, (), (_EITHER,)),
+    "rope.scale_linear": _Key(float, (), (_EITHER,)),
+    # What only the types of stretching read that are refused, and what no forward reads.
+    "rope.scaling.original_context_length": _Key(int, (), (_EITHER,)),
+    "rope.scaling.finetuned": _Key(bool, (), (_EITHER,)),
+    "rope.scaling.yarn_log_multiplier": _Key(float, (), (_EITHER,)),
+    "rope.scaling.yarn_ext_factor": _Key(float, (), (_EITHER,)),
+    "rope.scaling.yarn_attn_factor": _Key(float, (), (_EITHER,)),
+    "rope.scaling.yarn_beta_fast": _Key(float, (), (_EITHER,)),
+    "rope.scaling.yarn_beta_slow": _Key(float, (), (_EITHER,)),
+    "pooling_type": _Key(int, (), (_EITHER,)),  # of embeddings
+    "tensor_data_layout": _Key(str, (), (_EITHER,)),  # an architecture has one
+}
+_KEYS = _WIDTHS | _OTHERS
+_PATTERN = "attention.sliding_window_pattern"
+_WINDOW_EVERY = {"gemma2": 2, "gemma3": 6}  # a layer of so many reads all of a text, where the file does not say
+_DIVIDED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # layers of models of 27B, whose queries are scaled otherwise
+
+
+class Said:
+    """What a file says of its model, by keys without the architecture.
+
+    Args:
+        path: of the file, for messages.
+        fields: all that it says.
+        shapes: of its tensors, by their names.
+
+    Raises:
+        ModelError: what it says cannot be.
+        UnsupportedModelError: of an architecture that is not read, or a key that is not followed.
+    """
+
+    def __init__(self, path: str, fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+        self.path = path
+        self.shapes = shapes
+        self.architecture = fields.get("general.architecture")
+        if not isinstance(self.architecture, str) or self.architecture not in FAMILIES:
+            raise UnsupportedModelError(
+                f"{path!r} is of the architecture {str(self.architecture)[:100]!r}, and truedraft reads GGUF files of "
+                f"{', '.join(FAMILIES)}; get the model as a Hugging Face folder"
+            )
+        self._prefix = f"{self.architecture}."
+        self.values: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name.startswith(self._prefix):
+                key = name.removeprefix(self._prefix)
+                self.values[key] = value if key == _PATTERN else self._checked(key, value)
+        self._hold_sizes()
+
+    def _checked(self, key: str, value: Any) -> Any:
+        """A value of the kind that its key has. Numbers of layers that are alike are one."""
+        if key not in _KEYS:
+            raise self.unsupported(key, value)
+        kind = _KEYS[key].kind
+        if isinstance(value, list) and value and (self.architecture, key) != ("lfm2", "attention.head_count_kv"):
+            if any(each != value[0] for each in value):
+                raise self.unsupported(key, value)
+            value = value[0]
+        numbers = value if isinstance(value, list) else [value]
+        if not all(type(each) is kind or (kind is float and type(each) is int) for each in numbers):
+            raise self.impossible(key, value)
+        if kind in (int, float) and not all(math.isfinite(each) and 0 <= each < _LARGEST for each in numbers):
+            raise self.impossible(key, value)
+        return float(value) if kind is float else value
+
+    def unsupported(self, key: str, value: Any) -> UnsupportedModelError:
+        """A key that is not followed."""
+        return UnsupportedModelError(
+            f"{self.path!r} says {self._prefix}{key[:100]} = {str(value)[:100]!r}, which truedraft does not follow; "
+            "get the model as a Hugging Face folder"
+        )
+
+    def impossible(self, key: str, value: Any) -> ModelError:
+        """A value that no model has."""
+        return ModelError(
+            f"{self.path!r} says {self._prefix}{key} = {str(value)[:100]!r}, which does not fit its tensors or its "
+            "other values; fetch it again"
+        )
+
+    def _hold_sizes(self) -> None:
+        """Before anything is made of them: against tensors, whose bytes the file has."""
+        norms = [key for key in self.values if key.startswith("attention.layer_norm")]
+        needed = ["context_length", "embedding_length", "block_count"]
+        needed += [] if self.architecture == "mamba" else ["attention.head_count"]
+        for key in norms:
+            if self.values[key] >= 1:
+                raise self.impossible(key, self.values[key])
+        for key in [*needed, *([] if norms else ["attention.layer_norm_rms_epsilon"])]:
+            if key not in self.values:
+                raise ModelError(f"{self.path!r} does not say {self._prefix + key!r} of its model; fetch it again")
+            if isinstance(self.values[key], list) or self.values[key] < 1:
+                raise self.impossible(key, self.values[key])
+        places = self.shapes.get("position_embd.weight", (0,))[0]
+        if self.architecture == "gpt2" and self.values["context_length"] != places:
+            raise self.impossible("context_length", self.values["context_length"])
+        largest = max((size for shape in self.shapes.values() for size in shape), default=0)
+        for key, value in self.values.items():
+            if key in _WIDTHS and (max(value) if isinstance(value, list) else value) > largest:
+                raise self.impossible(key, value)
+        blocks = {name.split(".")[1] for name in self.shapes if name.startswith("blk.")}
+        if self.values["block_count"] > min(len(blocks), _LAYERS):
+            raise self.impossible("block_count", self.values["block_count"])
+        heads, of_keys = self.values.get("attention.head_count", 0), self.values.get("attention.head_count_kv", 0)
+        fewest = min(filter(None, of_keys), default=0) if isinstance(of_keys, list) else of_keys
+        if heads * self.head > largest or (heads and self.head < 1) or (fewest and heads % fewest):
+            raise self.impossible("attention.head_count", heads)
+        if self.values.get("expert_used_count", 0) > self.values.get("expert_count", 0):
+            raise self.impossible("expert_used_count", self.values["expert_used_count"])
+
+    @property
+    def head(self) -> int:
+        """Numbers of a head; 0 where there are none."""
+        heads = self.values.get("attention.head_count", 0)
+        found: int = self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    """How positions turn queries and keys: pair i of a head's first numbers by `base ** (-2 i / rotated) / factor`.
+
+    Attributes:
+        base: of layers that read all of a text.
+        factor: that these stretch positions by.
+        windowed: the base of layers that read a window, where these have one of their own: they stretch nothing.
+        rotated: numbers of a head.
+    """
+
+    base: float
+    factor: float
+    windowed: float | None
+    rotated: int
+
+    @classmethod
+    def of(cls, said: Said) -> _Positions:
+        """As llama.cpp reads a file."""
+        values = said.values
+        kind = values.get("rope.scaling.type", "linear")
+        if kind not in ("none", "linear"):
+            raise UnsupportedModelError(
+                f"{said.path!r} stretches positions (rope.scaling of type {kind[:100]!r}), which truedraft does not "
+                "read of GGUF files; get the model as a Hugging Face folder"
+            )
+        base = values.get("rope.freq_base", 10000.0)
+        factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0.0)) or 1.0
+        windowed = values.get("rope.freq_base_swa", 10000.0 if said.architecture == "gemma3" else base)
+        if said.architecture != "gemma3" and windowed != base:
+            raise said.unsupported("rope.freq_base_swa", windowed)
+        for key, value in (("rope.freq_base", base), ("rope.freq_base_swa", windowed), ("rope.scaling.factor", factor)):
+            if value < (1e-3 if key == "rope.scaling.factor" else 1.0):
+                raise said.impossible(key, value)
+        return cls(
+            base,
+            1.0 if kind == "none" else factor,
+            windowed if said.architecture == "gemma3" else None,
+            values.get("rope.dimension_count", said.head),
+        )
+
+    def parameters(self, head: int, partly: bool) -> dict[str, Any]:
+        """As transformers has it."""
+        found: dict[str, Any] = {"rope_type": "default", "rope_theta": self.base}
+        if self.factor != 1:
+            found |= {"rope_type": "linear", "factor": self.factor}
+        if self.windowed is not None:
+            near = {"rope_type": "default", "rope_theta": self.windowed}
+            return {"full_attention": found, "sliding_attention": near}
+        return found | ({"partial_rotary_factor": self.rotated / head} if partly else {})
+
+    def hold(self, said: Said, model: PreTrainedModel) -> None:
+        """A model turns as the file says.
+
+        Raises:
+            UnsupportedModelError: it does not.
+        """
+        pairs = torch.arange(0, self.rotated, 2, dtype=torch.float64) / max(self.rotated, 1)
+        for name, values in model.named_buffers():
+            if name.endswith("inv_freq") and "original" not in name:
+                near = "sliding" in name and self.windowed is not None
+                expected = self.windowed**-pairs if near and self.windowed else self.base**-pairs / self.factor
+                if values.shape != expected.shape or not torch.allclose(values.double(), expected, rtol=1e-4):
+                    raise said.unsupported("rope.dimension_count", self.rotated)
+
+
+def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -> PreTrainedConfig:
+    """The configuration of a file's model.
+
+    Args:
+        said: what the file says.
+        vocabulary: its number of tokens.
+        tokens: ids by the names of configurations: bos_token_id and the like.
+
+    Raises:
+        ModelError: what it says does not fit together.
+        UnsupportedModelError: a key that the model's family in transformers does not follow.
+    """
+    kind = CONFIG_MAPPING[FAMILIES[str(said.architecture)]]
+    names = {*kind.__dataclass_fields__, *kind.attribute_map}
+    followed = {"vocab_size": vocabulary}
+    for key, value in said.values.items():
+        what = _KEYS.get(key)
+        field = next((each for each in what.fields if each in names), None) if what is not None else None
+        if what is None:
+            continue
+        if field is None:
+            if not _is_idle(said, key, value):
+                raise said.unsupported(key, value)
+        elif followed.get(field, value) != value:
+            raise said.impossible(key, value)
+        else:
+            followed[field] = value
+    _add_what_others_imply(said, followed, names)
+    fields = kind.__dataclass_fields__
+    own = {name if name in fields else kind.attribute_map[name]: value for name, value in followed.items()}
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(kind.model_type, **own, **tokens)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        why = first_line(error.__cause__ or error)
+        raise ModelError(f"{said.path!r} says what makes no model ({why}); fetch it again") from error
+    for key, value in said.values.items():
+        if key in _KEYS:
+            field = next((each for each in _KEYS[key].fields if each in names), None)
+            if field is not None and getattr(config, field) != followed[field]:
+                raise said.unsupported(key, value)
+    return config
+
+
+def _is_idle(said: Said, key: str, value: Any) -> bool:
+    """Whether a key of which no field of a configuration is left says what holds anyway."""
+    if key in ("attention.key_length", "attention.value_length"):
+        return bool(value * said.values.get("attention.head_count", 0) == said.values["embedding_length"])
+    if key == "attention.head_count_kv":
+        return bool(value == said.values.get("attention.head_count", 0))
+    if key == "attention.scale" and said.head:
+        return value == 0 or math.isclose(value, said.head**-0.5, rel_tol=1e-5)
+    return _EITHER in _KEYS[key].idle or value in _KEYS[key].idle
+
+
+def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]) -> None:
+    """What a file says by its tensors, by what it leaves out, or in another form than transformers."""
+    architecture, heads = said.architecture, said.values.get("attention.head_count", 0)
+    followed["tie_word_embeddings"] = architecture == "bloom" or "output.weight" not in said.shapes
+    if "num_key_value_heads" in names:
+        followed.setdefault("num_key_value_heads", heads)
+    if "head_dim" in names:
+        followed.setdefault("head_dim", said.head)
+    if "rope_parameters" in names:
+        followed["rope_parameters"] = _Positions.of(said).parameters(said.head, architecture in _PARTLY)
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "sliding_window"):
+        if followed.get(name) == 0:
+            followed[name] = None
+    if architecture == "falcon" and followed.get("num_kv_heads") != 1:
+        raise said.unsupported("attention.head_count_kv", followed.get("num_kv_heads", heads))
+    if architecture == "lfm2":
+        of_layers = followed["num_key_value_heads"]
+        if not isinstance(of_layers, list) or len(of_layers) != followed["num_hidden_layers"]:
+            raise said.impossible("attention.head_count_kv", of_layers)
+        followed["layer_types"] = ["full_attention" if count else "conv" for count in of_layers]
+        followed["block_auto_adjust_ff_dim"] = False
+        said.values["attention.head_count_kv"] = followed["num_key_value_heads"] = max(of_layers)
+    if architecture == "stablelm":
+        followed["use_qkv_bias"] = "blk.0.attn_q.bias" in said.shapes
+        followed["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in said.shapes
+    if architecture == "qwen3moe":
+        followed.setdefault("norm_topk_prob", True)  # llama.cpp does not ask
+    if architecture == "gemma2" and followed.get("sliding_window", 1) is None:
+        raise said.impossible("attention.sliding_window", 0)
+    if architecture in _WINDOW_EVERY:
+        per_head = said.values["embedding_length"] // heads
+        is_27b = said.values["block_count"] == _DIVIDED_BY_HEADS[architecture]
+        followed["query_pre_attn_scalar"] = per_head if is_27b else said.head
+        followed["layer_types"] = _layer_types(said, followed)
+    elif _PATTERN in said.values:
+        raise said.unsupported(_PATTERN, said.values[_PATTERN])
+
+
+def _layer_types(said: Said, followed: dict[str, Any]) -> list[str]:
+    """Which layers read a window: those that a list names, or all but each n-th."""
+    every = said.values.get(_PATTERN, _WINDOW_EVERY[str(said.architecture)])
+    layers = said.values["block_count"]
+    if isinstance(every, int) and 0 <= every < _LARGEST:
+        windowed = [every == 0 or layer % every < every - 1 for layer in range(layers)]
+    elif isinstance(every, list) and len(every) == layers and all(each in (0, 1) for each in every):
+        windowed = every
+    else:
+        raise said.impossible(_PATTERN, every)
+    if said.architecture == "gemma3" and not followed.get("sliding_window"):
+        windowed = [False] * layers
+        followed["sliding_window"] = said.values["context_length"]
+    return ["sliding_attention" if each else "full_attention" for each in windowed]
+
+
+def hold_positions(said: Said, model: PreTrainedModel) -> None:
+    """A model turns queries and keys by positions as the file says.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    _Positions.of(said).hold(said, model)

@@ -1,0 +1,278 @@
+"""The header of a GGUF file: what it says, and where its tensors lie, of one file or of all parts of a model.
+
+Files come from strangers: each length is held against the bytes that are left before it is followed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError
+
+_MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_ENTRIES = 1 << 22  # of a header with those of its lists; the largest vocabularies with their merges have a third of it
+_AXES = 4  # ggml's limit
+_ALIGNMENT = 32
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a model has a tensor.
+
+    Attributes:
+        name: as llama.cpp calls it.
+        place: as transformers calls the parameter; "" of one that the model has not.
+        kind: type, by ggml's name; its number where the package `gguf` knows none.
+        shape: the last axis is that of inputs.
+        offset: bytes before it.
+        size: its bytes.
+        part: which of the model's files has it.
+    """
+
+    name: str
+    place: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    part: int = 0
+
+    def data(self, files: Sequence[BinaryIO]) -> NDArray[np.uint8]:
+        """`[out, bytes of an output]`, or of a vector its bytes.
+
+        The file is mapped for this alone: a mapping that stays counts all of its pages that were ever read.
+        """
+        found = np.memmap(files[self.part], np.uint8, "r")[self.offset : self.offset + self.size]
+        return found.reshape(self.shape[0], -1) if len(self.shape) > 1 else found
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a model's files say.
+
+    Attributes:
+        files: all of its parts in order; most models have one.
+        fields: values by keys; those of parts are the first one's.
+        tensors: of all parts.
+    """
+
+    files: list[Path]
+    fields: dict[str, Any]
+    tensors: list[StoredTensor]
+
+
+class _DamagedError(Exception):
+    """What is wrong with a file, as the rest of a sentence that begins with its name."""
+
+
+_CUT_OFF = "is cut off or damaged"
+
+
+class _Bytes:
+    """Reads a header from its begin to its end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._left = _ENTRIES
+        self.at = 0
+
+    def _next(self, count: int) -> int:
+        """Where the next bytes begin, which are passed."""
+        begin = self.at
+        if count > len(self._data) - begin:
+            raise _DamagedError(_CUT_OFF)
+        self.at = begin + count
+        return begin
+
+    def count_entries(self, count: int) -> None:
+        """Hold a number of entries against what a header may have."""
+        self._left -= count
+        if self._left < 0:
+            raise _DamagedError(f"says more than {_ENTRIES} values, which no model does")
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        """As `struct` knows the form."""
+        return struct.unpack_from("<" + form, self._data, self._next(struct.calcsize("<" + form)))
+
+    def text(self) -> str:
+        (count,) = self.numbers("Q")
+        begin = self._next(count)
+        try:
+            return self._data[begin : self.at].decode()
+        except UnicodeDecodeError as error:
+            raise _DamagedError(_CUT_OFF) from error
+
+    def value(self, key: str) -> Any:
+        """A value behind its type."""
+        (kind,) = self.numbers("I")
+        if kind == _ARRAY:
+            kind, count = self.numbers("IQ")
+            self.count_entries(count)
+            if kind == _STRING:
+                return [self.text() for _ in range(count)]
+            if kind == _ARRAY:
+                raise _DamagedError(f"has lists in a list ({key!r})")
+            return list(self.numbers(f"{count}{self._scalar(kind, key)}"))
+        return self.text() if kind == _STRING else self.numbers(self._scalar(kind, key))[0]
+
+    def _scalar(self, kind: int, key: str) -> str:
+        if kind not in _SCALARS:
+            raise _DamagedError(f"has a value of an unknown type ({kind}, of {key[:100]!r})")
+        return _SCALARS[kind]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of the model that a file belongs to, by the names that llama.cpp gives parts; most are alone."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    name, _, count = named.groups()
+    return [path.with_name(f"{name}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+
+
+def read_header(path: Path) -> Header:
+    """What a model says of itself, all its parts together.
+
+    Args:
+        path: of a file, or of any part of a model that is in several.
+
+    Raises:
+        ModelError: a file is broken, or a part is missing or of another model.
+        UnsupportedModelError: the order of bytes is not that of most machines.
+        MissingExtraError: the package `gguf` is not installed.
+    """
+    files = parts_of(path)
+    if path not in files:
+        raise ModelError(f"{path.name!r} names a part that a model of {len(files)} files has not; name it as it was")
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise ModelError(
+            f"{str(path)!r} is a part of a model in {len(files)} files, and {missing.name!r} is not beside it; fetch "
+            "all of them"
+        )
+    headers = [_one(file, number) for number, file in enumerate(files)]
+    _hold_together(path, headers)
+    return Header(files, headers[0].fields, [tensor for header in headers for tensor in header.tensors])
+
+
+def _hold_together(path: Path, headers: list[Header]) -> None:
+    """Parts are of one model, and in the order of their names."""
+    first, count = headers[0].fields, len(headers)
+    if count == 1 and first.get("split.count", 1) in (0, 1):
+        return
+    if count == 1:
+        raise ModelError(
+            f"{str(path)!r} is one of {first['split.count']} parts of a model, and the others are found by names that "
+            "end in -00001-of-00002.gguf; give it the name that it had"
+        )
+    names: set[str] = set()
+    for number, header in enumerate(headers):
+        file, said = header.files[0].name, header.fields
+        if (said.get("split.no"), said.get("split.count")) != (number, count):
+            raise ModelError(
+                f"{str(path)!r} is a part of a model, and {file!r} says that it is part {said.get('split.no')} (from "
+                f"0) of {said.get('split.count')}; fetch that again"
+            )
+        tensors = {each.name for each in header.tensors}
+        if names & tensors or any(first.get(key) != said[key] for key in said if key != "split.no"):
+            raise ModelError(f"{str(path)!r} is a part of a model, and {file!r} is of another; fetch that again")
+        names |= tensors
+    if len(names) != first.get("split.tensors.count"):
+        raise ModelError(
+            f"{str(path)!r} is a part of a model of {first.get('split.tensors.count')} tensors, and its parts have "
+            f"{len(names)}, so one is of another model; fetch all of them again"
+        )
+
+
+def _one(path: Path, part: int) -> Header:
+    """The header of one file."""
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{str(path)!r} is a GGUF file, and the package that reads these is not installed; run pip install "
+            "'truedraft[gguf]'"
+        ) from error
+    sizes = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+    with path.open("rb") as file:
+        begin = file.read(8)
+        if begin[:4] != _MAGIC:
+            raise ModelError(f"{str(path)!r} is no GGUF file: it begins with {begin[:4]!r}; fetch it again")
+        version = int.from_bytes(begin[4:], "little")
+        if len(begin) == 8 and version and version & 0xFFFF == 0:
+            raise UnsupportedModelError(
+                f"{str(path)!r} is written for big-endian machines; turn it by python -m "
+                "gguf.scripts.gguf_convert_endian FILE little"
+            )
+        try:
+            if version not in (2, 3):
+                raise _DamagedError(f"is of version {version}, cut off or damaged")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                fields, tensors = _read(_Bytes(data), len(data), sizes)
+        except _DamagedError as error:
+            raise ModelError(f"{str(path)!r} {error}; fetch it again") from error
+    return Header([path], fields, [replace(tensor, part=part) for tensor in tensors])
+
+
+def _read(
+    content: _Bytes, length: int, sizes: dict[int, tuple[str, int, int]]
+) -> tuple[dict[str, Any], list[StoredTensor]]:
+    content.at = 8
+    count, keys = content.numbers("QQ")
+    fields: dict[str, Any] = {}
+    for _ in range(keys):
+        content.count_entries(1)
+        key = content.text()
+        if key in fields:
+            raise _DamagedError(f"says {key[:100]!r} twice")
+        fields[key] = content.value(key)
+    found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for _ in range(count):
+        content.count_entries(1)
+        name = content.text()
+        (axes,) = content.numbers("I")
+        if name in found or not 1 <= axes <= _AXES:
+            raise _DamagedError(f"has the tensor {name[:100]!r} twice, or with {axes} axes")
+        found[name] = (content.numbers(f"{axes}Q")[::-1], *content.numbers("IQ"))
+    return fields, _placed(found, content.at, length, fields.get("general.alignment", _ALIGNMENT), sizes)
+
+
+def _placed(
+    found: dict[str, tuple[tuple[int, ...], int, int]],
+    header: int,
+    length: int,
+    alignment: Any,
+    sizes: dict[int, tuple[str, int, int]],
+) -> list[StoredTensor]:
+    """Tensors lie one behind another, as ggml demands, so none is in memory twice."""
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise _DamagedError(f"aligns tensors to {alignment!r} bytes, which is no power of two")
+    begin = -(-header // alignment) * alignment
+    expected, tensors = 0, []
+    for name, (shape, number, offset) in found.items():
+        kind, together, size = sizes.get(number, (str(number), 1, 0))
+        whole = prod(shape) // together * size
+        if 0 in shape or shape[-1] % together:
+            raise _DamagedError(
+                f"has the tensor {name[:100]!r} of the shape {list(shape)}, which type {kind} cannot have"
+            )
+        if size and (offset != expected or begin + offset + whole > length):
+            raise _DamagedError(_CUT_OFF)
+        expected += -(-whole // alignment) * alignment
+        tensors.append(StoredTensor(name, "", kind, shape, begin + offset, whole))
+        if not size:  # what lies behind it cannot be told
+            break
+    return tensors
