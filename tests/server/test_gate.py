@@ -310,9 +310,14 @@ class Unreadable(Broken):
         FileNotFoundError(2, "No such file or directory", "/srv/secret/model.safetensors"),
         RuntimeError("cannot map /srv/secret/model.safetensors"),
         ModelError("a shard is missing: '/srv/secret/model.safetensors'"),
+        ModelError("a shard is missing: 'runs/secret/shard'"),
+        ModelError("a shard is missing in ../secret"),
+        ModelError("a shard is missing: ~/secret"),
+        ModelError("a shard is missing: runs\\secret\\shard"),
+        ModelError("secret.safetensors is cut off"),
         PromptError("the tokenizer failed"),
     ],
-    ids=lambda error: type(error).__name__,
+    ids=str,
 )
 def test_errors_of_a_model_name_no_files(target: LanguageModel, error: Exception) -> None:
     if isinstance(error, PromptError):
@@ -326,6 +331,41 @@ def test_errors_of_a_model_name_no_files(target: LanguageModel, error: Exception
             while not text.endswith(b"0\r\n\r\n"):
                 text += stream.recv(4096)
         assert b"log of the server" in text and b"secret" not in text
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["a KV cache of 5.0 GiB, and 3.5 are free", "see https://example.org/docs", "the target 'org/model' is busy"],
+)
+def test_errors_of_a_model_that_name_no_files_are_told(told: str) -> None:
+    error = ApiError.of(ModelError(told), shown={"org/model": "org/model"})
+    assert error.message == f"the model failed ({told})"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/speech", "/v1/rerank", "/nothing"])
+def test_who_asks_for_something_else_is_told_what_there_is(running: Running, path: str) -> None:
+    status, _, told = post(running.url, {"input": "x", "model": "tiny"}, path)
+    assert status == 404 and told["error"]["type"] == "not_found_error"
+    assert repr(path) in told["error"]["message"]
+    assert "this server only generates text, at /v1/chat/completions" in told["error"]["message"]
+
+
+def test_forms_by_vllms_former_fields_are_refused_with_todays(running: Running) -> None:
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"):
+        status, _, told = post(running.url, BODY | {name: "x"})
+        assert status == 400 and told["error"]["param"] == name
+        assert "response_format, or structured_outputs" in told["error"]["message"]
+
+
+def test_no_answer_is_longer_than_the_server_allows(make_engine: Callable[..., Engine], template_file: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+    longer = BODY | {"max_tokens": 9, "ignore_eos": True}
+    with serving(make_engine(), max_new_tokens=5, chat_template=template_file) as running:
+        for path, body in (("/v1/completions", longer), ("/v1/chat/completions", chat)):
+            told = post(running.url, body, path)[2]
+            assert told["usage"]["completion_tokens"] == 5 and told["choices"][0]["finish_reason"] == "length"
+        status, _, told = post(running.url, BODY | {"max_tokens": 9, "min_tokens": 7})
+        assert status == 400 and "min_tokens must be at most max_tokens, 5" in told["error"]["message"]
 
 
 def test_variables_of_templates_are_no_arguments_of_the_tokenizer(running: Running) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -303,32 +303,38 @@ class Decisions:
         """All steps in order, in at most so many stretches of equally many."""
         return _joined(self.stretches, -(-len(self.stretches) // most)) if self.stretches else []
 
-    def speedup(self) -> Speedup | None:
-        """The estimated factor over plain decoding, with an interval by a bootstrap over blocks of consecutive steps.
+    def estimate(self) -> Speedup | None:
+        """The estimated factor over plain decoding, without its interval, which takes milliseconds.
 
         None where nothing was drafted, or where there is neither a cost curve nor enough plain steps.
         """
         by_plain_steps = sum(each.plain_steps for each in self.stretches) >= _ENOUGH_PLAIN
         if not self.drafted or not (by_plain_steps or self._forward_s is not None):
             return None
+        sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
+        factor = float(_factors(sums.sum(0)[None])[0])
+        return Speedup(factor, None, None, by_plain_steps) if np.isfinite(factor) else None
+
+    def speedup(self) -> Speedup | None:
+        """`estimate` with an interval by a bootstrap over blocks of consecutive steps."""
+        found = self.estimate()
+        if found is None:
+            return None
         # Neighbours are alike: a drafter that found a passage to copy will find it again. So blocks are drawn.
         steps = sum(each.steps for each in self.stretches)
-        sums = np.array([_sums(each, by_plain_steps) for each in self.stretches])
+        sums = np.array([_sums(each, found.by_plain_steps) for each in self.stretches])
         length = max(round(steps ** (1 / 3) / self._in_each), -(-len(sums) // _MOST_BLOCKS), 1)
         blocks = np.add.reduceat(sums, range(0, len(sums), length))
-        factor = float(_factors(blocks.sum(0)[None])[0])
-        if not np.isfinite(factor):
-            return None
         if len(blocks) < _LEAST_BLOCKS:
-            return Speedup(factor, None, None, by_plain_steps)
+            return found
         drawn = np.random.default_rng(0).integers(len(blocks), size=(_DRAWS, len(blocks)))
         counts = np.bincount((drawn + len(blocks) * np.arange(_DRAWS)[:, None]).ravel(), minlength=drawn.size)
         factors = _factors(counts.reshape(drawn.shape).astype(np.float64) @ blocks)
         known = factors[np.isfinite(factors)]
         if not len(known):
-            return Speedup(factor, None, None, by_plain_steps)
+            return found
         low, high = np.quantile(known, _INTERVAL)
-        return Speedup(factor, float(low), float(high), by_plain_steps)
+        return replace(found, low=float(low), high=float(high))
 
     def as_dict(self, most: int = _SHOWN) -> dict[str, Any]:
         """For records: sums and what follows from them, and a timeline of at most `most` stretches."""

@@ -211,7 +211,7 @@ class Answers:
         counters = sum((s.answer.stats for s in streams if s.answer is not None), start=Counters())
         accepted = [sum(counts) for counts in zip_longest(*(stream.accepted for stream in streams), fillvalue=0)]
         forward_s = self.front.service.forward_s
-        speedup = sum((stream.decisions for stream in streams), Decisions(forward_s)).speedup()
+        speedup = sum((stream.decisions for stream in streams), Decisions(forward_s)).estimate()
         return {
             "mean_acceptance_length": counters.mean_acceptance_length,
             "draft_acceptance_rate": counters.draft_acceptance_rate,

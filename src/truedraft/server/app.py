@@ -107,6 +107,9 @@ def build_app(
 
     async def answer_error(http: HttpRequest, error: Exception) -> Response:
         """Of ours, or of the web framework's: no such page, or not by this method."""
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            path = http.scope["path"]
+            error = ApiError(404, f"there is nothing at {path!r}: this server only generates text, at {_GENERATING}")
         return front.service.api_error(error).response(http.scope["path"])
 
     for kind in (ApiError, TruedraftError, UnicodeEncodeError, HTTPException, Exception):
@@ -118,6 +121,9 @@ def build_app(
             CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     return app
+
+
+_GENERATING = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"
 
 
 def _errors(form: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -27,8 +27,12 @@ _KINDS: dict[int, tuple[str, str, str | None]] = {
 """By status what OpenAI and Anthropic call an error, and OpenAI's code."""
 _OTHER = ("invalid_request_error", "invalid_request_error", None)
 
-_PATH = re.compile(r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\][^\s'\"]")
-"""Where a file's path may begin."""
+_PATH = re.compile(
+    r"(?:^|[\s'\"(\[=:,])(?:~|[A-Za-z]:)?[/\\](?!/)[^\s'\"]|\bfile:"  # /a, ~/a, C:\a, and no https://
+    r"|(?<![\w/:.~-])[\w.~-]+[/\\][\w.~-]"  # a/b, ./a, ..\a
+    r"|\w\.(?:bin|gguf|jinja|json|jsonl|model|pt|pth|py|safetensors|so|txt)\b"  # a file by its name
+)
+"""What may be a file's path."""
 _SHOWN = 80
 """Characters of a value that is told back."""
 
@@ -126,9 +130,9 @@ class ApiError(Exception):
         """
         if isinstance(error, TruedraftError) and fields:
             error.call_fields(fields)
-        told = str(error)
+        told, known = str(error), str(error)
         for name, instead in (shown or {}).items():
-            told = told.replace(name, instead)
+            told, known = told.replace(name, instead), known.replace(name, "")
         if isinstance(error, ApiError):
             error.message = told
             return error
@@ -141,7 +145,7 @@ class ApiError(Exception):
         if isinstance(error, UnicodeEncodeError):
             return cls(400, "a text has half a character (a lone surrogate); mend how it was cut")
         if isinstance(error, TruedraftError):
-            hides = _is_about_a_file(error) or _PATH.search(told) is not None
+            hides = _is_about_a_file(error) or _PATH.search(known) is not None
             return cls(500, f"the model failed ({'the log of the server says why' if hides else told})")
         return cls(500, f"the server failed ({type(error).__name__}); its log says more")
 
@@ -176,6 +180,9 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     kind, message, context = str(first["type"]), str(first["msg"]), first.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
+    if kind == "extra_forbidden" and named.startswith("guided_"):  # vLLM's former fields
+        asked = "response_format, or structured_outputs with json, regex, choice or grammar"
+        return ApiError(400, f"{named} is not known here; ask for a form by {asked}", param=named)
     if kind == "extra_forbidden":
         return ApiError(400, f"unrecognized request argument: {named}", param=named)
     if not place:

@@ -56,6 +56,7 @@ class Front:
         names: of the model; the first is what answers say.
         rules: that a request may ask for, by their words.
         max_samples: most answers to one HTTP request.
+        max_new_tokens: most new tokens of an answer.
         timeout_s: of one; None is no limit.
         shares_prefixes: whether clients share what their requests begin with.
         chat_template: in place of the model's own.
@@ -67,6 +68,7 @@ class Front:
     names: Sequence[str]
     rules: Mapping[str, Rule] = field(default_factory=dict)
     max_samples: int = 16
+    max_new_tokens: int = 4096
     timeout_s: float | None = None
     shares_prefixes: bool = False
     chat_template: str | None = None
@@ -219,6 +221,8 @@ class Front:
         answering = Answering(self.service, deadline, names)
         try:
             check_max_tokens(self.service.engine.target, params.max_tokens)
+            if params.max_tokens > self.max_new_tokens:
+                params = replace(params, max_tokens=self.max_new_tokens)
             # Held until there are requests: what nobody holds may be forgotten, and would be prepared again.
             form = (
                 None

@@ -192,7 +192,7 @@ class Metrics(Collector):
         if self._speedup is None or now - self._estimated > _FRESH_S:
             self._estimated = now
             recent = [record for _, record in list(self._recent)]
-            self._speedup = Decisions.of(recent, self._service.forward_s).speedup()
+            self._speedup = Decisions.of(recent, self._service.forward_s).estimate()
         return self._speedup
 
     def _counter(self, name: str, meaning: str, value: float) -> Metric:

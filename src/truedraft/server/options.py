@@ -33,6 +33,7 @@ class ServerOptions:
         None, "Most requests that one API key has open.", "N", least=1, shown_default="no limit"
     )
     max_samples: int = option(16, "Most answers to one request (n, best_of, prompts).", "N", least=1)
+    max_new_tokens: int = option(4096, "Most new tokens of an answer, whatever its request asks for.", "N", least=1)
     max_body_bytes: str = option("8M", "Most bytes of a request's body.", "SIZE")
     prefix_cache_bytes: str = option(
         "512M", "Keep so many bytes of keys and values for requests that begin like earlier ones; 0 keeps none.", "SIZE"

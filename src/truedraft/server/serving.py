@@ -66,6 +66,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         names,
         {words: rule_from_spec(words) for words in options.allow_rule},
         options.max_samples,
+        options.max_new_tokens,
         options.request_timeout_s,
         options.share_prefixes,
         template,
