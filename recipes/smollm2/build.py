@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="stage 'write': the most of an answer")
     parser.add_argument("--steps", type=int, default=4_000, help="of a training")
     parser.add_argument("--tokens-per-step", type=int, default=16_384, help="stage 'draft'")
+    parser.add_argument("--rate", type=float, default=3e-3, help="stage 'draft': the learning rate")
     return command(parser, lambda options: STAGES[options.stage](options), arguments)
 
 
@@ -143,7 +144,7 @@ def _draft(options: argparse.Namespace) -> None:
     config = DraftConfig(
         start_from=options.start_from or _start(options),
         schedule=WarmupStableDecay.of(options.steps, 0.3),
-        optimizer=OptimizerConfig(3e-3, 3e-3),
+        optimizer=OptimizerConfig(options.rate, options.rate),
         curriculum=Curriculum(512, min(2048, size), size, size),
         seed=SEED,
         device=options.device,
