@@ -13,10 +13,10 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import Proposal
+from truedraft.core.proposal import Draw, Proposal
 from truedraft.drafters import DraftModel, tree_builder
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.draws import OpenNode, TopTokens
+from truedraft.drafters.draws import DraftIds, OpenNode, TopTokens
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level, is_fixed_chain
 
 KINDS = [
@@ -92,6 +92,55 @@ def drafted(scores: Tensor, params: SamplingParams, device: torch.device, width:
     ]
     assert draw_level(builders, scores) == []
     return [builder.proposal() for builder in builders]
+
+
+@pytest.mark.parametrize("device", [HERE, FAR], ids=["host", "device"])
+@pytest.mark.parametrize("params", [KINDS[0], *KINDS[2:]], ids=["greedy", "sampled", "coupled"])
+@pytest.mark.parametrize("branching", [(1, 1, 1), (3, 2, 1)])
+def test_a_tree_is_what_is_drawn_node_by_node(
+    branching: tuple[int, ...], params: SamplingParams, device: torch.device
+) -> None:
+    """Two trees of one computation are those of a draw at a time, over all ids or some, cut by probabilities or not."""
+    for ids, least in ((None, 0.0), (DraftIds(torch.arange(VOCAB) * 2 + 1, 2 * VOCAB + 1), 0.0), (None, 0.15)):
+        budgets = [Budget(3, 3, nodes, least) for nodes in (14, 9)]
+        builders = [
+            TreeBuilder(None, DraftRequest(i, params, [0]), budget, KeyedNoise(i, 5, 1), branching, device)  # type: ignore[arg-type]
+            for i, budget in enumerate(budgets)
+        ]
+        expected: list[list[tuple[int, int]]] = [[], []]  # parents and tokens of each tree
+        draws: list[list[Draw]] = [[], []]
+        probs: list[list[Tensor]] = [[], []]
+        opened = [[-1], [-1]]
+        for depth in range(3):
+            assert [list(each.open) for each in builders] == opened
+            growing = [builder for builder, own in zip(builders, opened, strict=True) if own]
+            if not growing:
+                break
+            scores = logits(sum(map(len, opened))) * (1 + depth)
+            for tree, rows in enumerate(scores.split(list(map(len, opened)))):
+                found, kept, first = expected[tree], [], len(expected[tree])
+                for node, row in zip(opened[tree], rows if ids is None else ids.whole(rows), strict=True):
+                    width = max(0, min(branching[depth], budgets[tree].nodes - first))
+                    one = [OpenNode(KeyedNoise(tree, 5, 1), depth, first, max(width, 1))]
+                    first += width
+                    tokens, own = builders[tree].drawing.draw(row[None], params, one)
+                    chances = torch.softmax(row, -1) if own is None else own[0]
+                    dist = -1 if own is None else len(probs[tree])
+                    probs[tree] += [] if own is None else [chances]
+                    for token in [each for each in tokens[0, :width].tolist() if each < len(row)]:
+                        kept += [len(found)] if chances[token] >= budgets[tree].min_probability else []
+                        draws[tree].append(Draw(len(found), dist, builders[tree].drawing.kind))
+                        found.append((node, token))
+                opened[tree] = kept if depth < 2 and len(found) < budgets[tree].nodes else []
+            grow_on = draw_level(growing, scores, ids)
+            assert grow_on == [builder for builder, own in zip(builders, opened, strict=True) if own]
+        for builder, found, drawn, own in zip(builders, expected, draws, probs, strict=True):
+            made = builder.proposal()
+            assert list(zip(made.tree.shape.parents, made.tree.tokens.tolist(), strict=True)) == found
+            assert [draw for row in made.draws for draw in row] == drawn
+            assert (made.probs is None) == (not own)
+            if made.probs is not None:
+                torch.testing.assert_close(made.probs, torch.stack(own), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("params", KINDS[2:], ids=["sampled", "coupled"])

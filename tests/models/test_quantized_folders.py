@@ -43,10 +43,12 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models import integer_codes
 from truedraft.models.backends.native.build import built
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.quantized import GROUP
+from truedraft.models.integer_codes import Layout
+from truedraft.models.quantized import GROUP, StoredWeight
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 IDS = torch.arange(1, 40) * 37 % 190
@@ -169,6 +171,46 @@ def test_a_folder_is_run_by_its_codes(quantise: Callable[[Tensor], Made], said: 
     # Behind an input on the border of two codes, which may become either, a row is another; some rows meet none.
     assert apart.quantile(0.2) < 1e-5
     assert apart.max() < 0.05
+
+
+class Layer(dict[str, Tensor]):
+    """`Tensors` that are in memory."""
+
+    def shape(self, end: str) -> tuple[int, ...]:
+        return tuple(self[end].shape)
+
+    broken = unread = staticmethod(ModelError)
+
+
+READERS: list[tuple[Callable[..., Made], Callable[[Any, Layout], StoredWeight], Layout, dict[str, Any]]] = [
+    (gptq, integer_codes.gptq, Layout((4,), 32, zeros_less_one=True), {}),
+    (gptq, integer_codes.gptq, Layout((8,), 64), {"bits": 8, "group": 64, "first_format": False, "seed": 1}),
+    (awq, integer_codes.awq, Layout((4,), 32), {}),
+    (packed, integer_codes.packed, Layout((4,), 32), {"symmetric": False}),
+    (packed, integer_codes.packed, Layout((8,), 64), {"bits": 8, "group": 64, "symmetric": False}),
+    (packed, integer_codes.packed, Layout((4, 8), 32, others=True), {"bits": 8, "symmetric": False, "seed": 2}),
+    (packed, integer_codes.packed, Layout((4,), 0), {"group": -1, "dtype": torch.float32}),
+    (whole, integer_codes.whole, Layout((8,), 0), {"symmetric": False}),
+    (bitsandbytes_8, integer_codes.of_bitsandbytes, Layout((8,), 0), {}),
+]
+
+
+@pytest.mark.parametrize(("quantise", "read", "layout", "options"), READERS)
+@pytest.mark.parametrize(("out", "inputs"), [(40, 128), (37, 128), (37, 100), (3, 32)])
+def test_a_layer_of_any_size_is_the_numbers_that_were_packed(
+    quantise: Any, read: Any, layout: Layout, options: dict[str, Any], out: int, inputs: int
+) -> None:
+    """Words of zeros and codes that are not full have their padding at the end."""
+    if read in (integer_codes.gptq, integer_codes.awq) and (out % 8 or inputs % 32):
+        pytest.skip("the format has full words alone")
+    if "seed" in options and inputs % layout.group:
+        pytest.skip("groups of 32 in any order are full")
+    tensors, numbers = quantise(torch.randn(out, inputs, generator=torch.Generator().manual_seed(out)), **options)
+    stored = read(Layer(tensors), layout)
+    assert stored.shape == (out, inputs)
+    assert torch.equal(stored.read().dequantized(), numbers)
+    some = torch.tensor([out - 1, 0])
+    assert torch.equal(stored.rows(some).dequantized(), numbers[some])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from process.worlds import Failing, Letters, Walk, Wells
-from truedraft.core.probs import residual
 from truedraft.errors import OptionError, ProcessError
 from truedraft.process import (
     Chains,
@@ -27,48 +25,23 @@ from truedraft.process import (
     speculate,
 )
 from truedraft.process.plain import plain_steps
-from truedraft.process.rules import accept_probability
 
-# ------------------------------------------------------------------------------------------ exact sums
-
-
-def chain_law(window: int, length: int) -> dict[tuple[int, ...], float]:
-    """The exact distribution of the first states, by recursion over rounds as the loop makes them."""
-    p, q = Letters.table, 0.5 * Letters.table + 0.125
-    law = {(0,): 1.0}
-    while min(map(len, law)) <= length:
-        longer: dict[tuple[int, ...], float] = {}
-        for path, mass in law.items():
-            if len(path) > length:
-                longer[path] = longer.get(path, 0.0) + mass
-                continue
-            drafted = min(window, length - len(path))
-            going = {path: mass}
-            for _ in range(drafted):
-                staying: dict[tuple[int, ...], float] = {}
-                for at, weight in going.items():
-                    here, guess = p[at[-1]], q[at[-1]]
-                    stays = guess * accept_probability(here, guess)
-                    left = residual(here, guess) * (1.0 - stays.sum())
-                    for x in range(4):
-                        staying[(*at, x)] = staying.get((*at, x), 0.0) + weight * float(stays[x])
-                        longer[(*at, x)] = longer.get((*at, x), 0.0) + weight * float(left[x])
-                going = staying
-            for at, weight in going.items():
-                for x in range(4):
-                    longer[(*at, x)] = longer.get((*at, x), 0.0) + weight * float(p[at[-1], x])
-        law = longer
-    return law
+# ------------------------------------------------------------------------------------------ laws of paths
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3])
-def test_paths_of_letters_have_exactly_the_law_of_the_plain_chain(window: int) -> None:
-    law = chain_law(window, 4)
-    for path in itertools.product(range(4), repeat=4):
-        exact = 1.0
-        for before, after in itertools.pairwise((0, *path)):
-            exact *= float(Letters.table[before, after])
-        assert abs(law.get((0, *path), 0.0) - exact) < 1e-12
+def test_paths_of_letters_have_the_law_of_the_plain_chain(window: int) -> None:
+    count = 20_000
+    start = torch.zeros(count, dtype=torch.int64)
+    chains = speculate(Letters(), start, 4, draft=Letters.draft, window=window, seed=window, keep_path=True)
+    before, after = chains.path[:, :-1], chains.path[:, 1:]
+    assert (before[:, 0] == 0).all() and torch.equal(chains.path[:, -1], chains.states)
+    shares = torch.bincount((after * torch.tensor([64, 16, 4, 1])).sum(1), minlength=256) / count
+    paths = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    exact = Letters.table[torch.cat([torch.zeros(256, 1, dtype=torch.int64), paths[:, :-1]], 1), paths].prod(1)
+    assert ((shares - exact).abs() <= 5 * (exact * (1 - exact) / count).sqrt() + 2 / count).all()
+    assert (shares[exact == 0] == 0).all()
+    assert 0 < chains.accepted.sum() < chains.drafted.sum() or not window
 
 
 # ------------------------------------------------------------------------------------------ long chains

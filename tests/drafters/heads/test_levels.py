@@ -24,7 +24,9 @@ from support.layer_heads import (
 )
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB
 from truedraft import Engine, SamplingParams
+from truedraft.core.proposal import Proposal
 from truedraft.drafters import DFlash, DSpark, Eagle3, Portfolio, PromptLookup
+from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads import BlockConfig, DFlashHead, DSparkHead, Eagle3Config, Eagle3Head, HeadRecord
 
@@ -276,3 +278,16 @@ def test_a_folder_holds_what_was_saved(name: str, tmp_path: Any) -> None:
     assert kept.config == made.config and kept.record.target_name == "tiny"
     for key, weight in made.state_dict().items():
         assert kept.state_dict()[key].equal(weight), key
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash"])
+def test_vectors_are_read_without_the_entries_of_padding(name: str) -> None:
+    """Of a padded target, each layer's first entries are the model's own."""
+    layers = tuple(torch.randn(2, 64, generator=torch.Generator().manual_seed(layer)) for layer in range(2))
+    outcome = StepOutcome(Proposal.empty(), (), (5, 6), layers=layers)
+    expected = torch.cat([layers[0][:, :48], layers[1][:, :48]], dim=1)
+    drafts, request = drafter(head(name)), DraftRequest(0, GREEDY, [1])
+    drafts.check(target())
+    drafts.begin(request)
+    drafts.observe([request], [outcome])
+    assert torch.equal(drafts._texts[0].take(), expected)
