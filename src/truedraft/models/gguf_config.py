@@ -344,6 +344,8 @@ def _is_idle(said: Said, key: str, value: Any) -> bool:
         return bool(value == said.values.get("attention.head_count", 0))
     if key == "attention.scale" and said.head:
         return value == 0 or math.isclose(value, said.head**-0.5, rel_tol=1e-5)
+    if key == "attention.sliding_window" and value >= said.values["context_length"]:
+        return True
     return _EITHER in _KEYS[key].idle or value in _KEYS[key].idle
 
 
