@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFEndian, GGUFWriter
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, get_gguf_hf_weights_map
 
 from support.gguf_files import add_tokenizer, vocabulary, write
@@ -170,12 +170,9 @@ def test_a_file_that_goes_while_it_is_loaded_is_named(tmp_path: Path) -> None:
         _ = model.fingerprint
 
 
-def test_families_whose_tensors_lie_otherwise_are_dequantised_by_transformers(tmp_path: Path) -> None:
+def write_gpt2(stock: PreTrainedModel, file: Path, more: Callable[[GGUFWriter], None] = lambda writer: None) -> Path:
     vocab = vocabulary()
-    config = GPT2Config(vocab_size=len(vocab), n_embd=64, n_layer=2, n_head=4, n_positions=1024)
-    torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(config).eval()
-    writer = GGUFWriter(tmp_path / "model.gguf", "gpt2")
+    writer = GGUFWriter(file, "gpt2")
     writer.add_context_length(1024)
     writer.add_embedding_length(64)
     writer.add_block_count(2)
@@ -189,10 +186,21 @@ def test_families_whose_tensors_lie_otherwise_are_dequantised_by_transformers(tm
         if name != "output.weight":
             values = weights[place].T if turned else weights[place]
             writer.add_tensor(name, np.ascontiguousarray(values))
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model = load_model(tmp_path / "model.gguf", dtype="float32")
+    return file
+
+
+def test_families_whose_tensors_lie_otherwise_are_dequantised_by_transformers(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=len(vocabulary()), n_embd=64, n_layer=2, n_head=4, n_positions=1024)
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config).eval()
+    model = load_model(write_gpt2(stock, tmp_path / "model.gguf"), dtype="float32")
     with torch.inference_mode():
         torch.testing.assert_close(logits(model), stock(IDS[None]).logits[0], rtol=1e-4, atol=1e-4)
+    factors = np.ones(8, np.float32)
+    more = write_gpt2(stock, tmp_path / "more.gguf", lambda writer: writer.add_tensor("rope_freqs.weight", factors))
+    assert "has tensors that its model has not: 1, the first 'rope_freqs.weight'" in said_of(more, ModelError)

@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,7 @@ _FORMAT = 6
 _PIECE, _WHOLE = 1 << 22, 64  # codes that are read at a time, of outputs in whole units of the native products
 _FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
 _BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
+_HAS_OTHERS = "has tensors that its model has not"
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # GGUF's names of what configurations call so
 _log = logging.getLogger(__name__)
 
@@ -217,6 +218,8 @@ class _WithoutMemory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_) and args[0].dim() > 1:
             return args[0]
+        if func is Tensor.copy_ and not any(args[0].stride()):  # of a convolution that is made
+            return args[0]
         if func is torch.empty and isinstance(args[0], tuple) and len(args[0]) > 1:
             return torch.zeros((), **(kwargs or {})).expand(*args[0])
         return func(*args, **(kwargs or {}))
@@ -224,29 +227,26 @@ class _WithoutMemory(TorchFunctionMode):
 
 def _convert(path: Path, folder: Path) -> None:
     header = _header(path)
-    architecture = header.fields.get("general.architecture")
     said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
     try:
         tokenizer = _tokenizer(path, header)
         config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
         model = without_weights(config, torch.float32)
-        places = get_gguf_hf_weights_map(model, TensorProcessor())
+        kind: type[TensorProcessor] = TENSOR_PROCESSORS.get(said.architecture, TensorProcessor)
+        places = get_gguf_hf_weights_map(model, kind(config=config.to_dict()))
     except KeyError as error:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
-    except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
+    except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise UnsupportedModelError(f"{str(path)!r} cannot be read by transformers: {first_line(error)}") from error
     hold_positions(said, model)
     index = {
         "files": [str(file) for file in header.files],
-        "architecture": architecture,
+        "architecture": said.architecture,
         "tensors": [asdict(replace(each, place=places.get(each.name, ""))) for each in header.tensors],
     }
-    if len(header.files) > 1 and _processor(index) not in _BY_ROWS:
-        raise UnsupportedModelError(
-            f"{str(path)!r} is a part of a model of the architecture {architecture!r}, which truedraft reads "
-            "of whole files alone; merge them with llama.cpp's llama-gguf-split --merge"
-        )
+    if kind not in _BY_ROWS:
+        _hold_for_transformers(path, said, header, places)
     try:
         config.save_pretrained(folder)
         _keep_tokenizer(tokenizer, folder)
@@ -254,6 +254,18 @@ def _convert(path: Path, folder: Path) -> None:
             file.write(json.dumps(index).encode())
     except OSError as error:
         raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mapping[str, str]) -> None:
+    """Models that transformers dequantises by itself: it reads one file, and what its model has not it drops."""
+    if len(header.files) > 1:
+        raise UnsupportedModelError(
+            f"{str(path)!r} is a part of a model of the architecture {said.architecture!r}, which truedraft reads of "
+            "whole files alone; merge them with llama.cpp's llama-gguf-split --merge"
+        )
+    others = [each.name for each in header.tensors if not {each.name, each.name.removesuffix(".weight")} & {*places}]
+    if others:
+        raise ModelError(f"{str(path)!r} {_HAS_OTHERS}: {len(others)}, the first {others[0]!r}; get another file")
 
 
 def _tokenizer(path: Path, header: Header) -> Any:
@@ -388,7 +400,7 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
             _divide_frequencies(model, stored, files)
     for what, which in (
         ("lacks tensors of its model", sorted(missing)),
-        ("has tensors that its model has not", others),
+        (_HAS_OTHERS, others),
     ):
         if which:
             raise ModelError(f"{name!r} {what}: {len(which)}, the first {which[0]!r}; get another file")

@@ -106,7 +106,7 @@ _OTHERS = {
     "rope.freq_base": _Key(float, (), (_EITHER,)),
     "rope.freq_base_swa": _Key(float, (), (_EITHER,)),
     "rope.dimension_count": _Key(int, (), (_EITHER,)),
-    "rope.scaling.type": _Key(str, (), ("none", "linear")),
+    "rope.scaling.type": _Key(str, (), (_EITHER,)),
     "rope.scaling.factor": _Key(float, (), (_EITHER,)),
     "rope.scale_linear": _Key(float, (), (_EITHER,)),
     # What only the types of stretching read that are refused, and what no forward reads.
@@ -211,8 +211,11 @@ class Said:
             raise self.impossible("block_count", self.values["block_count"])
         heads, of_keys = self.values.get("attention.head_count", 0), self.values.get("attention.head_count_kv", 0)
         fewest = min(filter(None, of_keys), default=0) if isinstance(of_keys, list) else of_keys
-        if heads * self.head > largest or (heads and self.head < 1) or (fewest and heads % fewest):
-            raise self.impossible("attention.head_count", heads)
+        if heads * self.head > largest or (heads and self.head < 1):
+            own = "attention.key_length" in self.values
+            raise self.impossible(*(("attention.key_length", self.head) if own else ("attention.head_count", heads)))
+        if fewest and heads % fewest:
+            raise self.impossible("attention.head_count_kv", fewest)
         if self.values.get("expert_used_count", 0) > self.values.get("expert_count", 0):
             raise self.impossible("expert_used_count", self.values["expert_used_count"])
 
@@ -304,7 +307,7 @@ def read_config(said: Said, vocabulary: int, tokens: Mapping[str, int | None]) -
     """
     kind = CONFIG_MAPPING[FAMILIES[str(said.architecture)]]
     names = {*kind.__dataclass_fields__, *kind.attribute_map}
-    followed = {"vocab_size": vocabulary}
+    followed: dict[str, Any] = {"vocab_size": vocabulary} | ({"head_dim": said.head} if "head_dim" in names else {})
     for key, value in said.values.items():
         what = _KEYS.get(key)
         field = next((each for each in what.fields if each in names), None) if what is not None else None
@@ -341,6 +344,8 @@ def _is_idle(said: Said, key: str, value: Any) -> bool:
         return bool(value == said.values.get("attention.head_count", 0))
     if key == "attention.scale" and said.head:
         return value == 0 or math.isclose(value, said.head**-0.5, rel_tol=1e-5)
+    if key == "attention.sliding_window" and value >= said.values["context_length"]:
+        return True
     return _EITHER in _KEYS[key].idle or value in _KEYS[key].idle
 
 
@@ -350,10 +355,11 @@ def _add_what_others_imply(said: Said, followed: dict[str, Any], names: set[str]
     followed["tie_word_embeddings"] = architecture == "bloom" or "output.weight" not in said.shapes
     if "num_key_value_heads" in names:
         followed.setdefault("num_key_value_heads", heads)
-    if "head_dim" in names:
-        followed.setdefault("head_dim", said.head)
     if "rope_parameters" in names:
-        followed["rope_parameters"] = _Positions.of(said).parameters(said.head, architecture in _PARTLY)
+        positions = _Positions.of(said)
+        if architecture == "phi3" and positions.factor != 1:
+            raise said.unsupported("rope.scaling.factor", positions.factor)
+        followed["rope_parameters"] = positions.parameters(said.head, architecture in _PARTLY)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "sliding_window"):
         if followed.get(name) == 0:
             followed[name] = None
