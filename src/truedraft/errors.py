@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -214,4 +215,6 @@ class MissingExtraError(TruedraftError):
 
 def first_line(error: BaseException) -> str:
     """What somebody else's error says, for a sentence of ours."""
+    if isinstance(error, pickle.UnpicklingError):  # torch would have one load it with the code that it holds
+        return "it is no pickle of tensors alone"
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

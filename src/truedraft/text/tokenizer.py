@@ -303,13 +303,16 @@ class Tokenizer:
 
     def _conversation(self, template: str | None) -> list[str]:
         """A few words of a user and of an assistant as the template writes them, without and with an answer to them."""
+        from truedraft.text.templates import TooMuchError
+
         talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _WORD}]
         found = []
         for messages in (talk, [*talk, {"role": "user", "content": "hi"}]):
             try:
                 found.append(str(self._templated(messages, {"template": template}, tokenize=False, begin=False)))
-            except PromptError:
-                continue
+            except PromptError as error:
+                if isinstance(error.__cause__, TooMuchError):  # which takes its time
+                    break
         return found
 
     def _templated(
@@ -319,7 +322,7 @@ class Tokenizer:
         continues = how.get("continues", False)
         if template is None and not self.chat_template:
             raise PromptError(f"{self.name!r} has no chat template; give plain text, or a model tuned for chat")
-        from jinja2 import TemplateError
+        from truedraft.text.templates import rendered
 
         more = dict(variables or {})
         if taken := {"messages", *signature(self.backend.apply_chat_template).parameters} & more.keys():
@@ -331,7 +334,8 @@ class Tokenizer:
             more[_WITH_NULL] = [dict(message) for message in messages]
             template = "{%- set messages = " + _WITH_NULL + " %}" + self.backend.get_chat_template(template, tools)
         try:
-            return self.backend.apply_chat_template(
+            return rendered(
+                self.backend,
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=template,
@@ -343,7 +347,7 @@ class Tokenizer:
             )
         except RecursionError as error:
             raise PromptError(_TOO_DEEP) from error
-        except (TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program of a stranger's
             for text in texts_in([messages, tools, variables]):
                 refuse_half_characters(text)
             told = f"the chat template of {self.name!r} refuses these messages: {first_line(error)}"
