@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from server.conftest import Running, serving
 from server.test_load import get, open_stream, post, wait_for
 from truedraft import Engine
+from truedraft.text.forms import Forms
 from truedraft.text.trial import CancelledError
 
 pytest.importorskip("llguidance")
@@ -161,3 +163,20 @@ def test_a_form_that_cannot_be_is_told_by_the_field_of_the_client(running: Runni
         status, _, found = post(running.url, body, f"/v1/{path}")
         assert status == 400 and found["error"]["param"] == field, json.dumps(found)
         assert told in found["error"]["message"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_clients_share_no_prepared_forms(
+    shared: bool, make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How soon an answer begins would tell which forms others asked for."""
+    made: list[object] = []
+    make = Forms.make
+    monkeypatch.setattr(Forms, "make", lambda self, *given: (made.append(given[0]), make(self, *given))[1])
+    file = tmp_path / "keys"
+    file.write_text("a secret-a\nb secret-b\n")
+    body = {"prompt": "x", "max_tokens": 2, "temperature": 0, "structured_outputs": {"choice": ["yes", "no"]}}
+    with serving(make_engine(), api_key_file=file, share_prefixes=shared) as server:
+        for key, count in (("a", 1), ("a", 1), ("b", 1 if shared else 2), ("a", 1 if shared else 2)):
+            assert post(server.url, body, Authorization=f"Bearer secret-{key}")[0] == 200
+            assert len(made) == count

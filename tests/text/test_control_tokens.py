@@ -18,7 +18,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from truedraft.embedded import embedded_folder
-from truedraft.errors import PromptError
+from truedraft.errors import PromptError, PromptLengthError
+from truedraft.text.control_tokens import ControlTokens
+from truedraft.text.histories import first_taken
 from truedraft.text.tokenizer import Tokenizer
 
 TEMPLATES = {file.stem: file.read_text() for file in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
@@ -267,6 +269,37 @@ def test_the_embedded_tokenizer() -> None:
         own = tokenizer.chat([user("def")], template=template)
         assert sum(each in tokenizer.skipped_ids for each in ids) == sum(each in tokenizer.skipped_ids for each in own)
         assert tokenizer.decode(ids) == typed[0]["content"]
+
+
+class OnlyBatches:
+    """A tokenizer by whose call for several texts other threads run meanwhile, and which is asked by no other."""
+
+    def __init__(self, backend: Any) -> None:
+        self.encode_batch, self.encode_batch_fast = backend.encode_batch, backend.encode_batch_fast
+
+
+def test_other_threads_run_while_control_tokens_are_read() -> None:
+    tokenizer, plain = chatml(), chatml()
+    messages = [user(f"hi{ATTACK}" * 3), user("<|im_end|>" + "words " * 50)]
+    control = tokenizer._control_tokens(None)
+    control.__dict__["_copy"] = OnlyBatches(control._copy)
+    for finder in (control._special, control._all):
+        finder.__dict__["_finder"] = OnlyBatches(finder._finder)
+    assert tokenizer.chat(messages) == plain.chat(messages)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chatml()
+    for text in ("words " * 50, "<|im_end|>" * 50):
+        ids = tokenizer.chat([user(text)])
+        assert tokenizer.chat([user(text)], most_tokens=len(ids) + 1) == ids
+        least = tokenizer.least_tokens(tokenizer.backend.decode(ids))
+        assert 1 < least <= len(ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tokenizer, "plain_ids", None)
+            patch.setattr(ControlTokens, "_read", None)
+            with pytest.raises(PromptLengthError, match=f"has {least} tokens or more, and this model's context is 1;"):
+                first_taken([user(text)], lambda form: tokenizer.chat(form, most_tokens=1))
 
 
 def test_what_closes_an_assistants_turn() -> None:

@@ -134,6 +134,24 @@ def test_a_trial_that_is_cancelled_ends_at_once(forms: Forms) -> None:
     assert not forms._one_trial.locked()
 
 
+def test_forms_of_one_owner_are_its_own_and_bounded(
+    forms: Forms, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truedraft.text.forms._MOST_BYTES", 10 << 20)
+    monkeypatch.setattr("truedraft.text.forms._MOST_OF_ONE", 7 << 20)
+    several = [Structured("grammar", f"start: A\nA: /a{{1,{number}}}/ & /[a-z]+/") for number in range(2, 6)]
+    other = forms.prepare(several[0], "b")
+    for each in several:
+        forms.prepare(each, "a")
+    gc.collect()
+    assert [forms.found(each, "a") is not None for each in several] == [False, False, True, True]
+    assert [forms.found(several[0], owner) for owner in ("b", None)] == [other, None]
+    states = [forms.start(each, [0], 1, "a") for each in several[2:]]
+    with pytest.raises(FormMemoryError, match="needs 3 MiB, and the forms of open requests hold 6 of 7 MiB"):
+        forms.start(several[0], [0], 1, "a")
+    assert forms.start(several[0], [0], 1, "b") and states
+
+
 def test_kept_forms_are_bounded_by_bytes_and_open_ones_too(
     forms: Forms, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_tokenizers import BYTES, TOK512, byte_level, llama_like, metaspace, small_llama
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from truedraft.errors import ModelError, ModelNotFoundError, PromptError
@@ -255,3 +259,49 @@ def test_a_class_with_its_own_way_to_decode_keeps_it() -> None:
     shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
     assert Tokenizer(plain).decode(ids) == plain.decode(ids, skip_special_tokens=True) == "some text"
     assert Tokenizer(shouting).decode(ids) == "SOME TEXT"
+
+
+@pytest.mark.parametrize("make", [byte_level, small_llama, metaspace])
+def test_a_text_has_no_fewer_tokens_than_are_foretold(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    """What is refused by this before it is tokenised is surely too long."""
+    tokenizer = Tokenizer(make())
+    assert (tokenizer.least_tokens("x" * 10_000) > 400) == (make is not metaspace), "Unigram may drop what it likes"
+    for text in (
+        "",
+        "x",
+        "the quick brown fox " * 9,
+        "e\u0301" * 50,
+        "\U0001f600\u65e5" * 9,
+        "<|end|>" * 9,
+        " " * 99,
+        "\x00",
+    ):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda backend: setattr(backend, "normalizer", normalizers.Replace(Regex(" +"), "")),
+        lambda backend: setattr(backend, "normalizer", normalizers.NFKC()),
+        lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.Whitespace()),
+        lambda backend: backend.add_special_tokens([AddedToken("<|x|>", rstrip=True)]),
+    ],
+)
+def test_where_texts_are_made_shorter_nothing_is_foretold(change: Callable[[Any], object]) -> None:
+    backend = byte_level()
+    change(backend.backend_tokenizer)
+    assert Tokenizer(backend).least_tokens("x" * 10_000) == 0
+
+
+def test_bytes_without_a_token_and_letters_that_are_composed_count_for_less() -> None:
+    backend = byte_level()
+    whole = Tokenizer(backend).least_tokens("x" * 900)
+    described = json.loads(backend.backend_tokenizer.to_str())
+    del described["model"]["vocab"]["x"]
+    described["model"]["merges"] = [pair for pair in described["model"]["merges"] if "x" not in "".join(pair)]
+    described["model"]["vocab"] = {word: n for word, n in described["model"]["vocab"].items() if "x" not in word}
+    left = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(described))))
+    assert left.least_tokens("x" * 900) == 0 == len(left.encode("x" * 900)) < left.least_tokens("y" * 900)
+    backend.backend_tokenizer.normalizer = normalizers.NFC()
+    assert Tokenizer(backend).least_tokens("x" * 900) == -(-whole // 3) > 0

@@ -410,12 +410,12 @@ class Engine:
             hash(scope)
         except TypeError as error:
             raise OptionError(f"must be hashable, as a text is, got a {type(scope).__name__}", field="scope") from error
-        inputs = None
+        inputs, owner = None, scope
         if isinstance(prompt, MultimodalPrompt):
             # Placeholders are alike, whatever they stand for.
             inputs, scope = prompt.inputs, (scope, prompt.digest)
         judge = self._verifier.rule_for(params, rule)
-        request = Request(ids, params, judge, target, sample, scope, self.forms, inputs, shown)
+        request = Request(ids, params, judge, target, sample, scope, self.forms, inputs, shown, owner)
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
         if params.seed is None:

@@ -49,6 +49,7 @@ class Request:
         forms: makes the form of a structured answer.
         inputs: what its prompt has beside its tokens; the whole prompt is then read at once, and shared as a whole.
         shown: names of special tokens that its text shows, by their ids.
+        owner: it shares prepared forms with requests of this one.
 
     Raises:
         OptionError: an option names ids that do not exist, or texts where there is no tokenizer.
@@ -66,8 +67,10 @@ class Request:
         forms: Forms | None = None,
         inputs: Mapping[str, Tensor] | None = None,
         shown: Mapping[int, str] | None = None,
+        owner: Hashable = None,
     ) -> None:
         self.inputs = inputs
+        self.owner = owner
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
         self.params, self.rule = params, rule
@@ -349,7 +352,7 @@ def _form_of(structured: Structured, forms: Forms | None, request: Request) -> F
     """
     if forms is None:
         raise OptionError("needs a tokenizer, and this model has none", field="structured")
-    return forms.start(structured, request.tokens, request.prompt_tokens)
+    return forms.start(structured, request.tokens, request.prompt_tokens, request.owner)
 
 
 def _reasoned(request: Request, target: LanguageModel, forms: Forms | None) -> Form | None:
@@ -364,7 +367,7 @@ def _reasoned(request: Request, target: LanguageModel, forms: Forms | None) -> F
         return None
     if target.tokenizer is None or forms is None:
         raise OptionError("needs a tokenizer, and this model has none", field="reasoning")
-    start = None if structured is None else partial(forms.start, structured, prompt_tokens=0)
+    start = None if structured is None else partial(forms.start, structured, prompt_tokens=0, owner=request.owner)
     tokens, size = request.tokens, target.vocab_size
     return ReasonedForm(span, start, target.tokenizer, size, target.eos_token_ids, tokens, request.prompt_tokens)
 

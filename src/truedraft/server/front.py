@@ -229,7 +229,7 @@ class Front:
                 if params.structured is None
                 else await self._form(http, params.structured, deadline, len(prompts) * count)
             )
-            requests = await self.apart(http, self._prepared, prompts, params, fields, client, count, shown)
+            requests = await self.apart(http, self._prepared, prompts, params, fields, self._scope(http), count, shown)
             del form
         except TruedraftError as error:
             if isinstance(error, PromptError) and notation is None:
@@ -248,7 +248,12 @@ class Front:
         """A form, for which a request waits where its places in the queue are kept."""
         if getattr(http.state, "reserved", None) is None:
             self.reserve(http, count)
-        return await unless_gone(http.receive, self.service.forms.prepared(structured, deadline))
+        return await unless_gone(http.receive, self.service.forms.prepared(structured, deadline, self._scope(http)))
+
+    def _scope(self, http: HttpRequest) -> Client | None:
+        """Whose prefixes and forms a request shares."""
+        client: Client = getattr(http.state, "client", ANYONE)
+        return None if self.shares_prefixes else client
 
     def check_count(self, count: int, prompts: int = 1) -> None:
         """Refuse more answers to one request than this server gives.
@@ -301,13 +306,12 @@ class Front:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         fields: SamplingFields,
-        client: Client,
+        scope: Client | None,
         count: int,
         shown: Mapping[int, str] | None,
     ) -> list[Request]:
         speculation = fields.speculation
         rule = None if speculation is None or speculation.rule is None else self._rule(speculation.rule)
-        scope = None if self.shares_prefixes else client
         limits = None if speculation is None else speculation.limits
         prepare = self.service.engine.prepare
         return [

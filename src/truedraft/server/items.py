@@ -282,12 +282,10 @@ class Toolbox:
 
     Attributes:
         callables: by what they are called in a prompt.
-        flat: what those of a name, as clients know it, are called in a prompt.
         warnings: about those that are left out.
     """
 
     callables: dict[str, Callable] = field(default_factory=dict)
-    flat: dict[str, list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -319,7 +317,6 @@ class Toolbox:
                 raise ApiError(400, f"{place} has the name {flat!r} of a tool before it; rename one", param=place)
             function = each.function.model_copy(update={"name": flat})
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
-            self.flat.setdefault(each.name, []).append(flat)
 
     def use(self, choice: Choice | None) -> tuple[list[FunctionFields], str | NamedFunction | None]:
         """Functions and the choice among them, as chats have them.
@@ -332,7 +329,7 @@ class Toolbox:
             message = f"tool_choice asks for {choice.type}, a tool that this server has not; name a function"
             raise ApiError(400, message, param="tool_choice")
         if isinstance(choice, AllowedChoice):
-            allowed = {name for each in choice.tools for name in self._named(str(each.get("name")))}
+            allowed = set(self._named(*(str(each.get("name")) for each in choice.tools)))
             tools = {name: tool for name, tool in tools.items() if name in allowed}
             choice = choice.mode
         if choice == "required" and not tools and self.warnings:
@@ -343,9 +340,11 @@ class Toolbox:
             return list(tools.values()), NamedFunction(name=name)
         return list(tools.values()), choice
 
-    def _named(self, name: str) -> list[str]:
-        """What the tools of a name are called in a prompt: the one that is called so, or those of namespaces."""
-        return [name] if name in self.callables else self.flat.get(name, [])
+    def _named(self, *names: str) -> list[str]:
+        """What the tools of some names are called in a prompt: one that is called so, or those of namespaces."""
+        wanted = set(names)
+        plain = wanted & self.callables.keys()
+        return [flat for flat, each in self.callables.items() if flat in plain or each.name in wanted - plain]
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ class FormQueue:
         self._open: set[asyncio.Future[Any]] = set()
         self._stopped = threading.Event()
 
-    async def prepared(self, structured: Structured, deadline: float | None) -> Prepared | None:
+    async def prepared(self, structured: Structured, deadline: float | None, owner: Hashable = None) -> Prepared | None:
         """A form, which is there for requests as long as this is held; None where they are to be refused for it.
 
         Whoever cancels this ends what is done for it.
@@ -39,13 +39,14 @@ class FormQueue:
         Args:
             structured: what is asked for.
             deadline: by `time.monotonic`; None is no limit.
+            owner: who asks; forms are shared within one alone.
 
         Raises:
             ApiError: it took too long, or the server is being stopped.
             TruedraftError: the form cannot be had.
         """
         forms = self._forms
-        if forms is None or (found := forms.found(structured)):
+        if forms is None or (found := forms.found(structured, owner)):
             return None if forms is None else found
         trial = Trial()
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
@@ -53,7 +54,7 @@ class FormQueue:
             async with asyncio.timeout(left):
                 grammar, is_quick = await self._run(self._quick, forms.grammar, structured)
                 pool = self._quick if is_quick else self._slow
-                return await self._run(pool, forms.make, structured, grammar, is_quick, trial)
+                return await self._run(pool, forms.make, structured, grammar, is_quick, trial, owner)
         except TimeoutError:
             raise ApiError(504, "the form took longer to prepare than this server allows; make it simpler") from None
         finally:

@@ -13,11 +13,11 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,8 @@ _EXCEEDED = {
 """What the library says where something is too much, and what that is."""
 _MOST_BYTES = 256 << 20
 """That forms hold together: those of open requests, and those that are kept for the next that asks for the same."""
+_MOST_OF_ONE = 128 << 20
+"""That those of one owner hold."""
 _BYTES_A_CHARACTER = 400
 """That a form holds for each of its grammar; measured were up to 300, of schemas of 1,500 properties."""
 _BYTES_A_MULTIPLE = 1_000
@@ -77,6 +79,9 @@ _KNOWN_BY = 4
 """Bytes by which a text is known again that was spelled before, whatever follows them."""
 _MOST_MASKS = 256
 """Masks of one request that are kept until its text grows."""
+
+_Key: TypeAlias = tuple[Hashable, Structured]
+"""Who asked for a form, and the form."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -109,8 +114,8 @@ class Forms:
         self._tokenizer = tokenizer
         self._vocab = vocab_size
         self._eos_ids = tuple(eos_ids)
-        self._kept: OrderedDict[Structured, Prepared] = OrderedDict()  # by when they were last asked for
-        self._alive: weakref.WeakValueDictionary[Structured, Prepared] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[_Key, Prepared] = OrderedDict()  # by when they were last asked for
+        self._alive: weakref.WeakValueDictionary[_Key, Prepared] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # of these two
         self._one_trial = threading.Lock()
 
@@ -132,33 +137,34 @@ class Forms:
         except Exception as error:  # a slow tokenizer, for one
             raise OptionError(f"cannot be had with this model's tokenizer ({error})", field="structured") from error
 
-    def start(self, structured: Structured, tokens: Sequence[int], prompt_tokens: int) -> FormState:
+    def start(
+        self, structured: Structured, tokens: Sequence[int], prompt_tokens: int, owner: Hashable = None
+    ) -> FormState:
         """The form of one answer, at its beginning.
 
         Args:
             structured: what is asked for.
             tokens: prompt and answer so far, which somebody else owns and grows.
             prompt_tokens: how many of these, the first, are the prompt.
+            owner: who asks; forms are shared within one alone, for how soon they are there tells who asked for them.
 
         Raises:
             OptionError: it is no schema, expression or grammar, or too large.
             MissingExtraError: llguidance is not installed.
         """
-        prepared = self.found(structured) or self.prepare(structured)
+        prepared = self.found(structured, owner) or self.prepare(structured, owner)
+        anew = partial(self._anew, (owner, structured))
+        return FormState(prepared, self._guide, self._eos_ids[0], tokens, prompt_tokens, anew)
 
-        return FormState(
-            prepared, self._guide, self._eos_ids[0], tokens, prompt_tokens, partial(self._anew, structured)
-        )
-
-    def found(self, structured: Structured) -> Prepared | None:
-        """A form that was prepared before, if it is still there."""
+    def found(self, structured: Structured, owner: Hashable = None) -> Prepared | None:
+        """A form that was prepared for an owner before, if it is still there."""
         with self._lock:
-            prepared = self._alive.get(structured)
+            prepared = self._alive.get((owner, structured))
             if prepared is not None:
-                self._keep(structured, prepared)
+                self._keep((owner, structured), prepared)
             return prepared
 
-    def prepare(self, structured: Structured) -> Prepared:
+    def prepare(self, structured: Structured, owner: Hashable = None) -> Prepared:
         """Make a form that is not there yet, which may take seconds.
 
         Raises:
@@ -166,7 +172,7 @@ class Forms:
             FormMemoryError: the forms of open requests leave no room for it.
             MissingExtraError: llguidance is not installed.
         """
-        return self.make(structured, *self.grammar(structured), Trial())
+        return self.make(structured, *self.grammar(structured), Trial(), owner)
 
     def grammar(self, structured: Structured) -> tuple[str, bool]:
         """What the library is given for a form, and whether what it then takes is known to be little.
@@ -187,7 +193,9 @@ class Forms:
         except (ValueError, RecursionError) as error:
             raise OptionError(f"cannot be read ({error})", field="structured") from error
 
-    def make(self, structured: Structured, grammar: str, is_quick: bool, trial: Trial) -> Prepared:
+    def make(
+        self, structured: Structured, grammar: str, is_quick: bool, trial: Trial, owner: Hashable = None
+    ) -> Prepared:
         """Make a form of its grammar; one that may take more than the library bounds is first tried elsewhere.
 
         Args:
@@ -195,6 +203,7 @@ class Forms:
             grammar: as `grammar` gave it.
             is_quick: likewise.
             trial: by which another thread may end this, until the form is made here.
+            owner: who asks.
 
         Raises:
             OptionError: the library refuses it, or it takes too much.
@@ -204,23 +213,23 @@ class Forms:
         held = (1 << 20) + _BYTES_A_CHARACTER * len(grammar) + _BYTES_A_MULTIPLE * _multiples(grammar)
         if not is_quick:
             with self._one_trial:
-                if there := self.found(structured):  # somebody else was first
+                if there := self.found(structured, owner):  # somebody else was first
                     return there
                 found = trial.run(self._tokenizer_json(), grammar, self._limits, self._vocab, self._eos_ids[0])
             if isinstance(found, str):
                 raise _refusal(found, grammar)
             held = found or held  # which not every system tells
-        self._make_room(held)
-        return self._prepared(structured, grammar, held)
+        self._make_room(held, owner)
+        return self._prepared((owner, structured), grammar, held)
 
-    def _prepared(self, structured: Structured, grammar: str, held: int) -> Prepared:
+    def _prepared(self, key: _Key, grammar: str, held: int) -> Prepared:
         """A form that is made here, for whoever asks for it from now on."""
         began = time.thread_time()
         matcher = self._matcher(grammar)
         prepared = Prepared(matcher, held, grammar, time.thread_time() - began)
         with self._lock:
-            self._alive[structured] = prepared
-            self._keep(structured, prepared)
+            self._alive[key] = prepared
+            self._keep(key, prepared)
         return prepared
 
     def _matcher(self, grammar: str) -> Any:
@@ -234,39 +243,45 @@ class Forms:
             raise _refusal(matcher.get_error(), grammar)
         return matcher
 
-    def _anew(self, structured: Structured, spent: Prepared) -> Prepared | None:
+    def _anew(self, key: _Key, spent: Prepared) -> Prepared | None:
         """The form as it was before other answers came to states of it, for one answer and for all that come.
 
         None where making it takes too long for a step; then who asks for it next prepares it.
         """
         with self._lock:
-            if self._alive.get(structured) is spent:
-                del self._alive[structured]
-                self._kept.pop(structured, None)
-        return self._prepared(structured, spent.grammar, spent.held) if spent.made_s < _MADE_IN_A_STEP_S else None
+            if self._alive.get(key) is spent:
+                del self._alive[key]
+                self._kept.pop(key, None)
+        return self._prepared(key, spent.grammar, spent.held) if spent.made_s < _MADE_IN_A_STEP_S else None
 
-    def _keep(self, structured: Structured, prepared: Prepared) -> None:
+    def _keep(self, key: _Key, prepared: Prepared) -> None:
         """Keep a form for who asks next, and as many others as there is room for; the lock is held."""
-        self._kept[structured] = prepared
-        self._kept.move_to_end(structured)
-        while len(self._kept) > 1 and sum(each.held for each in self._kept.values()) > _MOST_BYTES:
-            self._kept.popitem(last=False)
+        self._kept[key] = prepared
+        self._kept.move_to_end(key)
+        for counts, most in _bounds(key[0]):
+            others = [other for other in self._kept if counts(other) and other != key]
+            held = prepared.held + sum(self._kept[other].held for other in others)
+            for other in others:
+                if held > most:
+                    held -= self._kept.pop(other).held
 
-    def _make_room(self, held: int) -> None:
+    def _make_room(self, held: int, owner: Hashable) -> None:
         """Forget kept forms until a new one fits beside those of open requests."""
         with self._lock:
-            while self._kept and self._taken() + held > _MOST_BYTES:
-                self._kept.popitem(last=False)
-            taken = self._taken()
-        if taken and taken + held > _MOST_BYTES:
-            raise FormMemoryError(
-                f"needs {held >> 20} MiB, and the forms of open requests hold {taken >> 20} of {_MOST_BYTES >> 20} MiB "
-                "already; ask again in a moment",
-                field="structured",
-            )
+            for counts, most in _bounds(owner):
+                kept = [key for key in reversed(self._kept) if counts(key)]
+                while kept and self._taken(counts) + held > most:
+                    del self._kept[kept.pop()]
+                taken = self._taken(counts)
+                if taken and taken + held > most:
+                    raise FormMemoryError(
+                        f"needs {held >> 20} MiB, and the forms of open requests hold {taken >> 20} of {most >> 20} "
+                        "MiB already; ask again in a moment",
+                        field="structured",
+                    )
 
-    def _taken(self) -> int:
-        return sum(each.held for each in set(self._alive.values()))
+    def _taken(self, counts: Callable[[_Key], bool]) -> int:
+        return sum(each.held for each in {form for key, form in self._alive.items() if counts(key)})
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -278,6 +293,11 @@ class Forms:
         backend.no_padding()
         backend.no_truncation()
         return str(backend.to_str())
+
+
+def _bounds(owner: Hashable) -> tuple[tuple[Callable[[_Key], bool], int], ...]:
+    """Which forms count for an owner, and for all, and what these may hold together."""
+    return (lambda key: key[0] == owner, _MOST_BYTES if owner is None else _MOST_OF_ONE), (lambda _: True, _MOST_BYTES)
 
 
 class FormState:
