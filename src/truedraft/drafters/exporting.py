@@ -87,7 +87,7 @@ class _Target:
         if self.config is None:
             return
         text, sizes, wrong = self.config.get_text_config(), head.config, None
-        last = max(getattr(sizes, "layers", ()), default=-1)
+        last = max(sizes.layers, default=-1) if isinstance(head, LayerHead) else -1
         if sizes.width not in (text.hidden_size, getattr(text, "word_embed_proj_dim", None)):
             wrong = f"whose vectors have {text.hidden_size} entries, and this head reads {sizes.width}"
         elif last >= text.num_hidden_layers:
