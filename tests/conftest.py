@@ -25,7 +25,7 @@ keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 gc.disable()  # a fifth of the time of collecting tests
 
-_MOST = 3
+_MOST = 2
 """Cases of a test that the suite runs: others are marked `slow`. A file that is named runs whole."""
 _PARTS = 3
 _WHOLE = (
