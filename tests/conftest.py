@@ -25,8 +25,9 @@ keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 gc.disable()  # a fifth of the time of collecting tests
 
-_MOST = 3
+_MOST = 2
 """Cases of a test that the suite runs: others are marked `slow`. A file that is named runs whole."""
+_PARTS = 3
 _WHOLE = (
     "core", "verification", "test_docs.py", "certify/test_mutants.py", "engine/test_block",
     "engine/test_distribution", "engine/test_one_wait.py", "models/test_row_invariance.py",
@@ -34,6 +35,11 @@ _WHOLE = (
 )  # fmt: skip
 """Where every case counts: laws that are summed exactly, what must be seen, bits of rows, and what each kind of heads
 draws from and is refused for."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test-slow PART=0`, 1 or 2."""
+    parser.addoption("--part", type=int, choices=range(_PARTS), help="which third of the selected tests runs")
 
 
 def _runs_all(config: pytest.Config) -> bool:
@@ -50,18 +56,31 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["runs_all"] = _runs_all(node.config)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with many cases take a few, the same each time, chosen by the hashes of their names."""
-    if not _runs_all(config):
-        return
+def _hash(item: pytest.Item) -> int:
+    return int(hashlib.sha1(item.nodeid.encode()).hexdigest(), 16)
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Of a test with many cases a few stay, the same each time, chosen by the hashes of their names."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") is None and not item.nodeid.removeprefix("tests/").startswith(_WHOLE):
             cases[item.nodeid.partition("[")[0]].append(item)
     for each in cases.values():
-        for item in sorted(each, key=lambda item: hashlib.sha1(item.nodeid.encode()).hexdigest())[_MOST:]:
+        for item in sorted(each, key=_hash)[_MOST:]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What runs, and that which takes minutes first: a worker that began it last would be waited for."""
+    if _runs_all(config):
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        _mark_slow(items)
+    part: int | None = config.getoption("--part")
+    if part is not None:
+        config.hook.pytest_deselected(items=[item for item in items if _hash(item) % _PARTS != part])
+        items[:] = [item for item in items if _hash(item) % _PARTS == part]
 
 
 def pytest_collection_finish() -> None:
