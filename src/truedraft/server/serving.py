@@ -8,8 +8,10 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,6 +22,7 @@ from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
 from truedraft.planning.sizes import made_up_prompt
 from truedraft.server.app import build_app
+from truedraft.server.connections import BACKLOG, Connection, Connections, most_connections
 from truedraft.server.front import Front
 from truedraft.server.hosts import Hosts
 from truedraft.server.keys import ApiKeys
@@ -86,6 +89,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         keys,
         hosts,
         max_body_bytes=read_bytes("max_body_bytes", options.max_body_bytes),
+        body_timeout_s=options.body_timeout_s,
         cors_origins=options.cors_origin,
         playground=not options.no_playground,
     )
@@ -147,8 +151,11 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
     listening = bound_socket(options.host, options.port)  # nobody is let in before the warmed server accepts
+    connections = Connections(most_connections(options.max_connections), options.head_timeout_s)
     config = uvicorn.Config(
         app,
+        http=cast("type[asyncio.Protocol]", partial(Connection, connections=connections)),
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -168,7 +175,7 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
     host, port = listening.getsockname()[:2]
     scheme = "http" if options.tls_certificate is None else "https"
     shown = f"[{host}]" if ":" in host else host
-    server = _Server(config, service, options.drain_s, lambda: ready(f"{scheme}://{shown}:{port}"))
+    server = _Server(config, service, connections, options.drain_s, lambda: ready(f"{scheme}://{shown}:{port}"))
     server.run(sockets=[listening])
 
 
@@ -217,8 +224,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Ends what is open before it stops: first by itself, then by an error that says it may be asked again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        connections: Connections,
+        drain_s: float,
+        ready: Callable[[], None],
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
         self._service = service
         self._drain_s = drain_s
         self._ready = ready
@@ -228,7 +243,10 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._connections.failed)
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen()  # the system may hold more than are accepted at once
         if self.started:
             self._ready()
 
