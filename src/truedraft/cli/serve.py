@@ -50,6 +50,7 @@ def serve(options: ServeOptions) -> int:
         ) from error
     from truedraft.cli.terminal import Terminal
     from truedraft.server import serve as listen
+    from truedraft.server.serving import check_options
 
     terminal, model = Terminal(), options.stack.model
 
@@ -67,6 +68,7 @@ def serve(options: ServeOptions) -> int:
         make, size = partial(loaded, options), partial(_size, options)
         serve_replicas(make, options.server, size, partial(ready, "replicas on Ray"))
         return DONE
+    check_options(options.server)
     app, service = loaded(options)
     gc.collect()
     gc.freeze()  # full collections need not look through all that was loaded, in the middle of somebody's answer

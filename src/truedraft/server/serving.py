@@ -135,6 +135,38 @@ def _read(field: str, path: Path) -> str:
         raise OptionError(f"cannot be read ({error}): {str(path)!r}", field=field) from error
 
 
+def check_options(options: ServerOptions) -> None:
+    """Refuse what can be seen to be wrong before a model is loaded.
+
+    Args:
+        options: of a server that listens in this process.
+
+    Raises:
+        OptionError: a file cannot be read, an option cannot be used, or somebody listens at the address.
+    """
+    if options.api_key_file is not None:
+        ApiKeys.read(options.api_key_file)
+    if options.chat_template is not None:
+        _read("chat_template", options.chat_template)
+    for words in options.allow_rule:
+        rule_from_spec(words)
+    for field in ("max_body_bytes", "prefix_cache_bytes"):
+        read_bytes(field, getattr(options, field))
+    _check_certificate(options)
+    most_connections(options.max_connections)
+    bound_socket(options.host, options.port).close()
+
+
+def _check_certificate(options: ServerOptions) -> None:
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
+    if options.tls_certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_certificate, options.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise OptionError(f"cannot be used ({error})", field="tls_certificate") from error
+
+
 def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callable[[str], None]) -> None:
     """Warm up, then listen until told to stop, by Ctrl-C or SIGTERM; a second one does not wait for what is open.
 
@@ -148,8 +180,7 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
         OptionError: the address or the certificate cannot be used.
         TruedraftError: the first answer failed.
     """
-    if (options.tls_certificate is None) != (options.tls_key is None):
-        raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
+    _check_certificate(options)
     listening = bound_socket(options.host, options.port)  # nobody is let in before the warmed server accepts
     connections = Connections(most_connections(options.max_connections), options.head_timeout_s)
     config = uvicorn.Config(
@@ -162,11 +193,6 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
         ssl_certfile=options.tls_certificate,
         ssl_keyfile=options.tls_key,
     )
-    if options.tls_certificate is not None:
-        try:
-            config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise OptionError(f"cannot be used ({error})", field="tls_certificate") from error
     warm_up(service.engine)
     try:
         listening.listen()
