@@ -118,7 +118,7 @@ def all_of(connection: socket.socket) -> bytes:
         (HALF, b""),
         (HALF + b" 1\r\nContent-Length: 99\r\n\r\n{", b"408 Request Timeout"),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /", b"200 OK"),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1", b"200 OK"),
+        (b"GET /none HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1", b"404 Not Found"),
     ],
     ids=["nothing", "half a head", "half a body", "half a second head", "a body that nobody reads"],
 )
