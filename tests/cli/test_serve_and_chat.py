@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -36,11 +39,13 @@ def talk(run: Run, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 @contextmanager
-def served(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(
+    *more: str, start: Sequence[str] = (sys.executable, "-m", "truedraft")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and the address that it says it listens at."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "truedraft", "serve", "--model", "embedded:target", "--port", "0", "--json"),
+            *(*start, "serve", "--model", "embedded:target", "--port", "0", "--json"),
             *("--drafter", "prompt-lookup", "--controller", "fixed", *more),
         ],
         stdout=subprocess.PIPE,
@@ -124,6 +129,50 @@ def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.M
         done = run("serve", "--model", "embedded:target", "--drafter", "none", "--port", "0", *words)
         assert done.status == 2 and message in done.err and "Traceback" not in done.err
         assert len(done.err.strip().splitlines()) == 1, words
+
+
+def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "loaded", lambda *_: pytest.fail("the model was loaded"))
+    (no_certificate := tmp_path / "tls").write_text("none")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for words, message in (
+            (("--api-key-file", "missing"), "--api-key-file cannot be read"),
+            (("--chat-template", "missing"), "--chat-template cannot be read"),
+            (("--allow-rule", "nonsense"), "unknown rule 'nonsense'"),
+            (("--max-body-bytes", "many"), "--max-body-bytes must be a size"),
+            (("--prefix-cache-bytes", "many"), "--prefix-cache-bytes must be a size"),
+            (("--tls-certificate", "x"), "--tls-certificate needs --tls-key"),
+            (("--tls-certificate", str(no_certificate), "--tls-key", "missing"), "--tls-certificate cannot be used"),
+            (("--max-connections", "999999999"), "open files leaves"),
+            (("--port", str(taken.getsockname()[1])), "cannot be listened on"),
+        ):
+            done = run("serve", "--model", "embedded:target", *words)
+            assert done.status == 2 and message in done.err and len(done.err.strip().splitlines()) == 1, words
+
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half:"
+
+
+def test_half_requests_take_nobodys_place() -> None:
+    """More of them than there are descriptors: others are answered, and the log does not grow by it."""
+    limit = "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)); "
+    start = (sys.executable, "-c", limit + "runpy.run_module('truedraft', run_name='__main__', alter_sys=True)")
+    with served(start=start) as (process, address), contextlib.ExitStack() as held:
+        at = urlsplit(address)
+        for _ in range(260):
+            half = held.enter_context(socket.create_connection((at.hostname, at.port), timeout=30))
+            half.sendall(HALF)
+        for _ in range(2):
+            with urllib.request.urlopen(f"{address}/health", timeout=30) as health:
+                assert health.status == 200
+        with urllib.request.urlopen(asking(address), timeout=60) as reply:
+            assert json.loads(reply.read())["choices"][0]["text"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        log = process.stderr.read() if process.stderr is not None else ""
+        assert len(log) < 20_000, log[:2000]
 
 
 def test_a_talk_with_a_model_here(talk: Talk) -> None:

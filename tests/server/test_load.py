@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +25,8 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
 from truedraft.core.stats import StepRecord
-from truedraft.drafters import DraftRequest, PromptLookup
+from truedraft.drafters import Drafter, DraftRequest, PromptLookup
+from truedraft.drafters.prediction import with_own_drafts
 from truedraft.engine import Request
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.planning.decisions import Decisions
@@ -554,3 +556,162 @@ def test_more_samples_than_ever_fit_are_refused_for_good(make_engine: Callable[.
         status, headers, told = post(running.url, {"prompt": PROMPT, "max_tokens": 2, "n": 3})
         assert status == 400 and "asks for 3 answers at once, and this server takes 2" in told["error"]["message"]
         assert headers["Retry-After"] is None
+
+
+def _steps_of(engine: Engine) -> list[int]:
+    """How many steps an engine made, counted from now on."""
+    steps = [0]
+
+    def note(_: StepRecord) -> None:
+        steps[0] += 1
+
+    engine.listeners.append(note)
+    return steps
+
+
+async def _begun(service: Service, answering: Answering) -> None:
+    while any(stream.request.cache is None for stream in answering.streams):
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("short", "options"),
+    [("places", {"temperature": 1.0, "seed": 7}), ("memory", {"temperature": 0.0})],
+    ids=["places-seeded", "memory-greedy"],
+)
+def test_a_client_of_whom_nothing_runs_takes_a_place(drafter: Drafter, short: str, options: dict[str, Any]) -> None:
+    """Of another who has several, in turns, and whose answers stay what they are; also where memory is short."""
+    target = load_model("embedded:target")  # whose pool keeps nothing of other tests
+    prompts = [f"def f{number}(" for number in range(3)]
+    params = SamplingParams(max_tokens=120, ignore_eos=True, **options)
+    plain = Engine(target, prefix_cache_bytes=0)
+    expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
+    limits: dict[str, Any] = (
+        {"max_batch": 3} if short == "places" else {"max_batch": 8, "max_cache_bytes": int(1.3 * plain.cache_bytes)}
+    )
+    engine = Engine(target, with_own_drafts(drafter), controller="fixed", **limits)
+    service = Service(engine)
+    steps = _steps_of(engine)
+
+    async def run() -> list[list[int]]:
+        many = Answering(service)
+        many.start([engine.prepare(prompt, params) for prompt in prompts], Client("many"))
+        pieces: list[list[int]] = [[] for _ in prompts]
+        service.start()
+
+        async def read() -> None:
+            async for news in many.news():
+                pieces[news.number] += [token for piece in news.pieces for token in piece.token_ids]
+
+        reading = asyncio.create_task(read())
+        for _ in range(2):
+            if short == "places":
+                await _begun(service, many)
+            while steps[0] < 4:
+                await asyncio.sleep(0.001)
+            few, before = Answering(service), steps[0]
+            few.start([engine.prepare(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))], Client("few"))
+            await few.answers()
+            assert steps[0] - before < 64 and all(stream.answer is None for stream in many.streams)
+        await reading
+        service.stop()
+        assert pieces == [stream.answer.token_ids for stream in many.streams if stream.answer is not None]
+        if short == "places":
+            taken = sorted(stream.request.preemptions for stream in many.streams)
+            assert taken == [0, 1, 1], "one for each, and by turns"
+        return pieces
+
+    assert asyncio.run(run()) == expected
+    assert engine.preemptions > 0 and engine.check_idle() == [] and service.is_idle
+
+
+def test_places_are_not_taken_at_each_step(make_engine: Callable[..., Engine]) -> None:
+    """Of one who has a single one never, and of a request that gave its own only after some of its answer."""
+    engine = make_engine(max_batch=2)
+    service = Service(engine)
+    steps = _steps_of(engine)
+    long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+
+    async def run() -> None:
+        own = Answering(service)
+        own.start([engine.prepare(PROMPT, long) for _ in range(2)], Client("many"))
+        service.start()
+        await _begun(service, own)
+        held = [stream.request for stream in own.streams]
+        for number in range(5):
+            few = Answering(service)
+            few.start([engine.prepare(PROMPT, SamplingParams(max_tokens=1))], Client(f"few{number}"))
+            await few.answers()
+        assert 1 <= sum(request.preemptions for request in held) <= 2 + 2 * steps[0] // 32
+        single = Answering(service)
+        own.close()
+        single.start([engine.prepare(PROMPT, long)], Client("a"))
+        other = Answering(service)
+        other.start([engine.prepare(PROMPT, long)], Client("b"))
+        await _begun(service, single)
+        await _begun(service, other)
+        third = Answering(service)
+        third.start([engine.prepare(PROMPT, SamplingParams(max_tokens=1))], Client("c"))
+        await third.answers()
+        assert not single.streams[0].request.preemptions and not other.streams[0].request.preemptions
+        single.close()
+        other.close()
+        service.stop()
+
+    asyncio.run(run())
+    assert engine.check_idle() == [] and service.is_idle
+
+
+def test_who_gave_its_place_and_leaves_is_forgotten(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_batch=2)
+    service = Service(engine)
+    long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
+
+    async def run() -> None:
+        many, over = Answering(service), list[Stream]()
+        service.listeners.append(over.append)
+        many.start([engine.prepare(PROMPT, long) for _ in range(2)], Client("many"))
+        service.start()
+        await _begun(service, many)
+        few = Answering(service)
+        few.start([engine.prepare(PROMPT, long)], Client("few"))
+        await _begun(service, few)
+        assert sum(stream.waits for stream in many.streams) == 1
+        many.close()
+        while len(over) < 2:
+            await asyncio.sleep(0.001)
+        assert {stream.answer.finish_reason for stream in over if stream.answer is not None} == {"cancelled"}
+        few.close()
+        while not service.is_idle:
+            await asyncio.sleep(0.001)
+        service.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert engine.check_idle() == []
+
+
+def test_one_key_does_not_lock_out_another(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("many secret-a\nfew secret-b\n")
+    body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    bodies = [body | {"prompt": f"def f{number}("} for number in range(3)]
+    with serving(make_engine(max_batch=3), api_key_file=keys) as running, ThreadPoolExecutor(4) as pool:
+        own = {"Authorization": "Bearer secret-a"}
+        alone = [post(running.url, each, **own)[2]["choices"][0]["text"] for each in bodies]
+        asked = [pool.submit(post, running.url, each, **own) for each in bodies]
+        wait_for(lambda: running.service.running == 3)
+        answer = post(running.url, {"prompt": PROMPT, "max_tokens": 8}, Authorization="Bearer secret-b")
+        assert answer[0] == 200 and not any(each.done() for each in asked)
+        assert [each.result(60)[2]["choices"][0]["text"] for each in asked] == alone
+        assert running.engine.preemptions == 1
+
+
+def test_buffers_go_back_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next answer is the same."""
+    engine = Engine(load_model("embedded:target"))
+    monkeypatch.setattr("truedraft.server.service._IDLE_S", 0.01)
+    with serving(engine) as running:
+        body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+        first = post(running.url, body)[2]["choices"][0]["text"]
+        wait_for(lambda: engine.cache_bytes == 0)
+        assert post(running.url, body)[2]["choices"][0]["text"] == first

@@ -12,6 +12,7 @@ from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cluster import ray_module
 from truedraft.errors import MissingExtraError, OptionError
+from truedraft.machine import in_bytes
 from truedraft.options import NEEDED, MachineOptions, group, read_bytes
 from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOptions
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from truedraft.engine import Engine
     from truedraft.learning import Learner
     from truedraft.server.service import Service
+
+_CACHE_SHARE = 0.75
+"""Of the memory that is free once all is loaded, for keys and values where --max-cache-bytes is not given."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,14 @@ def serve(options: ServeOptions) -> int:
         ) from error
     from truedraft.cli.terminal import Terminal
     from truedraft.server import serve as listen
+    from truedraft.server.serving import check_options
 
     terminal, model = Terminal(), options.stack.model
 
-    def ready(by: str, address: str) -> None:
+    def ready(by: str, address: str, most: int | None = None) -> None:
         terminal.note(f"serving {model} with {by} at {address}/v1")
+        if most is not None:
+            terminal.note(f"keys and values take at most {in_bytes(most)} (--max-cache-bytes)")
         if not options.server.no_playground:
             terminal.note(f"playground: {address}/")
         if options.report.json:
@@ -67,11 +74,13 @@ def serve(options: ServeOptions) -> int:
         make, size = partial(loaded, options), partial(_size, options)
         serve_replicas(make, options.server, size, partial(ready, "replicas on Ray"))
         return DONE
+    check_options(options.server)
     app, service = loaded(options)
     gc.collect()
     gc.freeze()  # full collections need not look through all that was loaded, in the middle of somebody's answer
     try:
-        listen(app, service, options.server, partial(ready, service.engine.drafter.name))
+        engine = service.engine
+        listen(app, service, options.server, partial(ready, engine.drafter.name, most=engine.max_cache_bytes))
     finally:
         if service.engine.learner is not None:
             service.engine.learner.close()
@@ -131,6 +140,7 @@ def _engine(options: ServeOptions, console: Console) -> Engine:
         max_batch=options.server.max_batch,
         prefix_cache_bytes=read_bytes("prefix_cache_bytes", options.server.prefix_cache_bytes),
         own_drafts=True,
+        cache_share=_CACHE_SHARE,
         learner=_learner(options.learning, options.server),
     )
 

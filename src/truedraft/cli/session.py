@@ -21,6 +21,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.files import user_path
+from truedraft.machine import free_memory
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class StackOptions(ModelOptions):
     rule: str = option("speculative", RULE_HELP, "R")
     controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C")
     plan: Path | None = option(None, PLAN_HELP, "FILE")
-    max_cache_bytes: str | None = option(None, CACHE_HELP, "SIZE", shown_default="no limit")
+    max_cache_bytes: str | None = option(None, CACHE_HELP, "SIZE", shown_default="no limit; serve: 3/4 of what is free")
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def load_engine(
     requests: int = 1,
     *,
     own_drafts: bool = False,
+    cache_share: float | None = None,
     **more: Any,
 ) -> Engine:
     """Load the target and compose it with drafter, rule and controller.
@@ -191,6 +193,8 @@ def load_engine(
         params: of the requests to come; None is greedy.
         requests: that will be answered together.
         own_drafts: whether requests may bring along what is drafted from: predictions, and forms of their answers.
+        cache_share: of the memory that is free once all is loaded, for keys and values where no bytes were typed; None
+            is no limit.
         more: of `Engine`.
 
     Raises:
@@ -217,6 +221,8 @@ def load_engine(
         if plan is not None:
             controller.expect(plan.survival)
         drafter = with_own_drafts(drafter) if own_drafts else drafter
+        if most is None and cache_share is not None and (free := free_memory(target.device)) is not None:
+            most = max(int(cache_share * free), 1)
         engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, **more)
         engine.measure(params)
     _tell_sizes(engine, budgets, console)

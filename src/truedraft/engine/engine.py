@@ -80,7 +80,8 @@ class Engine:
         learner: as given.
         costs: what the target's steps cost on this machine, for controllers that weigh costs.
         forms: makes the forms of structured answers; None where the target has no tokenizer.
-        preemptions: how often a running request gave its room back, because memory was short.
+        preemptions: how often a running request gave its room back, because memory was short or
+            others had none.
         listeners: each is called after each step, by the thread that made it, with the record of what it did and how
             long its parts took.
 
@@ -450,10 +451,13 @@ class Engine:
         Raises:
             PromptError: the request was not submitted to this engine.
         """
-        if getattr(request, "engine", None) is not self:
-            raise PromptError("this is no request of this engine; cancel what its own submit returned")
+        self._check_own(request)
         self._leaving.append(request)
         self._settle()
+
+    def _check_own(self, request: Request) -> None:
+        if getattr(request, "engine", None) is not self:
+            raise PromptError("this is no request of this engine; give it what its own submit returned")
 
     def _settle(self) -> None:
         """Close what was cancelled, unless somebody is stepping, who then does it.
@@ -546,6 +550,34 @@ class Engine:
             request.fail(_as_ours(error))
             self._close(request)
 
+    @torch.inference_mode()
+    def pause(self, request: Request) -> bool:
+        """Let a request that runs or waits give its room back and leave, until it is given to `enqueue` again.
+
+        It then goes on exactly where it was. A step that runs is waited for.
+
+        Returns:
+            Whether it left; one that is over did not.
+
+        Raises:
+            PromptError: the request was not submitted to this engine.
+            TruedraftError: called from inside a step.
+        """
+        self._check_own(request)
+        if self._turns.mine:
+            raise TruedraftError("a request cannot be paused from inside a step; pause it when `step` is over")
+        try:
+            with self._turns:
+                self._close_cancelled()
+                if request.cache is not None:
+                    self._or_fail(request, self._preempt)
+                if not request.closed:
+                    self._scheduler.remove(request)
+                    self._open.pop(request.id, None)
+        finally:
+            self._settle()
+        return not request.closed
+
     def _preempt(self, request: Request) -> None:
         """A request gives its room back, and waits before all others until there is some again."""
         assert request.cache is not None
@@ -577,6 +609,12 @@ class Engine:
         self._memory.settle(self._scheduler.running)
         for listener in self.listeners:
             listener(record)
+
+    def give_back(self) -> None:
+        """Give buffers that wait for the next request back to the system; what is kept of earlier ones stays."""
+        with self._turns, torch.inference_mode():
+            self._memory.give_back()
+        self._settle()
 
     def check_idle(self) -> list[str]:
         """What is left of requests where none runs or waits: an empty list, or a mistake of ours.

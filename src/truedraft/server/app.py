@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -43,6 +44,7 @@ _ERRORS = {
     400: "The request cannot be used as it is.",
     401: "No API key, or none that is known.",
     404: "There is no such model.",
+    408: "The body did not come in time.",
     413: "The body is too long.",
     421: "The server is not asked by this host name.",
     429: "Too many requests wait; ask again after `Retry-After` seconds.",
@@ -67,6 +69,7 @@ def build_app(
     hosts: Hosts,
     *,
     max_body_bytes: int = 8 << 20,
+    body_timeout_s: float = 60.0,
     cors_origins: Sequence[str] = (),
     playground: bool = True,
 ) -> FastAPI:
@@ -78,6 +81,7 @@ def build_app(
         keys: that are let in.
         hosts: names that it is asked by.
         max_body_bytes: of a request.
+        body_timeout_s: within which it comes.
         cors_origins: pages from these may ask.
         playground: whether there is a page at /.
     """
@@ -115,7 +119,7 @@ def build_app(
     for kind in (ApiError, TruedraftError, UnicodeEncodeError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(RequestValidationError, answer_unreadable)
-    app.add_middleware(_Gate, front=front, keys=keys, hosts=hosts, max_body_bytes=max_body_bytes)
+    app.add_middleware(_Gate, front=front, keys=keys, hosts=hosts, max_body_bytes=max_body_bytes, body_s=body_timeout_s)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -140,14 +144,18 @@ class _Gate:
         keys: that are let in.
         hosts: names that the server is asked by.
         max_body_bytes: of a request.
+        body_s: seconds within which they come.
     """
 
-    def __init__(self, app: ASGIApp, front: Front, keys: ApiKeys, hosts: Hosts, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, front: Front, keys: ApiKeys, hosts: Hosts, max_body_bytes: int, body_s: float
+    ) -> None:
         self._app = app
         self._front = front
         self._keys = keys
         self._hosts = hosts
         self._most = max_body_bytes
+        self._body_s = body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -184,11 +192,20 @@ class _Gate:
             raise HTTPException(413, f"the body has {length} bytes, of at most {self._most}")
 
     def _counting(self, http: HttpRequest, receive: Receive) -> Receive:
-        """Bodies may come without saying how long they are."""
+        """Bodies may come without saying how long they are, and slowly."""
         http.state.body_bytes = 0
+        deadline: float | None = asyncio.get_running_loop().time() + self._body_s
 
         async def counted() -> Message:
-            message = await receive()
+            nonlocal deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                what = f"the body did not come within {self._body_s:g} s; send it faster, or a shorter one"
+                raise HTTPException(408, what, {"Connection": "close"}) from None
+            if not message.get("more_body", False):
+                deadline = None
             if message["type"] == "http.request":
                 http.state.body_bytes += len(message.get("body", b""))
                 self._check_length(http.state.body_bytes)

@@ -35,6 +35,12 @@ class ServerOptions:
     max_samples: int = option(16, "Most answers to one request (n, best_of, prompts).", "N", least=1)
     max_new_tokens: int = option(4096, "Most new tokens of an answer, whatever its request asks for.", "N", least=1)
     max_body_bytes: str = option("8M", "Most bytes of a request's body.", "SIZE")
+    max_connections: int | None = option(
+        None, "Most open connections; further ones take the place of those that have not asked.", "N", least=1,
+        shown_default="what the limit of open files leaves",
+    )  # fmt: skip
+    head_timeout_s: float = option(10.0, "Close a connection that has sent no request's head after so long.", "S")
+    body_timeout_s: float = option(60.0, "Refuse a request whose body has not come after so many seconds.", "S")
     prefix_cache_bytes: str = option(
         "512M", "Keep so many bytes of keys and values for requests that begin like earlier ones; 0 keeps none.", "SIZE"
     )

@@ -25,11 +25,13 @@ from truedraft.server.preparing import FormQueue, stopping
 _log = logging.getLogger("truedraft.server")
 
 _LONGEST_WAIT_S = 60
+_IDLE_S = 10.0  # without a request, and buffers go back to the system
 _RECENT = 0.9  # of what was so far, beside the newest
 _LINGERING = 0.05  # of the last step's time, at most, is waited for requests that follow its answers
 _MOST_LINGERING_S = 0.02
 _WORTH_WAITING = 0.25  # of these waits must bring a request
 _TRIED_AGAIN = 16  # ends of answers later
+_LEAST_STEPS = 32  # of its answer, that a request makes before its place is taken again
 _MOST_NEWS = 64  # that a reader gets at once, so that one that was slow holds nobody up
 
 
@@ -48,7 +50,9 @@ class Stream:
         accepted: how many of its drafts had 0, 1, 2, ... tokens accepted.
         answer: once it is over.
         last_item: whose step was handed over.
-        began_s: when the engine got it, by `time.monotonic`.
+        began_s: when the engine got it first, by `time.monotonic`.
+        turn: which of all requests that the engine got it was, the last time.
+        held_steps: of its answer, that it made since.
         shown_tokens: of the answer, that a trace told of.
         forced_tokens: places in the answer of tokens that a form left no choice in, of steps that a trace told of.
     """
@@ -64,6 +68,8 @@ class Stream:
     answer: Answer | None = None
     last_item: StepItem | None = None
     began_s: float = 0.0
+    turn: int = 0
+    held_steps: int = 0
     shown_tokens: int = 0
     forced_tokens: set[int] = field(default_factory=set)
 
@@ -74,6 +80,7 @@ class Stream:
             return
         self.decisions(record)
         step = record.requests[number]
+        self.held_steps += not step.prefill
         if step.nodes and not step.prefill:
             self.accepted += [0] * (step.accepted + 1 - len(self.accepted))
             self.accepted[step.accepted] += 1
@@ -218,7 +225,10 @@ class Service:
     """Steps an engine in a thread of its own for requests that come from an event loop.
 
     Requests wait here, by client, and the engine gets as many as it runs together: of the clients with the fewest that
-    run, one of that whose last turn was longest ago.
+    run, one of that whose last turn was longest ago. A client of whom none runs takes a place, or memory, from the one
+    who has most, if these are two or more: a request of that one waits again, and goes on exactly where it was. Which
+    one follows from how often that happened to it, when it came and how many steps it made, and is chosen between
+    steps, behind which all noise is new; so no answer's distribution depends on it.
 
     Args:
         engine: that answers; nobody else steps it.
@@ -401,10 +411,13 @@ class Service:
             queue = self._waiting.get(stream.client)
             if stream.waits and queue is not None and stream in queue:
                 queue.remove(stream)
-                self._leave(stream.client, 1)
-                return
-        if not stream.waits:
-            self.engine.cancel(stream.request)
+                if not stream.turn:
+                    self._leave(stream.client, 1)
+                    return
+                stream.waits = False  # it had begun, so the engine ends it
+                self._running.append(stream)
+            if not stream.waits:  # guarded: it must not be made to wait again meanwhile
+                self.engine.cancel(stream.request)
         self._work.set()
 
     def abort(self) -> None:
@@ -449,7 +462,9 @@ class Service:
                 if ended and busy:
                     self._linger(ended, _LINGERING * (time.monotonic() - began))
                 if not busy and not self.waiting:
-                    self._work.wait()
+                    if not self._work.wait(_IDLE_S):
+                        self.engine.give_back()
+                        self._work.wait()
                     self._work.clear()
         finally:  # where the thread ends by a mistake of ours nobody may wait for it
             self.draining = True
@@ -486,14 +501,50 @@ class Service:
 
     def _admit(self) -> None:
         """Give the engine as many requests as it runs together."""
+        self._make_room()
         while len(self._running) < self.engine.max_batch:
             with self._guard:
                 stream = self._next()
                 if stream is None:
                     return
-                stream.waits, stream.began_s = False, time.monotonic()
+                stream.waits, stream.held_steps = False, 0
+                stream.began_s = stream.began_s or time.monotonic()
                 self._running.append(stream)
                 self.engine.enqueue(stream.request)  # guarded: who cancels finds it waiting or the engine's
+
+    def _make_room(self) -> None:
+        """Where clients wait of whom nothing runs, one request of the client with most gives its place back."""
+        running: dict[Client, list[Stream]] = {}
+        short: list[Stream] = []  # those that the engine has no memory for
+        for stream in self._running:
+            if stream.request.closed:
+                continue
+            if stream.request.cache is None:
+                short.append(stream)
+            else:
+                running.setdefault(stream.client, []).append(stream)
+        with self._guard:
+            waiting = {client for client, queue in self._waiting.items() if queue}
+        waiting.update(stream.client for stream in short)
+        if waiting <= running.keys() or not (short or len(self._running) >= self.engine.max_batch):
+            return
+        most = max(running.values(), key=len, default=[])
+        may = [each for each in most if not each.request.preemptions or each.held_steps >= _LEAST_STEPS]
+        if len(most) < 2 or not may:
+            return
+        out = min(may, key=lambda each: (each.request.preemptions, -each.turn))
+        # What of that client waits in the engine would go before those of others.
+        for stream in (*(each for each in reversed(short) if each.client == out.client), out):
+            self._pause(stream)
+
+    def _pause(self, stream: Stream) -> None:
+        """A request waits again, before the others of its client, unless it is over."""
+        self.engine.pause(stream.request)
+        with self._guard:
+            if not stream.request.closed:  # by a client that left, too
+                self._running.remove(stream)
+                stream.waits = True
+                self._waiting.setdefault(stream.client, deque()).appendleft(stream)
 
     def _next(self) -> Stream | None:
         """Whose turn it is; the guard is held."""
@@ -506,7 +557,7 @@ class Service:
         served = self._served
         chosen = min(queues, key=lambda queue: (runs.get(queue[0].client, 0), served.get(queue[0].client, 0))).popleft()
         self._admitted += 1
-        served[chosen.client] = self._admitted
+        served[chosen.client] = chosen.turn = self._admitted
         return chosen
 
     def _note(self, record: StepRecord) -> None:

@@ -8,8 +8,10 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,6 +22,7 @@ from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
 from truedraft.planning.sizes import made_up_prompt
 from truedraft.server.app import build_app
+from truedraft.server.connections import BACKLOG, Connection, Connections, most_connections
 from truedraft.server.front import Front
 from truedraft.server.hosts import Hosts
 from truedraft.server.keys import ApiKeys
@@ -87,6 +90,7 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         keys,
         hosts,
         max_body_bytes=read_bytes("max_body_bytes", options.max_body_bytes),
+        body_timeout_s=options.body_timeout_s,
         cors_origins=options.cors_origin,
         playground=not options.no_playground,
     )
@@ -132,6 +136,38 @@ def _read(field: str, path: Path) -> str:
         raise OptionError(f"cannot be read ({error}): {str(path)!r}", field=field) from error
 
 
+def check_options(options: ServerOptions) -> None:
+    """Refuse what can be seen to be wrong before a model is loaded.
+
+    Args:
+        options: of a server that listens in this process.
+
+    Raises:
+        OptionError: a file cannot be read, an option cannot be used, or somebody listens at the address.
+    """
+    if options.api_key_file is not None:
+        ApiKeys.read(options.api_key_file)
+    if options.chat_template is not None:
+        _read("chat_template", options.chat_template)
+    for words in options.allow_rule:
+        rule_from_spec(words)
+    for field in ("max_body_bytes", "prefix_cache_bytes"):
+        read_bytes(field, getattr(options, field))
+    _check_certificate(options)
+    most_connections(options.max_connections)
+    bound_socket(options.host, options.port).close()
+
+
+def _check_certificate(options: ServerOptions) -> None:
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
+    if options.tls_certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_certificate, options.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise OptionError(f"cannot be used ({error})", field="tls_certificate") from error
+
+
 def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callable[[str], None]) -> None:
     """Warm up, then listen until told to stop, by Ctrl-C or SIGTERM; a second one does not wait for what is open.
 
@@ -145,22 +181,19 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
         OptionError: the address or the certificate cannot be used.
         TruedraftError: the first answer failed.
     """
-    if (options.tls_certificate is None) != (options.tls_key is None):
-        raise OptionError("needs --tls-key, and that needs it; give both or neither", field="tls_certificate")
+    _check_certificate(options)
     listening = bound_socket(options.host, options.port)  # nobody is let in before the warmed server accepts
+    connections = Connections(most_connections(options.max_connections), options.head_timeout_s)
     config = uvicorn.Config(
         app,
+        http=cast("type[asyncio.Protocol]", partial(Connection, connections=connections)),
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         server_header=False,
         ssl_certfile=options.tls_certificate,
         ssl_keyfile=options.tls_key,
     )
-    if options.tls_certificate is not None:
-        try:
-            config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise OptionError(f"cannot be used ({error})", field="tls_certificate") from error
     warm_up(service.engine)
     try:
         listening.listen()
@@ -169,7 +202,7 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
     host, port = listening.getsockname()[:2]
     scheme = "http" if options.tls_certificate is None else "https"
     shown = f"[{host}]" if ":" in host else host
-    server = _Server(config, service, options.drain_s, lambda: ready(f"{scheme}://{shown}:{port}"))
+    server = _Server(config, service, connections, options.drain_s, lambda: ready(f"{scheme}://{shown}:{port}"))
     server.run(sockets=[listening])
 
 
@@ -218,8 +251,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Ends what is open before it stops: first by itself, then by an error that says it may be asked again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        connections: Connections,
+        drain_s: float,
+        ready: Callable[[], None],
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
         self._service = service
         self._drain_s = drain_s
         self._ready = ready
@@ -229,7 +270,10 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._connections.failed)
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen()  # the system may hold more than are accepted at once
         if self.started:
             self._ready()
 
