@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,50 @@ def test_a_missing_mark_costs_no_argument(family: Family) -> None:
     said = f"Within a line {body.opening}x and {' '.join(words_of(notation.closing))} are text."
     if "\n" in body.closing:
         assert read(family, rendered(family, [("note", {"text": said})]), 1)[2] == [("note", {"text": said})]
+
+
+def cut_in_a_key(call: str) -> str:
+    return call[: call.index("text") + 2]
+
+
+def cut_in_a_value(call: str) -> str:
+    return call[: call.index("Hello") + 3]
+
+
+def without_the_last_brace(call: str) -> str:
+    place = call.rfind("}")
+    return call if place < 0 else call[:place] + call[place + 1 :]
+
+
+def with_a_raw_line_end(call: str) -> str:
+    return call.replace("Hello", "Hel\nlo")
+
+
+@pytest.mark.parametrize("damage", [cut_in_a_key, cut_in_a_value, without_the_last_brace, with_a_raw_line_end])
+@pytest.mark.parametrize("notation", NOTATIONS, ids=lambda notation: notation.name)
+def test_a_broken_call_leaves_those_behind_it(notation: Notation, damage: Callable[[str], str]) -> None:
+    begin = "" if notation.bare else notation.begin
+    first, second = (notation.written([(name, {"text": "Hello"})]) for name in ("note", "weather"))
+    first, second = (each.removeprefix(begin).removesuffix(notation.end) for each in (first, second))
+    answer = begin + damage(first) + notation.separator + second + notation.end
+    if notation.channels:
+        answer = begin + damage(first) + "<|call|><|start|>assistant" + second + "<|call|>"
+    found = []
+    for parts in ([answer], list(answer), [answer[place : place + 7] for place in range(0, len(answer), 7)]):
+        reader = AnswerReader(notation, PARAMETERS)
+        told = [part for piece in parts for part in reader.push(piece)] + reader.push("", last=True)
+        text = "".join(part for part in told if isinstance(part, str))
+        deltas = [part for part in told if isinstance(part, CallDelta)]
+        calls = [(call.name, json.loads(call.arguments)) for call in reader.calls]
+        assert [part.call.name for part in deltas if part.begins] == [name for name, _ in calls]
+        found.append((text, calls))
+    assert all(each == found[0] for each in found), found
+    text, calls = found[0]
+    assert calls[-1] == ("weather", {"text": "Hello"}), found
+    if len(calls) == 1:
+        assert damage(first).strip() in text, "nothing of what is no call is lost"
+    else:
+        assert calls[0][0] == "note" and calls[0][1]["text"].replace("\n", "") == "Hello" and not text.strip()
 
 
 WORDS = {"$defs": {"Unit": {"enum": ["C", "F"]}, "Temp/Unit": {"$ref": "#/$defs/Unit"}, "Other": {"type": "object"}}}

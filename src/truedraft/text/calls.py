@@ -100,10 +100,6 @@ class CallText(ReadText, Protocol):
     """The text of one call, from behind its opening to before its closing."""
 
     @property
-    def text(self) -> str:
-        """So far, as long as it may turn out to be no call."""
-
-    @property
     def name(self) -> str | None:
         """Of the function; None while it is not known."""
 
@@ -111,23 +107,30 @@ class CallText(ReadText, Protocol):
     def id(self) -> str | None:
         """That the model gave the call; None where it gave none."""
 
+    @property
+    def broken(self) -> int:
+        """The place up to which it is not read again where it is no call."""
+
 
 class CallsReader:
     """Reads text and calls that stand between marks.
 
     Text that may be the beginning of a call is held back until it is known. What looks like a call and is none stays
-    text; a call between marks that ends with the answer, before its name is known, is left out. Space before, between
-    and behind calls is left out where there is no other text before it. Space inside marks may be left out, or be more.
+    text, and so does a call whose arguments are no JSON or end with the answer; behind it calls are looked for again.
+    Space before, between and behind calls is left out where there is no other text before it. Space inside marks may be
+    left out, or be more.
 
     Args:
         notation: of the model; where its calls have no opening, they stand at the beginning of the answer.
         tools: that may be called.
         parallel: whether there may be several calls.
         calls: takes those that were read to their end, or to the answer's.
+        formed: whether a form holds the calls, which are then told as they come, cut ones too; others when whole.
     """
 
-    def __init__(self, notation: Notation, tools: Schemas, parallel: bool, calls: list[Call]) -> None:
+    def __init__(self, notation: Notation, tools: Schemas, parallel: bool, calls: list[Call], formed: bool) -> None:
         self._calls = calls
+        self._formed = formed
         self._notation = notation
         self._tools = tools
         self._begin, self._opening, self._closing, self._end = (
@@ -141,6 +144,8 @@ class CallsReader:
         self._left: Sequence[str] = ()  # of the marks that are being read
         self._call: Call | None = None  # that is being read
         self._body: CallText = notation.body.reader(notation, tools)
+        self._raw: list[str] = []  # what it was given
+        self._again = ""  # before a call behind one that was none, where calls have no marks of their own
         self._wrote = False  # any text but space
         self._space = ""  # that came before any other text
 
@@ -179,6 +184,11 @@ class CallsReader:
         if allowed and self._bare and not self._wrote and held.lstrip()[:1] == "{":
             self._tell(held[: held.index("{")], found)
             return self._begin_call(held.lstrip())
+        if allowed and self._again:
+            found_call = re.search(rf"{re.escape(self._again)}\s*(?={{)", held)
+            if found_call is not None:
+                self._tell(held[: found_call.end()], found)
+                return self._begin_call(held[found_call.end() :])
         marks = [words[0] for words in (self._begin, self._opening) if words and allowed]
         place, mark = min(((place, mark) for mark in marks if (place := held.find(mark)) >= 0), default=(-1, ""))
         if place >= 0:
@@ -188,6 +198,8 @@ class CallsReader:
             self._step = self._read_begin if mark in self._begin[:1] else self._read_opening
             return True
         kept = 0 if last else max((overlap(held, mark) for mark in marks), default=0)
+        if self._again and not last and (half := re.search(rf"{re.escape(self._again)}\s*$", held)) is not None:
+            kept = max(kept, len(held) - half.start())
         self._held = held[len(held) - kept :]
         self._tell(held[: len(held) - kept], found)
         return False
@@ -205,9 +217,9 @@ class CallsReader:
         place = behind(self._held, self._left)
         if place is None and not last:
             return False
-        if place is None:
+        if place is None and self._formed:
             return self._leave_out()
-        if place < 0:
+        if place is None or place < 0:
             return self._give_up(self._held, found)
         self._marks += self._held[:place]
         if then == self._read_call:
@@ -231,7 +243,7 @@ class CallsReader:
         return self._begin_call(held[opens if self._opening else 0 :])
 
     def _begin_call(self, held: str) -> bool:
-        self._held, self._step = held, self._read_call
+        self._held, self._step, self._raw = held, self._read_call, []
         self._body = self._notation.body.reader(self._notation, self._tools)
         return True
 
@@ -239,23 +251,26 @@ class CallsReader:
         """Read on in the call that is begun; returns whether more can be read."""
         body = self._body
         body.push(self._held)
+        self._raw.append(self._held)
         self._held = ""
-        any_name = not self._bare or bool(self._marks) or self._call is not None
+        any_name = (not self._bare and not self._again) or bool(self._marks) or self._call is not None
         named = body.name is not None and (any_name or body.name in self._tools)
         over = body.fails or (not named and (body.name is not None or body.rest is not None or last))
         if self._call is None and over:
-            if self._marks and not body.fails and body.name is None and body.rest is None:
+            if self._formed and self._marks and not body.fails and body.name is None and body.rest is None:
                 return self._leave_out()
-            return self._give_up(body.text, found)
-        if not named:
+            return self._give_up("".join(self._raw), found)
+        if not named or (body.rest is None and not last and not self._formed):
             return False
+        known = body.value or ("{}" if body.rest is not None else "")
+        if not self._formed and parsed(known) is None:
+            return self._give_up("".join(self._raw), found)
         index = len(self._calls)
         if self._call is None:
             self._call = Call(body.id or self._notation.new_id(), str(body.name))
             self._space = self._marks = ""
             found.append(CallDelta(index, self._call, True, ""))
         call = self._call
-        known = body.value or ("{}" if body.rest is not None else "")
         new = known[len(call.arguments) :]
         if new:
             call.arguments += new
@@ -287,12 +302,20 @@ class CallsReader:
 
     def _give_up(self, held: str, found: list[str | CallDelta]) -> bool:
         """What was read is no call: its marks are text, and behind them a call may begin."""
-        if (self._marks + held).strip():
-            text, self._space, self._wrote = self._space + self._marks, "", True
+        marks = self._marks
+        if not self._opening and self._raw and (marks or self._calls or self._body.name in self._tools):
+            self._again = self._notation.separator.strip()
+            broken = self._body.broken  # what stands before it may hold objects that are no calls
+            marks, held = marks + held[:broken], held[broken:]
+        if (marks + held).strip():
+            text, self._space, self._wrote = self._space + marks, "", True
             if text:
                 found.append(text)
         self._held, self._marks, self._call, self._step = held, "", None, self._read_text
         return bool(self._held)
+
+
+_LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 
 
 class RecordText:
@@ -316,7 +339,9 @@ class RecordText:
         self._whole = False  # whether the arguments ended
         self._end: int | None = None
         self._place = 0
-        self._depth = 0
+        self._open: list[str] = []  # brackets
+        self._wants = ""
+        self._literal_from: int | None = None
         self._quoted = self._escaped = False
         self._key: str | None = None
         self._value_from = 0
@@ -338,25 +363,57 @@ class RecordText:
             value = self.text[self._value_from :].strip()
             self.value = "" if value.startswith('"') else value
 
+    @property
+    def broken(self) -> int:
+        return self._string_from or self._place  # a string that nothing closed goes to the first quote of the next call
+
     def _take(self, character: str) -> None:
         if self._quoted:
             self._in_string(character)
-        elif self._depth == 0:
-            self._depth = int(character == "{")
-            self.begun = bool(self._depth)
-            self.fails = not self._depth and not character.isspace()
-        elif character == '"':
-            self._quoted, self._string_from = True, self._place
-        elif character == ":" and self._depth == 1 and self._key is None:
-            self._key, self._value_from = _string(self._string), self._place + 1
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}],":
-            if self._depth == 1:
+            return
+        if self._literal_from is not None:
+            if character.isalnum() or character in "+-.":
+                return
+            self.fails = _LITERAL.fullmatch(self.text, self._literal_from, self._place) is None
+            self._literal_from, self._wants = None, "next"
+        if self.fails or character in " \t\r\n":
+            return
+        if self._open:
+            self._in_object(character)
+            return
+        self.begun = character == "{"
+        self.fails = not self.begun
+        self._open, self._wants = ["{"], "first key"
+
+    def _in_object(self, character: str) -> None:
+        wants, depth = self._wants, len(self._open)
+        is_value = wants.endswith("value")
+        if character == '"' and (is_value or wants.endswith("key")):
+            self._quoted, self._string_from, self._wants = True, self._place, "next" if is_value else "colon"
+        elif character in "{[" and is_value:
+            self._open.append(character)
+            self._wants = "first key" if character == "{" else "first value"
+        elif character == ":" and wants == "colon":
+            if depth == 1:
+                self._key, self._value_from = _string(self._string), self._place + 1
+            self._wants = "value"
+        elif character == "," and wants == "next":
+            if depth == 1:
                 self._end_value()
-            self._depth -= character != ","
-            if self._depth == 0:
+            self._wants = "key" if self._open[-1] == "{" else "value"
+        elif self._open[-1] + character in ("{}", "[]") and (wants == "next" or wants.startswith("first")):
+            if depth == 1:
+                self._end_value()
                 self._end = self._place + 1
+            self._open.pop()
+            self._wants = "next"
+        elif is_value and (character.isalnum() or character == "-"):
+            self._literal_from = self._place
+        else:
+            if depth == 1 and wants == "next":  # its last brace alone may be missing
+                self._end_value()
+            whole = self.name is not None and self._whole
+            self._end, self.fails = (self._place, False) if whole and depth == 1 and wants == "next" else (None, True)
 
     def _in_string(self, character: str) -> None:
         if self._escaped:
@@ -366,6 +423,9 @@ class RecordText:
         elif character == '"':
             self._quoted = False
             self._string = self.text[self._string_from : self._place + 1]
+            self.fails = _string(self._string) is None
+        else:
+            self.fails = character < " "
 
     def _end_value(self) -> None:
         value = self.text[self._value_from : self._place].strip()
@@ -395,7 +455,8 @@ class NamedText:
         self._mark = behind_id.strip() or "<"
         self._keeps = not behind_id.strip()  # the name goes to where the next mark begins
         known = f"(?:{re.escape(before)}(?P<id>{notation.id_pattern}))?" if before else "(?P<id>)"
-        self._head = re.compile(rf"\s*(?P<name>[^\s<>{{}}\"]+?){known}\s*")
+        apart = f"(?!{re.escape(words_of(notation.opening)[0])})"
+        self._head = re.compile(rf"\s*(?P<name>(?:{apart}[^\s<>{{}}\"])+?){known}\s*")
         self._make = arguments
         self._arguments: ArgumentsText | None = None
         self._found: re.Match[str] | None = None
@@ -417,6 +478,10 @@ class NamedText:
         return self._notation.call_id.format(name=self._found["name"], id=self._found["id"])
 
     @property
+    def broken(self) -> int:
+        return 0
+
+    @property
     def value(self) -> str:
         return "" if self._arguments is None else self._arguments.value
 
@@ -426,8 +491,6 @@ class NamedText:
 
     def push(self, more: str) -> None:
         if self._arguments is not None:
-            if not self._arguments.begun:
-                self.text += more
             self._arguments.push(more)
             return
         self.text += more

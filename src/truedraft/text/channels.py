@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from truedraft.text.calls import Call, CallDelta, Reasoning, Schemas, new_call_id, overlap
+from truedraft.text.calls import Call, CallDelta, Reasoning, Schemas, new_call_id, overlap, parsed
 
 _BODY = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -17,21 +17,24 @@ class ChannelReader:
     """Reads text, reasoning and calls from messages of several channels.
 
     What goes to a function is a call, the channels "final" and "commentary" are text, and all else is reasoning. What
-    stands where a header should is text.
+    stands where a header should is text, and so is a call whose arguments are no JSON.
 
     Args:
         tools: that may be called; where there are none, or no more may be called, a call is reasoning.
         parallel: whether there may be several calls.
         calls: takes those that were read.
+        formed: whether a form holds the calls, which are then told as they come, cut ones too; others when whole.
 
     Attributes:
         reasoned: characters of the reasoning that the answer begins with, marks and all.
     """
 
-    def __init__(self, tools: Schemas, parallel: bool, calls: list[Call]) -> None:
+    def __init__(self, tools: Schemas, parallel: bool, calls: list[Call], formed: bool) -> None:
         self._tools = tools
         self._parallel = parallel
         self._calls = calls
+        self._formed = formed
+        self._raw: list[str] = []  # of a call, with its header
         self.reasoned = 0
         self._pushed = 0
         self._held = ""
@@ -67,7 +70,9 @@ class ChannelReader:
         allowed = bool(self._tools) and (self._parallel or not self._calls)
         if allowed and (name.startswith("functions.") or name in self._tools):
             self._call = Call(new_call_id(), name.removeprefix("functions."))
-            found.append(CallDelta(len(self._calls), self._call, True, ""))
+            self._raw = [head + mark]
+            if self._formed:
+                found.append(CallDelta(len(self._calls), self._call, True, ""))
         else:
             told = not name and (channel is None or channel[1] in ("final", "commentary"))
             self._kind = str if told else Reasoning
@@ -85,11 +90,12 @@ class ChannelReader:
         text = held[:end] if end >= 0 else held[: len(held) - kept]
         self._held = held[end:].removeprefix("" if mark in _HEADS else mark) if end >= 0 else held[len(text) :]
         if self._call is not None:
-            if text:
-                self._call.arguments += text
+            self._call.arguments += text
+            self._raw.append(text)
+            if text and self._formed:
                 found.append(CallDelta(len(self._calls), self._call, False, text))
             if end >= 0 or last:
-                self._calls.append(self._call)
+                self._end_call(self._call, found)
         elif self._kind is not None and text:
             self._told.add(self._kind)
             found.append(self._part(text))
@@ -98,3 +104,13 @@ class ChannelReader:
         if end >= 0 or last:
             self._kind = self._call = None
         return end >= 0
+
+    def _end_call(self, call: Call, found: list[str | Reasoning | CallDelta]) -> None:
+        if not self._formed and parsed(call.arguments) is None:
+            self._told.add(str)
+            found.append("".join(self._raw))
+            return
+        if not self._formed:
+            number = len(self._calls)
+            found += [CallDelta(number, call, True, ""), CallDelta(number, call, False, call.arguments)]
+        self._calls.append(call)

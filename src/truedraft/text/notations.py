@@ -135,7 +135,8 @@ class Named:
 
     def call(self, notation: Notation, name: str, arguments: Mapping[str, Any]) -> str:
         shown = json.dumps(arguments, ensure_ascii=False)
-        return f"{notation.opening}{name}{notation.between.replace('{id}', '0')}{shown}{notation.closing}"
+        known = next((each for each in ("0", "0" * 9) if re.fullmatch(notation.id_pattern, each)), "")
+        return f"{notation.opening}{name}{notation.between.replace('{id}', known)}{shown}{notation.closing}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,8 @@ class Parameters:
 
     def reader(self, notation: Notation, tools: Schemas) -> CallText:
         marks, closing = (self.opening, self.middle, self.closing), words_of(notation.closing)
-        return NamedText(notation, lambda name: ParametersText(marks, closing, tools.get(name)))
+        opening = words_of(notation.opening), notation.between.strip()[:1] or "<"
+        return NamedText(notation, lambda name: ParametersText(marks, closing, opening, tools.get(name)))
 
     def rules(self, notation: Notation, name: str, schema: Mapping[str, Any], rule: str) -> Iterator[str]:
         schema = beside_itself(schema)
@@ -533,8 +535,8 @@ class AnswerReader:
     ) -> None:
         self._calls_alone = calls_alone
         self.calls: list[Call] = []
-        self._channels = ChannelReader(tools or {}, parallel, self.calls) if notation.channels else None
-        self._reader = CallsReader(notation, tools, parallel, self.calls) if tools else None
+        self._channels = ChannelReader(tools or {}, parallel, self.calls, calls_alone) if notation.channels else None
+        self._reader = CallsReader(notation, tools, parallel, self.calls, calls_alone) if tools else None
         self._marks = notation.reasoning
         self._before = self._marks is not None and not reasoning_open  # whether reasoning may still begin
         self._inside = self._marks is not None and reasoning_open

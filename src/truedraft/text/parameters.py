@@ -21,24 +21,35 @@ class ParametersText:
     """Arguments that stand one by one between marks, as JSON.
 
     Values of strings stand as they are, and are told as they come; others stand as JSON. A value whose own mark is
-    missing ends where the next key or the closing comes as the notation writes it, on a line of its own if it does so.
+    missing ends where the next key or the closing comes as the notation writes it, on a line of its own if it does so;
+    where the next call comes so, this one is none.
 
     Args:
         marks: before a key, between it and its value, and behind that.
         closing: the marks that end all.
+        opening: the marks that begin the next call, and the one behind its name.
         schema: of the arguments; None where it is not known.
     """
 
-    def __init__(self, marks: tuple[str, str, str], closing: Sequence[str], schema: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        marks: tuple[str, str, str],
+        closing: Sequence[str],
+        opening: tuple[Sequence[str], str],
+        schema: Mapping[str, Any] | None,
+    ) -> None:
         self.begun, self.fails = True, False
         self._key_mark, self._middle, value_end = marks[0], marks[1].split(), marks[2].strip()
         self._closing, self._marks = closing, (marks[0], value_end, *closing)
+        self._opening, (head, behind_name) = opening[0], (r"\s*".join(map(re.escape, opening[0])), opening[1])
+        self._half_call = re.compile(rf"{head}\s*[^\s<>{{}}\"]*\s*")
+        self._call = re.compile(rf"{head}\s*[^\s<>{{}}\"]+\s*{re.escape(behind_name)}")
         self._trims = marks[1].endswith("\n")  # one line break around values
         key, end, *ends = map(re.escape, self._marks)
         self._next = re.compile("|".join((key, *ends)))
         early = "|".join((key, r"\s*".join(ends), ends[-1]))
         line, before = ("\n?" if self._trims else ""), ("\n" if "\n" in marks[2] else "")
-        self._stop = re.compile(f"{line}{end}|{before}(?={early})")
+        self._stop = re.compile(f"{line}{end}|{before}(?={early}|{self._call.pattern})")
         self._schema = schema or {}
         self._held = ""
         self._step: Callable[[], bool] = self._between
@@ -50,7 +61,7 @@ class ParametersText:
 
     def push(self, more: str) -> None:
         self._held += more
-        while self.rest is None and self._step():
+        while self.rest is None and not self.fails and self._step():
             pass
 
     def _between(self) -> bool:
@@ -58,6 +69,7 @@ class ParametersText:
         found = self._next.search(self._held)
         if found is None:
             return False
+        self.fails = self._call.search(self._held, 0, found.end()) is not None
         if found.group() == self._key_mark:
             self._held, self._step = self._held[found.end() :], self._key
             return True
@@ -69,7 +81,9 @@ class ParametersText:
         place = self._held.find(self._middle[-1])
         if place < 0:
             return False
-        key = self._held[:place].split(self._middle[0])[0].strip()
+        key, _, gap = self._held[:place].partition(self._middle[0])
+        key = key.strip()
+        self.fails = bool(gap.strip()) or "<" in key or "\n" in key
         self._held = self._held[place + len(self._middle[-1]) :]
         self._types = types_of(property_of(self._schema, key), self._schema)
         self.value += ("{" if not self.value else ", ") + json.dumps(key, ensure_ascii=False) + ": "
@@ -81,6 +95,7 @@ class ParametersText:
         stop = self._stop.search(self._held)
         text = self._held[: self._sure if stop is None else stop.start()]
         self._held = self._held[len(text) if stop is None else stop.end() :]
+        self.fails = stop is not None and self._call.match(self._held) is not None and not stop.group().strip()
         if text and self._first:
             text, self._first = text.removeprefix("\n" if self._trims else ""), False
         if self._types == _STRING:
@@ -99,9 +114,12 @@ class ParametersText:
     def _sure(self) -> int:
         """How much of what is held surely belongs to a value that has not ended there."""
         held, end = self._held, self._held.rfind(self._closing[0])
-        place = len(held) - max(overlap(held, mark) for mark in self._marks)
+        place = len(held) - max(overlap(held, mark) for mark in (*self._marks, self._opening[0]))
         if end >= 0 and behind(held[end:], self._closing) is None:
             place = min(place, end)
+        call = held.rfind(self._opening[0])
+        if call >= 0 and (behind(held[call:], self._opening) is None or self._half_call.fullmatch(held, call)):
+            place = min(place, call)
         return len(held[:place].removesuffix("\n"))
 
 
