@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -195,10 +196,21 @@ class StoredTensor:
     def data(self, file: BinaryIO) -> NDArray[np.uint8]:
         """`[out, bytes of an output]`, or of a vector its bytes.
 
-        The file is mapped for this alone: a mapping that stays counts all of its pages that were ever read.
+        It is read, not mapped: what is cut short meanwhile would end the process.
+
+        Raises:
+            ModelError: the file ends before it.
         """
-        found = np.memmap(file, np.uint8, "r")[self.offset : self.offset + self.size]
+        file.seek(self.offset)
+        found = np.fromfile(file, np.uint8, self.size)
+        if len(found) < self.size:
+            raise ModelError(f"the file was cut short while {self.name!r} was read from it; get it again")
         return found.reshape(self.shape[0], -1) if len(self.shape) > 1 else found
+
+
+def _key(path: Path, seen: os.stat_result) -> str:
+    """Of what is kept of a file, as long as it is not changed."""
+    return hashlib.sha256(f"{path} {seen.st_size} {seen.st_mtime_ns} {_FORMAT}".encode()).hexdigest()[:24]
 
 
 def folder_of(path: Path) -> Path:
@@ -213,7 +225,7 @@ def folder_of(path: Path) -> Path:
     """
     path = path.resolve()
     seen = path.stat()
-    key = hashlib.sha256(f"{path} {seen.st_size} {seen.st_mtime_ns} {_FORMAT}".encode()).hexdigest()[:24]
+    key = _key(path, seen)
     folder = cache_folder() / "gguf" / key
     if (folder / INDEX).is_file():
         return folder
@@ -423,6 +435,8 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
         file = Path(index["file"]).open("rb")  # noqa: SIM115
     except OSError as error:
         raise ModelError(f"cannot read the weights of {name!r}: {first_line(error)}") from error
+    if _key(Path(index["file"]), os.fstat(file.fileno())) != folder.name:
+        raise ModelError(f"{index['file']!r} was changed since its tensors were looked up; load it again")
     model = without_weights(config, dtype)
     processor = _processor(index)(config=config.to_dict())
     parameters = dict(model.named_parameters(remove_duplicate=False))
