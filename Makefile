@@ -67,7 +67,7 @@ $(VOCABULARIES)/.unpacked: $(STAMP)
 # Quantised folders by the tools that write them, and tokenizers of GGUF files beside llama.cpp's.
 test-formats: $(STAMP) $(VOCABULARIES)/.unpacked
 	$(BIN)/python -m pip install --quiet --group formats
-	$(BIN)/python -m pytest tests/models/test_quantization_tools.py tests/models/test_gguf_tokenizer.py -rs
+	$(BIN)/python -m pytest tests/models/test_quantization_tools.py tests/text/test_gguf_tokenizer.py -rs
 
 # Heads that `speculators` made, and those written for it, against its own forward; it lies beside the tests, with what it imports.
 test-speculators: $(STAMP)

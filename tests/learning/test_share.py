@@ -171,3 +171,19 @@ def test_who_plays_now_must_gain_itself() -> None:
 def test_losses_are_seen() -> None:
     found = played(lambda _: -0.03, 0)
     assert found.loses and not found.gains
+
+
+def test_a_thread_that_died_is_counted_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: Learner) -> float:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Learner, "turn", broken)
+    learner = Learner(share=1.0)
+    engine = learning(trained(), learner)
+    ask(engine, prompts(0, 2))
+    assert learner._thread is not None
+    learner._thread.join(30.0)
+    assert learner.status.failures == 1 and "planted" in caplog.text
+    ask(engine, prompts(0, 2))  # and the engine goes on without it

@@ -198,3 +198,27 @@ def test_where_a_version_cannot_be_written_the_old_one_is_served(
     ask(engine, prompts(0, 1))
     assert drafter.head is trained() and learner.status.failures == 1
     assert student.served.module is not drafter.head or student.served is student.origin
+
+
+@pytest.mark.parametrize("promotes", [False, True])
+def test_a_full_disk_keeps_no_worse_head_drafting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, promotes: bool
+) -> None:
+    learner = Unthreaded(tmp_path, share=1.0)
+    engine, student = learning(trained(), learner), learner.student
+    drafter, worse = engine.drafter.trees, type(student.served)(untrained())
+    assert drafter is not None
+    if not promotes:
+        student._promote(worse)
+        ask(engine, prompts(0, 1))
+        assert drafter.head is worse.module
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("truedraft.learning.versions.written_whole", full)
+    student._promote(worse) if promotes else student._roll_back(student.origin)
+    ask(engine, prompts(0, 1))
+    assert drafter.head is (worse if promotes else student.origin).module and student.served.module is drafter.head
+    assert (student.promotions, student.rollbacks) == (1, int(not promotes)) and learner.status.failures == 1
+    assert "No space left" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,3 +77,34 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     return_freed_memory()
     assert kibibytes() < held - 40_000
     sizes.free(last)
+
+
+@pytest.mark.parametrize("spoil", ["cut short", "overwritten"])
+def test_a_file_that_changes_while_a_model_serves_changes_no_answer(tmp_path: Path, spoil: str) -> None:
+    """In a process of its own, which a mapped file that is cut short would end."""
+    code = f"""
+import os, torch
+from pathlib import Path
+from support.tiny_models import build, CONTEXT, VOCAB
+from transformers import LlamaConfig
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.heads.base import tensors_in
+folder = Path({str(tmp_path)!r})
+config = LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=CONTEXT)
+build(config, seed=3, spread=0.3).save_pretrained(folder)
+file = folder / "model.safetensors"
+model, head = load_model(str(folder), dtype="float32", fast_paths=False), tensors_in(file, "")
+whole = {{name: each.sum().item() for name, each in head.items()}}
+params = SamplingParams(max_tokens=8, ignore_eos=True)
+before = Engine(model).generate([1, 2, 3], params).token_ids
+if {spoil!r} == "cut short":
+    os.truncate(file, 0)
+else:
+    with file.open("r+b") as opened:
+        opened.write(b"\\x3c" * file.stat().st_size)
+assert Engine(model).generate([1, 2, 3], params).token_ids == before
+assert {{name: each.sum().item() for name, each in head.items()}} == whole
+"""
+    made = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-2000:]

@@ -88,7 +88,12 @@ class KeyedNoise:
         step: the request's target calls so far.
         sample: which of several answers to the same prompt.
         member: which drafter of several draws with it; 0 is also the noise of verdicts.
+
+    Attributes:
+        drew: whether a number was asked for that draws a draft, of this level alone.
     """
+
+    drew = False
 
     def __init__(self, seed: int, position: int, step: int, sample: int = 0, *, member: int = 0) -> None:
         self._root = self._shared_root = mix(mix(GOLDEN, seed), sample)
@@ -113,6 +118,8 @@ class KeyedNoise:
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
         """A number in (0, 1), keyed by (seed, sample, position, purpose, member, step, index)."""
+        if purpose is Purpose.DRAFT:
+            self.drew = True
         place = (purpose, depth)
         key = self._uniform_keys.get(place)
         if key is None:
@@ -127,7 +134,7 @@ class KeyedNoise:
         if not member:
             return self
         own = copy.copy(self)
-        own._member = member
+        own._member, own.drew = member, False
         own._uniform_keys = {}
         return own
 
@@ -136,7 +143,7 @@ class KeyedNoise:
         own = copy.copy(self)
         own._root = mix(mix(self._root, _LEVEL), turn)
         own._position += depth
-        own._uniform_keys, own._gumbel = {}, {}
+        own._uniform_keys, own._gumbel, own.drew = {}, {}, False
         return own
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:

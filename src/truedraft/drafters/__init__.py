@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from truedraft.core.proposal import DrawKind as DrawKind
     from truedraft.core.proposal import Proposal as Proposal
     from truedraft.core.tree import TokenTree as TokenTree
+    from truedraft.drafters.base import CutShortError as CutShortError
     from truedraft.drafters.base import Drafter as Drafter
     from truedraft.drafters.base import DraftRequest as DraftRequest
     from truedraft.drafters.base import Features as Features
@@ -49,7 +50,7 @@ _MODULES = {
     "truedraft.core.probs": ("draw",),
     "truedraft.core.proposal": ("Draw", "DrawKind", "Proposal"),
     "truedraft.core.tree": ("TokenTree",),
-    "truedraft.drafters.base": ("Drafter", "DraftRequest", "Features", "NoDrafter", "StepOutcome"),
+    "truedraft.drafters.base": ("CutShortError", "Drafter", "DraftRequest", "Features", "NoDrafter", "StepOutcome"),
     "truedraft.drafters.cascade": ("Cascade",),
     "truedraft.drafters.draft_model": ("DraftModel",),
     "truedraft.drafters.heads.block": ("DFlash", "DSpark"),

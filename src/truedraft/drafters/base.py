@@ -11,7 +11,7 @@ from torch import Tensor
 
 from truedraft.cache import RequestCache
 from truedraft.core.budget import NO_DRAFT, Budget, Hint
-from truedraft.core.noise import Noise
+from truedraft.core.noise import KeyedNoise, Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
@@ -106,6 +106,36 @@ class StepOutcome:
     partial: bool = False
 
 
+class CutShortError(DrafterError):
+    """A drafter that was asked for one request failed after it had drawn, and what it had drawn by then is judged.
+
+    Whether it fails may depend on what it drew, so that to drop this would bend the distribution of the answer. The
+    error's cause says how it failed. One that had drawn nothing, or was asked for several, raises any other error.
+
+    Args:
+        proposal: all that was drawn.
+    """
+
+    def __init__(self, proposal: Proposal) -> None:
+        super().__init__("the drafter failed after it had drawn")
+        self.proposal = proposal
+
+
+class LostDrawsError(DrafterError):
+    """A drafter failed after it had drawn, and did not say what: the text before cannot go on as it should."""
+
+    @classmethod
+    def raise_if_lost(cls, name: str, error: Exception, params: SamplingParams, noise: Noise) -> None:
+        """Raise it, if a drafter that was asked for one request and raised an error had drawn by this noise."""
+        drew = isinstance(noise, KeyedNoise) and noise.drew and not params.seeded
+        if drew and not isinstance(error, LostDrawsError):
+            raise cls(
+                f"drafter {name!r} failed after it had drawn, and did not say what ({type(error).__name__}: {error}); "
+                "to go on without that would bend the answer; raise CutShortError with what was drawn "
+                "(docs/adding_a_drafter.md)"
+            ) from error
+
+
 _NO_HINT = Hint()
 _CHOSEN = frozenset({DrawKind.DETERMINISTIC})
 
@@ -120,10 +150,12 @@ class Drafter(ABC):
     and `observe` with all that took part, then `end`. A part of a prompt is a step with an empty proposal, and
     `observe` follows it too.
 
-    What it raises costs no answer: a request that it fails for goes on undrafted. If `propose` fails for several
-    requests together, each is asked for alone. If `observe` does, what it noted of them is unknown, so for each of them
-    `end` and `begin` are called, the latter with prompt and answer so far in `request.tokens`, and then `observe` with
-    the step's outcome alone. So `begin` may come in the middle of an answer, and what was observed before it is gone.
+    What it raises costs no answer: a request that it fails for goes on undrafted. Where it had drawn something, it says
+    what by a `CutShortError`; else that request ends with an error, for nobody knows what its text would have become.
+    If `propose` fails for several requests together, each is asked for alone, with the same budget and noise, and draws
+    the same. If `observe` does, what it noted of them is unknown, so for each of them `end` and `begin` are called, the
+    latter with prompt and answer so far in `request.tokens`, and then `observe` with the step's outcome alone. So
+    `begin` may come in the middle of an answer, and what was observed before it is gone.
 
     Attributes:
         name: for reports.

@@ -21,7 +21,7 @@ from truedraft.core.shaping import Shaping
 from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TokenTree, TreeShape, shape_of
 from truedraft.core.verdict import Verdict
-from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.base import CutShortError, Drafter, DraftRequest, LostDrawsError, StepOutcome
 from truedraft.drafters.held import Held
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.models.base import LanguageModel, Segment
@@ -243,6 +243,13 @@ class Cascade(Drafter):
         ]
         try:
             self._write(chains)
+        except LostDrawsError:
+            raise
+        except Exception as error:
+            # What it wrote by then is the middle model's own, however far it is, so it is judged.
+            if len(chains) == 1 == len(batch) and chains[0].probs:
+                raise CutShortError(chains[0].proposal()) from error
+            raise
         finally:
             if self.held.in_target:  # the target computes these positions again, in full
                 for chain in chains:
@@ -282,19 +289,48 @@ class Cascade(Drafter):
             noise = [chain.noise.inside(turn, chain.length - chain.left) for chain in growing]
             budgets = [self._budget(chain) for chain in growing]
             requests = [chain.text.request for chain in growing]
-            guesses = self._checked(growing, budgets, self.drafter.propose(requests, budgets, noise))
+            failure: BaseException | None = None
+            try:
+                guesses = self._checked(growing, budgets, self.drafter.propose(requests, budgets, noise))
+            except CutShortError as cut:
+                failure, guesses = cut.__cause__ or cut, self._checked(growing, budgets, [cut.proposal])
+            except Exception as error:
+                if len(growing) == 1:
+                    LostDrawsError.raise_if_lost(self.drafter.name, error, growing[0].params, noise[0])
+                raise
             missed = [chain.text.tokens[chain.cache.length :] for chain in growing]
-            probs = self._forward(growing, missed, guesses)
+            try:
+                probs = self._forward(growing, missed, guesses)
+            except Exception:
+                if len(growing) == 1 and len(guesses[0].tree):
+                    self._write_one(growing[0], missed[0], guesses[0], noise[0])
+                raise
             verdicts = self._verdicts(growing, guesses, probs, noise)
             outcomes = []
             for chain, fed, guess, own, verdict in zip(growing, missed, guesses, probs, verdicts, strict=True):
                 chain.cache.commit([*range(len(fed)), *(len(fed) + node for node in verdict.path)])
-                chain.text.tokens += verdict.tokens
                 chain.probs.append(own[[0, *(node + 1 for node in verdict.path)]])
+                chain.text.tokens += verdict.tokens
                 outcomes.append(StepOutcome(guess, verdict.path, verdict.tokens))
+            if failure is not None:
+                raise failure
             self.drafter.observe(requests, outcomes)
             turn += 1
         self.levels = turn
+
+    def _write_one(self, chain: _Chain, missed: Sequence[int], guess: Proposal, noise: Noise) -> None:
+        """Write the next token alone, where the middle model fails with guesses below the text.
+
+        Which they are may be why it fails. The token is that of the round all the same: whether a first guess stays,
+        and what takes its place, is said by what stands above it.
+        """
+        chain.cache.rollback(chain.cache.length)
+        (own,) = self._forward([chain], [missed], [Proposal.empty()])
+        first = guess.without_draws(range(1, len(guess.tree) + 1))
+        (verdict,) = self._verdicts([chain], [first], [own.expand(len(guess.tree) + 1, -1)], [noise])
+        chain.cache.commit(range(len(missed)))
+        chain.probs.append(own)
+        chain.text.tokens.append(verdict.tokens[0])
 
     def _budget(self, chain: _Chain) -> Budget:
         """Of a round, which adds a token of the middle model's own; no rows that the target's cache has no room for."""

@@ -17,7 +17,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.sibling_chains import SiblingChains
-from truedraft.drafters.tree_builder import TreeBuilder, draw_level
+from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
 from truedraft.models.base import LanguageModel, Segment
 
@@ -135,9 +135,10 @@ class DraftModel(Drafter):
         drafting = [builder.request for builder in level]
         self._share(drafting)
         logits = self._catch_up(drafting) if level else None
-        while logits is not None:
-            level = draw_level(level, logits)
-            logits = self._forward_level(level) if level else None
+        with judged_if_it_fails(builders):
+            while logits is not None:
+                level = draw_level(level, logits)
+                logits = self._forward_level(level) if level else None
         return [builder.proposal() for builder in builders]
 
     def _builder(self, request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:

@@ -15,7 +15,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest
 from truedraft.drafters.held import Held
-from truedraft.drafters.tree_builder import TreeBuilder, draw_level
+from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
 
@@ -86,14 +86,13 @@ class SelfDraft(Drafter):
             shape = (1,) * self.limits.depth
             builders.append(TreeBuilder(self._cache(request), request, cut, each, shape, self.model.device, behind=1))
         level = [builder for builder in builders if not builder.budget.is_zero]
-        try:
+        with judged_if_it_fails(builders):
             logits = self._forward_last(level) if level else None
             while logits is not None:
                 level = draw_level(level, logits)
                 logits = self.model.forward([builder.segment() for builder in level]).logits if level else None
-        finally:
-            for builder in builders:
-                builder.cache.rollback(builder.cache.length)
+        for builder in builders:
+            builder.cache.rollback(builder.cache.length)
         return [builder.proposal() for builder in builders]
 
     def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:

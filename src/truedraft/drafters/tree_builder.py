@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import Draw, Proposal
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.tree import TokenTree, path_to, shape_of
-from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, fetch_children
 from truedraft.models.base import Segment
 
@@ -200,6 +201,35 @@ def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
     """Whether a tree within a budget is a chain whose length no number decides."""
     widths = branching[: budget.depth]
     return not budget.looks and all(min(width, budget.width) == 1 for width in widths)
+
+
+class Growing(Protocol):
+    """A tree that is drafted level by level."""
+
+    cache: RequestCache
+
+    def proposal(self) -> Proposal:
+        """What was drafted by now."""
+
+
+@contextmanager
+def judged_if_it_fails(trees: Sequence[Growing]) -> Iterator[None]:
+    """Trees grow level by level; where that fails for one alone behind its first level, what it has is judged.
+
+    A level that fails may do so because of tokens of those above it, never because of its own, which are not drawn yet:
+    so which draws exist is a predictable choice (docs/lossless.md). What lies half-written in caches is dropped.
+
+    Raises:
+        CutShortError: it failed for a single tree that has nodes.
+    """
+    try:
+        yield
+    except Exception as error:
+        for tree in trees:
+            tree.cache.rollback(tree.cache.length)
+        if len(trees) == 1 and len((drawn := trees[0].proposal()).tree):
+            raise CutShortError(drawn) from error
+        raise
 
 
 def draw_level(builders: Sequence[TreeBuilder], logits: Tensor, ids: DraftIds | None = None) -> list[TreeBuilder]:

@@ -10,7 +10,7 @@ from truedraft.core.budget import NOTHING_FOUND, Hint
 from truedraft.core.proposal import Proposal, check_ids, check_proposal
 from truedraft.core.stats import DraftTime
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.base import Drafter, StepOutcome
+from truedraft.drafters.base import CutShortError, Drafter, LostDrawsError, StepOutcome
 from truedraft.engine.batch import StepItem
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.request import Request
@@ -74,7 +74,17 @@ class GuardedDrafter:
         noise = [item.noise.of_member(self._number) for item in items]
         behind = 0 if self._on_device else sum(self.hint(request).behind for request in requests)
         began = time.perf_counter()
-        proposals = self.drafter.propose([request.draft for request in requests], budgets, noise)
+        try:
+            proposals = self.drafter.propose([request.draft for request in requests], budgets, noise)
+        except CutShortError as cut:
+            if len(items) > 1:
+                raise
+            self.give_up(requests[0], cut.__cause__ if isinstance(cut.__cause__, Exception) else cut)
+            proposals = [cut.proposal]
+        except Exception as error:
+            if len(items) == 1:
+                LostDrawsError.raise_if_lost(self.name, error, requests[0].params, noise[0])
+            raise
         if len(proposals) != len(items):
             raise DrafterError(f"drafter {self.name!r} made {len(proposals)} proposals for {len(items)} requests")
         for proposal, budget, request in zip(proposals, budgets, requests, strict=True):
@@ -118,7 +128,13 @@ class GuardedDrafter:
             request.warnings.append(f"{self._who} failed at the end of the request ({told(error)})")
 
     def give_up(self, request: Request, error: Exception) -> None:
-        """The request goes on without it."""
+        """The request goes on without it.
+
+        Raises:
+            LostDrawsError: it cannot, for what was drawn is not known.
+        """
+        if isinstance(error, LostDrawsError):
+            raise error
         self._failures.log(self._who, error)
         request.excluded.add(self.name)
         request.warnings.append(f"{self._who} failed ({told(error)}); the answer went on undrafted")

@@ -24,7 +24,8 @@ class LearnerStatus:
         answers_bytes: of memory that answers take.
         tokens_per_call_before: by replay, of the head that the last promotion replaced; None where there was none.
         tokens_per_call_after: of the one that replaced it, on the same answers.
-        failures: heads that learn no more, for something failed; the log says what.
+        failures: heads that learn no more, for something failed or the thread that learns ended, and versions that are
+            served and could not be noted in their folder; the log says what.
     """
 
     promotions: int

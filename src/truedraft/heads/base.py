@@ -27,6 +27,7 @@ from truedraft.files import user_path
 from truedraft.machine import DTYPES, dtype_name
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
+from truedraft.models.mapped import in_memory
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 Unembed: TypeAlias = Callable[[Tensor], Tensor]
@@ -361,7 +362,10 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
     if not file.is_file():
         raise ModelNotFoundError(f"{str(file)!r} is missing; {_AGAIN}")
     try:
-        state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        if file.suffix == ".safetensors":
+            state = {name: in_memory(each) for name, each in load_file(file).items()}
+        else:
+            state = torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # a pickle that is none, or names code, ends in errors of many kinds
         raise ModelError(f"cannot read {str(file)!r} as tensors ({first_line(error)}); {_AGAIN}") from error
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):

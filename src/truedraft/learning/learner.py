@@ -107,6 +107,7 @@ class Learner:
         self._able: dict[str, Learnable[Any]] = {}
         self._tenants: dict[str, Tenants] = {}  # each drafter with what each tenant has of its own
         self._spent_s = 0.0
+        self._died = False
         self._began_s = clock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -220,9 +221,13 @@ class Learner:
     # --------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        _lower_priority()
-        while not self._closed.is_set() and self._engine() is not None:
-            self._closed.wait(self.turn())
+        try:
+            _lower_priority()
+            while not self._closed.is_set() and self._engine() is not None:
+                self._closed.wait(self.turn())
+        except Exception:
+            self._died = True
+            _log.exception("the thread that learns has ended; what is drafted with stays, and learns no more")
 
     def turn(self) -> float:
         """Do a little, if there is something to do and room to do it; returns the seconds to rest behind it.
@@ -284,7 +289,7 @@ class Learner:
             n_bytes,
             before,
             after,
-            len(all_) - len(students),
+            sum(each.unwritten for each in students) + (max(len(all_), 1) if self._died else len(all_) - len(students)),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from truedraft.errors import ModelError
 from truedraft.learning.learnable import Learnable, in_dtype
 from truedraft.learning.promotion import OWN, Candidate, Comparison, tokens_a_place, tokens_per_call
 from truedraft.learning.traffic import Answered, Traffic
@@ -47,6 +48,7 @@ class Student:
         promotions: how many there were.
         rollbacks: likewise.
         trials: candidates that were held to what is served.
+        unwritten: how often it could not be written down which version is served.
         gain: tokens per call by replay, before the last promotion and behind it; None where there was none.
     """
 
@@ -64,7 +66,7 @@ class Student:
         self.traffic = traffic
         self.origin = Candidate(learnable.origin, 0)
         self.served = Candidate(module, version) if version else self.origin
-        self.promotions = self.rollbacks = self.trials = 0
+        self.promotions = self.rollbacks = self.trials = self.unwritten = 0
         self.gain: tuple[float | None, float | None] | None = None
         self._learnable, self._level, self._rate = learnable, level, rate
         self._serve, self._versions = serve, versions
@@ -210,9 +212,9 @@ class Student:
 
     def _promote(self, candidate: Candidate) -> None:
         fresh, _ = self.traffic.answers(self.traffic.held)
-        before, self.served = self.served, candidate
         versions = self._versions
         candidate.version = self.promotions + 1 if versions is None else versions.write(candidate.module)
+        before, self.served = self.served, candidate
         self._put(candidate)
         self._watch = Comparison(before, candidate, self._level, {each.number for each in fresh})
         self.promotions += 1
@@ -226,11 +228,15 @@ class Student:
         self.rollbacks += 1
 
     def _put(self, candidate: Candidate) -> None:
-        """Name a candidate as the one that is served, and hand it over."""
-        if self._versions is not None:
-            self._versions.name(candidate.version)
-        _log.info("version %d of the %s is served from now on", candidate.version, self._learnable.plural)
+        """Hand over a candidate, then name it as the one that is served: what drafts now hangs on no disk."""
         self._serve(candidate.module)
+        _log.info("version %d of the %s is served from now on", candidate.version, self._learnable.plural)
+        if self._versions is not None:
+            try:
+                self._versions.name(candidate.version)
+            except ModelError as error:
+                self.unwritten += 1
+                _log.warning("a start from the folder will serve another version than this (%s)", error)
 
 
 class _Winner(NamedTuple):

@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +39,8 @@ from truedraft.files import written_whole
 from truedraft.machine import cache_folder, could_not_be_kept
 from truedraft.models.gguf_config import Said, hold_positions, read_config
 from truedraft.models.gguf_header import Header, StoredTensor, parts_of, read_header
-from truedraft.models.gguf_tokenizer import read_tokenizer
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
+from truedraft.text.gguf_tokenizer import read_tokenizer
 
 INDEX = "gguf.json"
 _FORMAT = 6
@@ -176,6 +177,12 @@ def models_in(folder: Path) -> list[Path]:
     return [file for file in files if parts_of(file)[0] == file or parts_of(file)[0] not in files]
 
 
+def _key(seen: Iterable[tuple[Path, os.stat_result]]) -> str:
+    """Of what is kept of a model's files, as long as they are not changed."""
+    known = "".join(f"{file} {about.st_size} {about.st_mtime_ns} " for file, about in seen)
+    return hashlib.sha256(f"{known}{_FORMAT}".encode()).hexdigest()[:24]
+
+
 def folder_of(path: Path) -> Path:
     """A folder with the configuration and the tokenizer of a GGUF file, and where its tensors are: what others read.
 
@@ -187,9 +194,7 @@ def folder_of(path: Path) -> Path:
         MissingExtraError: the package `gguf` is not installed.
     """
     path = path.resolve()
-    seen = [(str(file), file.stat()) for file in parts_of(path) if file.is_file()]
-    known = "".join(f"{file} {about.st_size} {about.st_mtime_ns} " for file, about in seen)
-    key = hashlib.sha256(f"{known}{_FORMAT}".encode()).hexdigest()[:24]
+    key = _key((file, file.stat()) for file in parts_of(path) if file.is_file())
     folder = cache_folder() / "gguf" / key
     if (folder / INDEX).is_file():
         return folder
@@ -386,6 +391,8 @@ def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> Pr
         files = [Path(each).open("rb") for each in index["files"]]  # noqa: SIM115
     except OSError as error:
         raise ModelError(f"cannot read the weights of {name!r}: {first_line(error)}") from error
+    if _key((Path(file.name), os.fstat(file.fileno())) for file in files) != folder.name:
+        raise ModelError(f"{index['files'][0]!r} was changed since its tensors were looked up; load it again")
     model = without_weights(config, dtype)
     processor = _processor(index)(config=config.to_dict())
     parameters = dict(model.named_parameters(remove_duplicate=False))

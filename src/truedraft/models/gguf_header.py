@@ -53,9 +53,16 @@ class StoredTensor:
     def data(self, files: Sequence[BinaryIO]) -> NDArray[np.uint8]:
         """`[out, bytes of an output]`, or of a vector its bytes.
 
-        The file is mapped for this alone: a mapping that stays counts all of its pages that were ever read.
+        It is read, not mapped: what is cut short meanwhile would end the process.
+
+        Raises:
+            ModelError: the file ends before it.
         """
-        found = np.memmap(files[self.part], np.uint8, "r")[self.offset : self.offset + self.size]
+        file = files[self.part]
+        file.seek(self.offset)
+        found = np.fromfile(file, np.uint8, self.size)
+        if len(found) < self.size:
+            raise ModelError(f"the file was cut short while {self.name!r} was read from it; get it again")
         return found.reshape(self.shape[0], -1) if len(self.shape) > 1 else found
 
 

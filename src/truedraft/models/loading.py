@@ -59,7 +59,7 @@ from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
-from truedraft.models.mapped import return_freed_memory
+from truedraft.models.mapped import read_in, return_freed_memory
 from truedraft.models.mtp_names import without_mtp
 from truedraft.models.packed_linear import can_pack, multiplies_packed_alone, pack_weights
 from truedraft.models.padding import pad_model, padded_name, padded_size
@@ -470,6 +470,7 @@ def read_model(
     refuse_other_kinds(config, name)
     refuse_broken_generation_config(source, name, revision)
     model = _load_weights(source, config, name, dtype, revision)
+    read_in(model)
     if adapter is not None or not as_stored:
         dequantize(model)
     return model if adapter is None else merge_adapter(model, adapter)

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _MAPS = Path("/proc/self/maps")
 
@@ -27,13 +27,45 @@ def forget_pages(weight: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """A tensor of a file, copied where the file may be mapped: it stays what it is, whatever becomes of the file.
+
+    Of one that is overwritten in place the bytes would change, and one that is cut short would end the process.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel() or not _may_be_mapped(tensor.data_ptr()):
+        return tensor
+    copy = tensor.clone()
+    forget_pages(tensor)
+    return copy
+
+
+def read_in(module: nn.Module) -> None:
+    """Copy a module's weights that lie in mapped files, one by one; what is copied leaves memory at once."""
+    for weight in (*module.parameters(), *module.buffers()):
+        if type(weight.data) is Tensor:
+            weight.data = in_memory(weight.data)
+
+
+def _may_be_mapped(address: int) -> bool:
+    """Whether an address lies in a mapping of a file, as far as the system says."""
+    if not _MAPS.exists():
+        return True
+    for line in _MAPS.read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split(maxsplit=5)
+        begin, end = (int(each, 16) for each in span.split("-"))
+        if begin <= address < end:
+            return inode != "0"
+    return False
+
+
 def _is_of_a_file(first: int, last: int) -> bool:
     """Whether addresses lie in one mapping of a file of weights: in other memory their content would be lost."""
     for line in _MAPS.read_text().splitlines():
         span, _, _, _, inode, *path = line.split(maxsplit=5)
         begin, end = (int(each, 16) for each in span.split("-"))
         if begin <= first < end:
-            return last <= end and inode != "0" and bool(path) and path[0].endswith(".safetensors")
+            of_weights = bool(path) and (path[0].endswith(".safetensors") or "/blobs/" in path[0])  # the hub's cache
+            return last <= end and inode != "0" and of_weights
     return False
 
 

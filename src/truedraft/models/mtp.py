@@ -28,6 +28,7 @@ from truedraft.files import user_path
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_config, packed_backend, quiet_transformers, resolve_source
+from truedraft.models.mapped import in_memory
 from truedraft.models.mtp_names import SPECULATORS, MtpNames, mtp_layers
 from truedraft.models.quantized_folder import weight_files
 
@@ -222,7 +223,7 @@ def _tensors(source: str, name: str, revision: str | None) -> dict[str, Tensor]:
         prefixes = tuple(each.prefix for each in mtp_layers(places))
         for tensor, file in places.items():
             if prefixes and tensor.startswith(prefixes):
-                found[tensor] = file.get_tensor(tensor)
+                found[tensor] = in_memory(file.get_tensor(tensor))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read the weights of {name!r} ({first_line(error)}); {_AGAIN}") from error
     return found

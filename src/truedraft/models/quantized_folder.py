@@ -23,6 +23,7 @@ from truedraft.errors import ModelError, UnsupportedModelError, first_line
 from truedraft.models import integer_codes, small_floats
 from truedraft.models.gguf import without_weights
 from truedraft.models.integer_codes import Layout
+from truedraft.models.mapped import in_memory
 from truedraft.models.quantized import StoredWeight
 
 READ_HERE = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes")
@@ -67,7 +68,7 @@ class _Layer:
     def __getitem__(self, end: str) -> Tensor:
         self.shape(end)
         tensor: Tensor = self.places[end].file.get_tensor(f"{self.name}.{end}" if self.name else end)
-        return tensor
+        return in_memory(tensor)
 
     def get(self, end: str) -> Tensor | None:
         return self[end] if end in self.places else None

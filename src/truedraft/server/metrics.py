@@ -180,7 +180,11 @@ class Metrics(Collector):
         yield self._gauge("learner_version", "Version of the heads in service, the highest.", status.version)
         yield self._gauge("learner_time_share", "Processor time for learning, of all time.", status.time_share)
         yield self._gauge("learner_answers_bytes", "Of answers that are learned from.", status.answers_bytes)
-        yield self._gauge("learner_failures", "Heads that learn no more; the log says why.", status.failures)
+        yield self._gauge(
+            "learner_failures",
+            "Heads that learn no more, versions not noted; the log says why.",
+            status.failures,
+        )
         for when, tokens in (("before", status.tokens_per_call_before), ("after", status.tokens_per_call_after)):
             if tokens is not None:
                 meaning = f"By replay of the same answers, {when} the last promotion."

@@ -131,7 +131,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
         runner = self._running[0]
         texts = [self._texts[tree.request.id] for tree in level]
         caches = [text.cache for text in texts]
-        runner.read(caches, [text.take().chunk(self.head.config.merged, dim=-1) for text in texts])
+        runner.read(caches, [text.vectors().chunk(self.head.config.merged, dim=-1) for text in texts])
         tokens = transfers.upload([tree.request.tokens[-1] for tree in level], runner.device)
         x = runner.draft(caches, tokens)
         block = {tree: number for number, tree in enumerate(level)}

@@ -255,7 +255,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         for tree in trees:
             text, request = self._texts[tree.request.id], tree.request
             tokens = torch.tensor(request.tokens[-text.behind :])
-            *parts, end = zip(tokens.split(_READ_TOKENS), text.take().split(_READ_TOKENS), strict=True)
+            *parts, end = zip(tokens.split(_READ_TOKENS), text.vectors().split(_READ_TOKENS), strict=True)
             for ids, own in parts:
                 runner.forward([Segment(text.cache, ids, chain_shape(len(ids)), ())], own, True)
                 text.cache.commit(range(len(ids)))

@@ -28,7 +28,7 @@ from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.held import Held
-from truedraft.drafters.tree_builder import TreeBuilder, draw_level
+from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads.base import Head
 from truedraft.models.backends.native.build import built
@@ -59,21 +59,34 @@ LevelRunnerT = TypeVar("LevelRunnerT", bound=LevelRunner)
 
 @dataclass(slots=True, eq=False)
 class LayerText:
-    """What the head knows of a request: keys and values of pairs that it read, and vectors that it did not read yet."""
+    """What the head knows of a request: keys and values of pairs that it read, and vectors that it did not read yet.
+
+    Vectors count as unread until the step is over: a step that fails is done again, with the same draws.
+    """
 
     cache: RequestCache
     unread: list[Tensor] = field(default_factory=list)  # of each layer side by side, [rows, layers * width]
+    length: int = 0  # of the cache before these
 
     @property
     def behind(self) -> int:
         """Rows that were not read."""
         return sum(map(len, self.unread))
 
-    def take(self) -> Tensor:
-        """Their vectors `[rows, layers * width]`; they count as read."""
-        vectors = torch.cat(self.unread)
-        self.unread.clear()
-        return vectors
+    def vectors(self) -> Tensor:
+        """Of these rows, `[rows, layers * width]`."""
+        return torch.cat(self.unread)
+
+    def start(self) -> None:
+        """Drop what a proposal wrote, whose step was not over."""
+        self.cache.rollback(min(self.length, self.cache.length))
+
+    def settle(self) -> None:
+        """The step is over: what was drafted is dropped, and rows count as read if all of them were."""
+        if self.cache.length == self.length + self.behind:
+            self.length = self.cache.length
+            self.unread.clear()
+        self.start()
 
 
 class LikeliestTree:
@@ -415,7 +428,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         """Drop what was drafted, and keep the vectors of tokens that stay."""
         for request, outcome in zip(batch, outcomes, strict=True):
             text = self._texts[request.id]
-            text.cache.rollback(text.cache.length)
+            text.settle()
             vectors = self._observed(outcome)
             if vectors is not None:
                 text.unread.append(vectors)
@@ -434,7 +447,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         trees: list[LikeliestTree | TreeBuilder] = []
         for request, budget, own in zip(batch, budgets, noise, strict=True):
             text = self._texts[request.id]
-            text.cache.rollback(text.cache.length)
+            text.start()
             within = budget.within(self.limits) if text.unread else NO_DRAFT
             if self._chooses and request.params.greedy:
                 searched = within if within.is_zero else replace(within, width=min(within.width, self._beams))
@@ -445,10 +458,11 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 device = self._running[0].device
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, device, ranks=self.ranks))
                 trees.append(drawn[-1])
-        if level := [each for each in chosen if not each.budget.is_zero]:
-            self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
-        if drawing := [each for each in drawn if not each.budget.is_zero]:
-            self._grow(drawing, partial(draw_level, ids=self._ids))
+        with judged_if_it_fails(trees):
+            if level := [each for each in chosen if not each.budget.is_zero]:
+                self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
+            if drawing := [each for each in drawn if not each.budget.is_zero]:
+                self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]
 
     def along(
@@ -457,7 +471,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         paths = []
         for request, budget, text in zip(batch, budgets, texts, strict=True):
             own = self._texts[request.id]
-            own.cache.rollback(own.cache.length)
+            own.start()
             within = budget.within(self.limits) if own.unread else NO_DRAFT
             paths.append(TextPath(own.cache, request, within, text))
         if level := [each for each in paths if not each.budget.is_zero]:

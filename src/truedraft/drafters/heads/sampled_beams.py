@@ -14,6 +14,7 @@ then a predictable choice (docs/concepts.md): recursive rejection stays exact.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.tree import TokenTree, TreeShape, path_to
-from truedraft.drafters.base import DraftRequest
+from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_children
 from truedraft.heads.redrafter import RedrafterRunner
 
@@ -118,17 +119,51 @@ class SampledBeams:
         trees = [_BeamTree(*each, row) for row, each in enumerate(zip(batch, budgets, noise, strict=True))]
         context = self._runner.context(hidden)
         state = self._runner.advance(None, drawn)
-        level = trees
+        level, logits = trees, self._runner.logits(context, state)
+        failure: Exception | None = None
         for depth in range(self._length):
-            rows = transfers.upload([tree.row for tree in level for _ in tree.open], hidden.device)
-            self._draw_level(level, depth, self._runner.logits(context[rows], state))
+            self._draw_level(level, depth, logits)
             level = [tree for tree in level if depth + 1 < min(tree.budget.depth, self._length) and tree.open]
             if not level:
                 break
-            opened = [tree.nodes[node] for tree in level for node in tree.open]
-            tokens = transfers.upload([node.token for node in opened], hidden.device)
-            state = self._runner.advance(state[transfers.upload([node.row for node in opened], hidden.device)], tokens)
-        return [_proposal(tree) for tree in trees]
+            try:
+                state, logits = self._next(level, context, state)
+            except Exception as error:
+                if len(trees) > 1:
+                    raise
+                failure = error
+                state, logits = self._those_that_can(trees[0], context, state)
+                if not trees[0].open:
+                    break
+        proposals = [_proposal(tree) for tree in trees]
+        if failure is not None:
+            raise CutShortError(proposals[0]) from failure
+        return proposals
+
+    def _next(self, level: Sequence[_BeamTree], context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The states of all open nodes, and logits `[open nodes, vocab]` behind them."""
+        opened = [(tree, tree.nodes[node]) for tree in level for node in tree.open]
+        tokens = transfers.upload([node.token for _, node in opened], context.device)
+        above = transfers.upload([node.row for _, node in opened], context.device)
+        rows = transfers.upload([tree.row for tree, _ in opened], context.device)
+        state = self._runner.advance(state[above], tokens)
+        return state, self._runner.logits(context[rows], state)
+
+    def _those_that_can(self, tree: _BeamTree, context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """`_next` for each open node alone, for all together failed; those that fail alone are open no more.
+
+        To draw nothing below the others either would bend the answer: which nodes are kept in the end is said by the
+        scores of all, so whether a node that fails is there would depend on its token.
+        """
+        every, tree_open = [(state[:0], state[:0])], []
+        for node in tree.open:
+            tree.open = [node]
+            with contextlib.suppress(Exception):
+                every.append(self._next([tree], context, state))
+                tree_open.append(node)
+        tree.open = tree_open
+        states, logits = zip(*every[len(every) > 1 :], strict=True)
+        return torch.cat(states), torch.cat(logits)
 
     def _draw_level(self, level: Sequence[_BeamTree], depth: int, logits: Tensor) -> None:
         """Draw the children of all open nodes, and keep the best of each tree."""

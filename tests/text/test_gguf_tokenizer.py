@@ -16,8 +16,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from support.real_models import needs_smollm2
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.gguf_tokenizer import SPLITS, read_tokenizer
 from truedraft.models.smollm2 import installed_file
+from truedraft.text.gguf_tokenizer import SPLITS, read_tokenizer
 
 LLAMACPP = Path(__file__).parents[2] / ".models" / "llama.cpp"
 """Where `make test-formats` puts llama.cpp's vocabularies, and what it makes of texts by each."""
