@@ -149,7 +149,7 @@ class LearnableDrafts(Learnable[Any]):
 
     def save(self, module: PreTrainedModel, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        save_llama(module, folder)
+        save_llama(module, folder, dtype=self.dtype)
         if self._model.tokenizer is not None:
             save_tokenizer(self._model.tokenizer.backend, folder)
         write_record(folder, "draft", self._target.name, self._target.fingerprint, {})

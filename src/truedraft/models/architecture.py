@@ -59,11 +59,13 @@ def new_llama(shape: LlamaShape, *, seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def save_llama(model: PreTrainedModel, folder: Path, *, max_shard_size: str = "15MB") -> None:
-    """Write config and bfloat16 safetensors shards; tied weights are stored once."""
-    copy = type(model)(model.config).to(torch.bfloat16)
+def save_llama(
+    model: PreTrainedModel, folder: Path, *, max_shard_size: str = "15MB", dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write config and safetensors shards; tied weights are stored once."""
+    copy = type(model)(model.config).to(dtype)
     copy.load_state_dict(model.state_dict())
-    copy.config.dtype = torch.bfloat16
+    copy.config.dtype = dtype
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         stale.unlink()
     with quiet_transformers():
