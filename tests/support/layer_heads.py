@@ -14,7 +14,7 @@ from support.backends import HostRecorder, graph_backend, native_backend
 from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
-from truedraft.drafters import DraftRequest
+from truedraft.drafters import CutShortError, DraftRequest
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
@@ -70,7 +70,11 @@ class Records:
     """A drafter, mixed in, that notes texts, what was proposed behind them, by which noise, and how deep."""
 
     def propose(self, batch: Sequence[DraftRequest], budgets: Any, noise: Any) -> list[Proposal]:
-        proposals = super().propose(batch, budgets, noise)  # type: ignore[misc]
+        try:
+            proposals = super().propose(batch, budgets, noise)  # type: ignore[misc]
+        except CutShortError as cut:
+            self.seen = [*getattr(self, "seen", []), (list(batch[0].tokens), cut.proposal)]
+            raise
         self.seen = getattr(self, "seen", [])
         self.seen += [(list(each.tokens), own) for each, own in zip(batch, proposals, strict=True)]
         self.noise = [*getattr(self, "noise", []), *noise]

@@ -12,7 +12,6 @@ from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cluster import ray_module
 from truedraft.errors import MissingExtraError, OptionError
-from truedraft.machine import in_bytes
 from truedraft.options import NEEDED, MachineOptions, group, read_bytes
 from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOptions
 
@@ -61,6 +60,8 @@ def serve(options: ServeOptions) -> int:
     def ready(by: str, address: str, most: int | None = None) -> None:
         terminal.note(f"serving {model} with {by} at {address}/v1")
         if most is not None:
+            from truedraft.machine import in_bytes
+
             terminal.note(f"keys and values take at most {in_bytes(most)} (--max-cache-bytes)")
         if not options.server.no_playground:
             terminal.note(f"playground: {address}/")

@@ -21,7 +21,6 @@ from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.files import user_path
-from truedraft.machine import free_memory
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
 
 if TYPE_CHECKING:
@@ -221,6 +220,8 @@ def load_engine(
         if plan is not None:
             controller.expect(plan.survival)
         drafter = with_own_drafts(drafter) if own_drafts else drafter
+        from truedraft.machine import free_memory
+
         if most is None and cache_share is not None and (free := free_memory(target.device)) is not None:
             most = max(int(cache_share * free), 1)
         engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, **more)

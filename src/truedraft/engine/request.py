@@ -69,19 +69,15 @@ class Request:
         shown: Mapping[int, str] | None = None,
         owner: Hashable = None,
     ) -> None:
-        self.inputs = inputs
-        self.owner = owner
+        self.inputs, self.owner = inputs, owner
         self._source_tokens = target.source_tokens(prompt)
         _check_target(params, target, self._source_tokens)
         self.params, self.rule = params, rule
         self.noise_seed = params.seed or 0  # keys its noise; an engine gives one to a request without a seed
         self.sample = sample
-        tokenizer = target.tokenizer
         self.tokens = list(prompt)  # prompt and answer so far
         self.prompt_tokens = self._read_to = len(prompt)  # and so many are read, more once it gave its room back
-        self._stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(target.eos_token_ids)
-        )
+        self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)))
         self.shaping = self._shaped(target, forms)  # what its options do to logits
         self.leader: Request | None = None  # that reads what it begins with, and that it waits for
         self.awaits = 0  # so many tokens of that
@@ -113,7 +109,8 @@ class Request:
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
         self.engine: object = None  # that it was submitted to
-        self._tokenizer, self._text = tokenizer, TextStream(tokenizer, params.stop, params.min_tokens, shown)
+        self._tokenizer = target.tokenizer
+        self._text = TextStream(self._tokenizer, params.stop, params.min_tokens, shown)
         # Most tokens, and those that there is room for, which are no more.
         self._limit = self.granted = min(self.prompt_tokens + params.max_tokens, target.most_tokens(prompt))
         self._steps, self._submitted = 0, time.perf_counter()

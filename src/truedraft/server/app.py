@@ -102,12 +102,7 @@ def build_app(
         app.include_router(router, responses=_errors(ErrorAnswer))
     app.include_router(messages_router(front), responses=_errors(AnthropicErrorAnswer))
     if playground:
-        page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
-
-        @app.get("/", include_in_schema=False)
-        async def index() -> HTMLResponse:
-            """The playground."""
-            return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
+        app.include_router(_playground())
 
     async def answer_error(http: HttpRequest, error: Exception) -> Response:
         """Of ours, or of the web framework's: no such page, or not by this method."""
@@ -125,6 +120,18 @@ def build_app(
             CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     return app
+
+
+def _playground() -> APIRouter:
+    page = files(__package__).joinpath(_PLAYGROUND).read_text(encoding="utf-8")
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def index() -> HTMLResponse:
+        """The playground."""
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
+
+    return router
 
 
 _GENERATING = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"

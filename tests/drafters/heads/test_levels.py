@@ -290,4 +290,4 @@ def test_vectors_are_read_without_the_entries_of_padding(name: str) -> None:
     drafts.check(target())
     drafts.begin(request)
     drafts.observe([request], [outcome])
-    assert torch.equal(drafts._texts[0].take(), expected)
+    assert torch.equal(drafts._texts[0].vectors(), expected)

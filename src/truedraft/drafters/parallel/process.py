@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from truedraft.drafters.base import CutShortError
 from truedraft.drafters.parallel.ahead import AheadDrafter, Call, Reply
 from truedraft.errors import DrafterError
 
@@ -124,7 +125,10 @@ def main() -> None:
     with torch.inference_mode(), suppress(EOFError, BrokenPipeError):  # nobody is there any more
         while True:
             kind, given = pickle.load(calls)
-            _serve(drafter, kind, given, replies)
+            try:
+                _serve(drafter, kind, given, replies)
+            except CutShortError as cut:  # the caller drafts the same again by itself, and is told the cause
+                raise cut.__cause__ or cut from None
 
 
 def _serve(drafter: AheadDrafter, kind: str, given: Any, replies: IO[bytes]) -> None:
