@@ -7,7 +7,7 @@ import math
 import pytest
 
 from truedraft.core.stats import Counters
-from truedraft.core.verdict import Divergence
+from truedraft.core.verdict import Divergence, Origin, Verdict
 
 FIRST = Divergence(1, 0.5, 0.25, 0.125, 1.0)
 SECOND = Divergence(1, 0.25, 0.75, 0.375, 2.0)
@@ -46,3 +46,11 @@ def test_nothing_measured_gives_no_rate() -> None:
     for counters in (Counters(), Counters(divergence=Divergence())):
         assert counters.mean_total_variation is None and counters.mean_kl is None
         assert counters.mean_total_variation_greedy is None and counters.mean_kl_greedy is None
+
+
+def test_a_verdict_within_some_nodes_ends_with_the_first_token_of_another() -> None:
+    whole = Verdict((0, 2, 5), (7, 8, 9, 3), Origin.RECOVERED, tuple(map(Divergence, range(4))))
+    assert whole.within({0, 5}) == Verdict((0,), (7, 8), Origin.BONUS)
+    assert whole.within({0, 5}).divergence == (Divergence(0), Divergence(1))
+    assert whole.within([]) == Verdict((), (7,), Origin.BONUS)
+    assert whole.within({0, 2, 5}) is whole

@@ -274,6 +274,36 @@ def test_a_grammar_too_ambiguous_to_be_followed_fails_its_request_alone(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_form_with_more_text_than_it_may_have_states_is_answered(target: LanguageModel, way: str) -> None:
+    """Looking ahead in it comes to the limit of states, which answers share; nobody's answer may feel it."""
+    form = Structured("choice", ["é" * 10_000])
+    params, other = SamplingParams(16, structured=form, **WAYS[way]), SamplingParams(max_tokens=24)
+    alone = [Engine(target, entropy=0).generate(*each) for each in ((PROMPT, params), ("import os\n", other))]
+    engine = Engine(target, with_own_drafts(from_spec("prompt-lookup", target)), controller="in-turn", entropy=0)
+    for _ in range(2):  # the second finds the form as the first left it
+        answers = engine.generate([PROMPT, "import os\n"], [params, other])
+        assert [answer.error for answer in answers] == [None, None]
+        assert set((answers[0].text or "").removesuffix("\ufffd")) == {"é"}
+        assert answers[1].token_ids == alone[1].token_ids
+        assert way == "sampled" or answers[0].token_ids == alone[0].token_ids
+        assert [answer.stats.recoveries for answer in answers] == [0, 0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_that_a_form_left_out_wrongly_end_a_verdict(
+    target: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the forward did not see and is accepted all the same is emitted, and nothing behind it is read."""
+    monkeypatch.setattr("truedraft.text.forms.FormState.legal", lambda self, path: min(len(path), 1))
+    params = SamplingParams(100, structured=Structured("choice", ["é" * 20]), **WAYS[way])
+    engine = Engine(target, from_spec("draft", target), controller="fixed", entropy=0)
+    answer = engine.generate(PROMPT, params)
+    assert answer.error is None and answer.stats.recoveries == 0 and answer.text == "é" * 20
+    assert way == "sampled" or answer.token_ids == Engine(target).generate(PROMPT, params).token_ids
+    assert answer.stats.draft_tokens > answer.stats.accepted_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("structured", "message"),
     [

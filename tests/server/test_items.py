@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from truedraft.server.errors import ApiError
 from truedraft.server.items import Callable, TextReader, Toolbox, flat_name
 from truedraft.server.messages import _object
-from truedraft.server.tools import FunctionFields, called
+from truedraft.server.tools import FunctionFields, NamedFunction, ToolUse, called
+from truedraft.text.notations import NOTATIONS
 
 TEXTS = ("", "a", 'say "x"\n\\n', "caf\u00e9 \U0001f600!", "\u2028}", "*** Begin Patch\n+x\n*** End Patch")
 
@@ -67,3 +69,11 @@ def test_a_choice_means_the_plain_function_before_one_of_its_name_in_a_namespace
     assert [toolbox._named(name) for name in ("read", "files__read", "x")] == [["read"], ["files__read"], []]
     del toolbox.callables["read"]
     assert toolbox._named("read") == ["files__read"]
+
+
+def test_errors_tell_the_beginning_of_long_names() -> None:
+    tools = [FunctionFields(name="x" * 100_000)]
+    for listed, choice in ((tools * 2, None), (tools, NamedFunction(name="y" * 100_000))):
+        with pytest.raises(ApiError) as refused:
+            ToolUse.of(listed, choice, None, NOTATIONS[0])
+        assert "xxxx..." in refused.value.message and len(refused.value.message) < 250

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from truedraft.core.sums import summed
@@ -85,6 +85,14 @@ class Verdict:
     def origins(self) -> tuple[Origin, ...]:
         """Origin of each of `tokens`."""
         return (*(Origin.ACCEPTED for _ in self.path), self.final)[: len(self.tokens)]
+
+    def within(self, nodes: Collection[int]) -> Verdict:
+        """The verdict up to its first token that is none of some nodes, which then is the final one.
+
+        Worked example: of the path (0, 2, 5) within the nodes 0 and 5 the path (0,) is left, and two tokens.
+        """
+        place = next((place for place, node in enumerate(self.path) if node not in nodes), None)
+        return self if place is None else replace(self.cut(place + 1), path=self.path[:place], final=Origin.BONUS)
 
     def cut(self, tokens: int) -> Verdict:
         """The verdict up to its first `tokens` tokens, where the target has no distribution for the next one."""

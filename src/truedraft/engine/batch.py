@@ -37,7 +37,8 @@ class StepItem:
         drafted: what was drafted for it, and by whom.
         proposal: what is judged of that. What turns out not to have been drawn as it says is taken out.
         kept: nodes of the proposal that the forward sees; None is all of them. Those that leave the form of a
-            structured answer, and all below them, have no chance: they are judged, but not computed.
+            structured answer, and all below them, have no chance: they are judged, but not computed; should one be
+            accepted all the same, the verdict ends with it.
         rows: which rows of the forward's output are its own.
         decision: what is to be drafted for it; None during its prompt, and where its drafters failed.
         logits: `[tree rows, vocab]`, the target's own, while the proposal is judged.

@@ -144,11 +144,15 @@ class Verifier:
 
 
 def _settle(item: StepItem) -> None:
-    """Cut an item's verdict before the first broken tree row on its way: what plain decoding would emit.
+    """Cut an item's verdict behind the first token that the forward did not see, and before the first broken tree row.
+
+    What is left is what plain decoding would emit.
 
     Lets go of what it was judged by."""
     verdict = item.verdict
     assert verdict is not None
+    if item.kept is not None:
+        verdict = verdict.within(item.kept)
     if item.broken_rows:
         rows = (0, *(node + 1 for node in verdict.path))
         place = next((i for i, row in enumerate(rows) if row in item.broken_rows), None)

@@ -159,7 +159,7 @@ async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "")
     if error.body is not None and not isinstance(error.body, dict | list) and not is_json(kind):
-        message = f"the header Content-Type is {_shown(kind) if kind else 'missing'}; send JSON as application/json"
+        message = f"the header Content-Type is {told_back(kind) if kind else 'missing'}; send JSON as application/json"
         return ApiError(400, message, param="Content-Type").response(request.scope["path"])
     return unreadable(list(error.errors()), error.body).response(request.scope["path"])
 
@@ -188,12 +188,12 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     if not place:
         message = "it is missing; send a JSON object" if kind == "missing" else message
         return ApiError(400, f"the body cannot be used: {message}")
-    shown = f", got {_shown(first.get('input'))}"
+    shown = f", got {told_back(first.get('input'))}"
     if kind == "value_error":  # ours
         told = f"{named} {context['error']}"
     elif kind == "union_tag_invalid":
         named += ".type"
-        told = f"{named} is {_shown(context['tag'])}, which is not known here; known are {context['expected_tags']}"
+        told = f"{named} is {told_back(context['tag'])}, which is not known here; known are {context['expected_tags']}"
     elif kind == "union_tag_not_found":
         told = f"{named} must be an object with a type{shown}"
     elif kind == "missing":
@@ -235,7 +235,7 @@ def _is_about_a_file(error: BaseException | None) -> bool:
     return False
 
 
-def _shown(given: object) -> str:
+def told_back(given: object) -> str:
     """A value that a client sent, short enough to be told back."""
     text = ""
     for part in _written(given):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.errors import OptionError
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import ApiError, told_back
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _MOST_STOPS = 64
@@ -329,7 +329,7 @@ def _check_thinking(field: str, given: Mapping[str, Any]) -> None:
         if name not in known:
             raise ApiError(400, f"unrecognized request argument: {param}", param=param)
         if value is not None and not known[name](value):
-            raise ApiError(400, f"{param} cannot be {value!r}", param=param)
+            raise ApiError(400, f"{param} cannot be {told_back(value)}", param=param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from truedraft.engine import Request
 from truedraft.engine.prompts import Prompt, check_max_tokens
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import ApiError, told_back
 from truedraft.server.events import unless_gone
 from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.keys import ANYONE, Client
@@ -93,7 +93,10 @@ class Front:
         if name is not None and name not in self.served:
             served = ", ".join(map(repr, self.served))
             raise ApiError(
-                404, f"there is no model {name!r} here; served is {served}", param="model", code="model_not_found"
+                404,
+                f"there is no model {told_back(name)} here; served is {served}",
+                param="model",
+                code="model_not_found",
             )
 
     @property
@@ -323,7 +326,7 @@ class Front:
     def _rule(self, words: str) -> Rule:
         if words not in self.rules:
             allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which needs no asking"
-            message = f"rule {words!r} is not allowed here; allowed is {allowed}"
+            message = f"rule {told_back(words)} is not allowed here; allowed is {allowed}"
             raise ApiError(400, f"speculation.{message}", param="speculation.rule")
         return self.rules[words]
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import ApiError, told_back
 from truedraft.server.fields import Items, SeenContent, Told, by_type, parts_of
 from truedraft.server.tools import FunctionFields, NamedFunction, called
 from truedraft.text.calls import parsed
@@ -314,7 +314,9 @@ class Toolbox:
         for each in tool.tools if isinstance(tool, Namespace) else (tool,):
             flat = flat_name(namespace, each.name)
             if flat in self.callables:
-                raise ApiError(400, f"{place} has the name {flat!r} of a tool before it; rename one", param=place)
+                raise ApiError(
+                    400, f"{place} has the name {told_back(flat)} of a tool before it; rename one", param=place
+                )
             function = each.function.model_copy(update={"name": flat})
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
 

@@ -338,7 +338,8 @@ class FormState:
         self._masks: dict[tuple[int, ...], bytes] = {}  # a bit for each id
         self._last: tuple[tuple[int, ...], Any] = (), None  # the path looked at last, and a copy of the matcher there
         self._forced: list[int] | None = None
-        self._text = b""  # what it spells
+        self._ahead = b""  # all that has to come next, as far as it was looked at
+        self._text = b""  # the beginning of it, which `_forced` spells
         self._spelling: dict[bytes, int] = {}  # where such a text had to come, the token that the answer began it with
         self._recalls = False
         self._error = ""  # of the mask that was made last
@@ -368,9 +369,12 @@ class FormState:
 
     def forced(self) -> Sequence[int]:
         self._go_on()
+        if self._is_anew:  # looking ahead takes the states that the answer needs
+            return ()
         if self._forced is None:
             matcher = self._matcher.deep_copy()  # what is only drafted cannot fail the answer
-            self._text = matcher.compute_ff_bytes()[:_AHEAD]
+            self._ahead = self._ahead or matcher.compute_ff_bytes()
+            self._text = self._ahead[:_AHEAD]
             known, rest = self._spelled_before(self._text)
             self._forced = [*known, *self._spelled(matcher, known, rest)]
             self._recalls = bool(known)
@@ -420,6 +424,8 @@ class FormState:
         if new:
             self._read += len(new)
             self._matcher.consume_tokens(new)
+            written = self._guide.decode_bytes(new)
+            self._ahead = self._ahead[len(written) :] if self._ahead.startswith(written) else b""
             self._masks.clear()
             self._last = (), None
             if self._forced is not None:
@@ -435,9 +441,12 @@ class FormState:
         if matcher is None or path[: len(before)] != before:
             before, matcher = (), self._matcher.deep_copy()
         added = list(path[len(before) :])
-        if matcher.try_consume_tokens(added) < len(added) and not matcher.is_error():
-            self._last = (), None
-            return None
+        count = matcher.try_consume_tokens(added)
+        if count < len(added) and not matcher.is_error():
+            matcher.consume_tokens(added[count:])  # which tells a token that is not allowed from a limit
+            if not _exceeded(matcher.get_error()):
+                self._last = (), None
+                return None
         self._last = path, matcher
         return matcher
 
