@@ -49,7 +49,7 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tokenizer]:
     backend = Backend(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    monkeypatch.setattr(Forms, "start", lambda own, structured, tokens, prompt_tokens: NoTwins(tokens, 0))
+    monkeypatch.setattr(Forms, "start", lambda own, structured, tokens, prompt_tokens, owner=None: NoTwins(tokens, 0))
     yield Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False))
 
 
