@@ -20,6 +20,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
 from truedraft.errors import PromptError
 from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.mapped import return_freed_memory
 from truedraft.options import check_whole
 
 RESUMES_AT = 0.9
@@ -147,6 +148,7 @@ class CacheMemory:
         """Give caches that wait for requests back to the system, which may be short of memory."""
         for pool in self._distinct_pools:
             pool.trim(pool.kept_bytes)
+        return_freed_memory()
 
     def share(self, running: Sequence[Request], new: Collection[Request]) -> tuple[list[Holding], list[Holding]]:
         """Who holds memory from now on.
