@@ -136,4 +136,4 @@ def test_controls_are_shown_at_members_alone(monkeypatch: pytest.MonkeyPatch) ->
     found = SampledControls().run(Context(stack(), TEXTS, SAMPLED, 4, seconds=4.0, earlier=tuple(sampled)))
     assert Status.FAILS not in {each.status for each in found}
     settings = {each.name: each.facts["setting"] for each in found}
-    assert len(settings) == 6 and all("alone" in each or "target itself" in each for each in settings.values())
+    assert len(settings) == 7 and all("alone" in each or "target itself" in each for each in settings.values())
