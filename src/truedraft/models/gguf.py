@@ -437,11 +437,13 @@ def _fill(weight: nn.Parameter, stored: StoredTensor, files: Sequence[BinaryIO],
         weight.data = numbers.view(weight.shape).to(weight.dtype)
         return
     order = np.ascontiguousarray(whole(np.arange(stored.shape[0])[:, None])[:, 0])
-    as_stored = bool((order == np.arange(len(order))).all())
 
     def rows(index: Tensor | slice) -> QuantizedWeight:
-        which = index.numpy() if isinstance(index, Tensor) else index
-        return quantized_of(stored.kind, stored.data(files)[which if as_stored else order[which]])
+        which = order[index.numpy() if isinstance(index, Tensor) else index]
+        if not len(which):
+            return quantized_of(stored.kind, stored.data(files, 0, 0))
+        first, end = int(which.min()), int(which.max()) + 1  # a piece's are neighbours, so each is read once
+        return quantized_of(stored.kind, stored.data(files, first, end)[which - first])
 
     out, inputs = stored.shape[0], stored.shape[-1]
     together = max(_PIECE // inputs // _WHOLE * _WHOLE, _WHOLE)

@@ -50,20 +50,21 @@ class StoredTensor:
     size: int
     part: int = 0
 
-    def data(self, files: Sequence[BinaryIO]) -> NDArray[np.uint8]:
-        """`[out, bytes of an output]`, or of a vector its bytes.
+    def data(self, files: Sequence[BinaryIO], first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
+        """`[end - first, bytes of an output]` of outputs from `first` to `end`, by default all; of a vector its bytes.
 
         It is read, not mapped: what is cut short meanwhile would end the process.
 
         Raises:
             ModelError: the file ends before it.
         """
-        file = files[self.part]
-        file.seek(self.offset)
-        found = np.fromfile(file, np.uint8, self.size)
-        if len(found) < self.size:
+        file, each = files[self.part], self.size // self.shape[0]
+        wanted = ((self.shape[0] if end is None else end) - first) * each
+        file.seek(self.offset + first * each)
+        found = np.fromfile(file, np.uint8, wanted)
+        if len(found) < wanted:
             raise ModelError(f"the file was cut short while {self.name!r} was read from it; get it again")
-        return found.reshape(self.shape[0], -1) if len(self.shape) > 1 else found
+        return found.reshape(-1, each) if len(self.shape) > 1 else found
 
 
 @dataclass(frozen=True, slots=True)
