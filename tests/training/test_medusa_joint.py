@@ -81,7 +81,7 @@ def test_the_report_holds_both_losses_and_both_acceptances(trained, target_folde
     report = result.joint
     assert report is not None and report.lora_rank == 0 and report.loss_tokens == len(prompts.text) - 1
     for folder, loss in ((target_folder, report.loss_before), (trained[0] / "target", report.loss_after)):
-        model = load_causal_lm(folder, dtype=torch.bfloat16).eval()
+        model = load_causal_lm(folder, dtype="auto").eval()
         ids = torch.tensor(prompts.text.astype("int64"))
         total = 0.0
         for first in range(0, len(ids) - 1, 128):  # the context of the target

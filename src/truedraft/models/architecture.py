@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from truedraft.errors import UnsupportedModelError
+from truedraft.machine import pick_dtype
 from truedraft.models.loading import quiet_transformers, read_model, resolve_source
 
 if TYPE_CHECKING:
@@ -74,8 +75,12 @@ def save_llama(
         shard.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+def load_causal_lm(
+    folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu"
+) -> PreTrainedModel:
     """Any Hugging Face causal language model, by embedded name, folder or hub name; no remote code is run.
+
+    The dtype "auto" is bfloat16 where the device has instructions for it, else float32, see `pick_dtype`.
 
     Raises:
         ModelNotFoundError: no such folder or name, or the hub cannot be reached.
@@ -83,7 +88,8 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32, de
         ModelError: its files cannot be read.
     """
     name = str(folder)
-    model = read_model(resolve_source(name), name, dtype).to(torch.device(device))
+    place = torch.device(device)
+    model = read_model(resolve_source(name), name, pick_dtype(dtype, place)).to(place)
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{name!r} is an encoder-decoder ({model.config.model_type}), and training is for causal models; such a "

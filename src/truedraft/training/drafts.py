@@ -236,7 +236,7 @@ def train_draft(
         return _train_beside(target, out / WORK, tokenizer, config.device)
     source = Source.read(data, held_out, tokenizer)
     with alone_in(out / WORK):
-        target_model = load_causal_lm(target, dtype=torch.bfloat16, device=config.device).eval()
+        target_model = load_causal_lm(target, dtype="auto", device=config.device).eval()
         draft = starting_draft(config, target_model, tokenizer)
         config = _fitting(config, target_model, draft, told.on_note)
         config = _planned(config, target_model, draft, source, out / WORK, budget, told)
@@ -262,7 +262,7 @@ def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizer
     processes = Processes.here()
     given: tuple[DraftConfig, int] = processes.from_main(None)
     config, tokens = replace(given[0], device=device), given[1]
-    target_model = load_causal_lm(target, dtype=torch.bfloat16, device=device).eval()
+    target_model = load_causal_lm(target, dtype="auto", device=device).eval()
     draft = starting_draft(config, target_model, tokenizer)
     stream_loop(config, target_model, draft, read_stream(work / _STREAM)[:tokens], work).run()
     return processes.from_main(None)
@@ -347,7 +347,7 @@ def _measured(
     most = _EVALUATED_TOKENS
     if budget.limited and progress.elapsed_s:  # a step runs both models too, and goes back through one of them
         most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
-    saved = load_causal_lm(out, dtype=torch.bfloat16, device=config.device).eval()
+    saved = load_causal_lm(out, dtype="auto", device=config.device).eval()
     report = evaluate_pair(target_model, saved, held_out, length=config.curriculum.decay_length, max_tokens=most)
     evaluations: Sequence[EngineEvaluation] = ()
     try:
@@ -431,7 +431,7 @@ def stream_loop(
     """
     more = {"data_sha256": stream_hash(stream)}
     if target is not None:
-        more["target"] = weights_hash(target.requires_grad_(False))
+        more["target"] = weights_hash(target.requires_grad_(False), torch.bfloat16)  # of any load of it
     if target is None or config.start_from is not None:
         more["start_from"] = weights_hash(draft)
     own_text = OwnText(draft, config.on_policy, config.seed) if config.on_policy else None

@@ -405,7 +405,7 @@ def lm_head_of(target: str, device: str) -> LmHead:
     Raises:
         UnsupportedModelError: heads cannot share it.
     """
-    return LmHead.of(load_causal_lm(target, dtype=torch.bfloat16, device=device).eval())
+    return LmHead.of(load_causal_lm(target, dtype="auto", device=device).eval())
 
 
 def starting_head(job: HeadJob, lm_head: LmHead, fingerprint: str) -> Head:

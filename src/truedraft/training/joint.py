@@ -107,7 +107,7 @@ class Backbone:
     """
 
     def __init__(self, target: str | Path, rank: int | None, device: str) -> None:
-        before = load_causal_lm(target, dtype=torch.bfloat16, device=device).eval().requires_grad_(False)
+        before = load_causal_lm(target, dtype="auto", device=device).eval().requires_grad_(False)
         self.rank = rank_for(before.num_parameters()) if rank is None else rank
         self._before = None if self.rank else before
         self.module: Any = with_adapters(before, self.rank) if self.rank else load_causal_lm(target, device=device)
@@ -314,5 +314,5 @@ def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
 
 def _loss(job: HeadJob, target: str) -> tuple[float, int]:
     """The target's own loss on held-out text, in nats per token, and on how many tokens."""
-    model = load_causal_lm(target, dtype=torch.bfloat16, device=job.config.device).eval()
+    model = load_causal_lm(target, dtype="auto", device=job.config.device).eval()
     return mean_loss(model, job.prompts.text, length=min(context_of(model), _LONGEST), max_tokens=_EVALUATED_TOKENS)

@@ -29,7 +29,7 @@ import torch
 
 from truedraft.errors import ChangedOptionsError, TrainingError
 from truedraft.files import written_whole
-from truedraft.machine import describe_machine
+from truedraft.machine import describe_machine, has_bfloat16
 from truedraft.training.processes import Processes
 from truedraft.training.workspace import write_whole, writing
 
@@ -386,7 +386,7 @@ class TrainingLoop:
 
     Attributes:
         progress: where it stands.
-        autocast: whether products are in bfloat16.
+        autocast: whether products are in bfloat16, as where the device has instructions for them.
         clock: seconds, for the time between checkpoints.
         processes: that train together; the main one measures.
     """
@@ -409,7 +409,7 @@ class TrainingLoop:
         self.folder = run
         self.measurement = measurement
         self.progress = Progress()
-        self.autocast = True
+        self.autocast = has_bfloat16(next(model.parameters()).device)
         self.clock: Callable[[], float] = time.perf_counter
         self.processes = Processes.here()
 
