@@ -6,6 +6,7 @@ import contextlib
 import json
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,71 @@ def test_a_call_is_forced_in_the_notation_of_the_template(template: str) -> None
         assert spent["num_accepted_tokens"] > 5, "what is forced is drafted"
 
 
+def posted(client: Any, path: str, body: dict[str, Any]) -> str:
+    """What the server answers, as it stands."""
+    request = urllib.request.Request(
+        f"{client.base_url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return str(answer.read().decode())
+
+
+def calls_everywhere(client: Any, tools: dict[str, Any], required: bool) -> Iterator[tuple[str, Any, list[str]]]:
+    """Text, calls and warnings of each endpoint for tools by their schemas, whole and streamed."""
+    common = {"temperature": 0}
+    named = [{"name": name, "parameters": schema} for name, schema in tools.items()]
+    chat: dict[str, Any] = ASKED | {"max_tokens": 300, "tools": [{"type": "function", "function": f} for f in named]}
+    newer: dict[str, Any] = common | {"input": "Go.", "max_output_tokens": 300}
+    newer["tools"] = [{"type": "function"} | each for each in named]
+    message: dict[str, Any] = common | {"messages": ASKED["messages"], "max_tokens": 300}
+    message["tools"] = [{"name": name, "input_schema": schema} for name, schema in tools.items()]
+    for body in (chat, newer) if required else ():
+        body["tool_choice"] = "required"
+    message["tool_choice"] = {"type": "any" if required else "auto"}
+
+    found = json.loads(posted(client, "chat/completions", chat))
+    said = found["choices"][0]["message"]
+    calls = [each["function"] for each in said.get("tool_calls", [])]
+    yield said["content"] or "", [(f["name"], f["arguments"]) for f in calls], found.get("warnings", [])
+    chunks = events(posted(client, "chat/completions", chat | {"stream": True}))
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    told: dict[int, list[str]] = {}
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        told.setdefault(part["index"], [part["function"].get("name", ""), ""])[1] += part["function"]["arguments"]
+    warnings = [warning for chunk in chunks for warning in chunk.get("warnings", ())]
+    yield "".join(delta.get("content") or "" for delta in deltas), list(map(tuple, told.values())), warnings
+
+    found = json.loads(posted(client, "responses", newer))
+    last = events(posted(client, "responses", newer | {"stream": True}))
+    for each in (found, last[-1]["response"]):
+        calls = [item for item in each["output"] if item["type"] == "function_call"]
+        texts = [part["text"] for item in each["output"] if item["type"] == "message" for part in item["content"]]
+        yield "".join(texts), [(call["name"], call["arguments"]) for call in calls], each["warnings"]
+    pieces = [event for event in last if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(each["delta"] for each in pieces) == "".join(call["arguments"] for call in calls)
+
+    found = json.loads(posted(client, "messages", message))
+    blocks, texts = [each for each in found["content"] if each["type"] == "tool_use"], []
+    texts = [each["text"] for each in found["content"] if each["type"] == "text"]
+    yield "".join(texts), [(each["name"], json.dumps(each["input"])) for each in blocks], found["warnings"]
+    got = events(posted(client, "messages", message | {"stream": True}))
+    starts = [event["content_block"] for event in got if event["type"] == "content_block_start"]
+    names = [each["name"] for each in starts if each["type"] == "tool_use"]
+    inputs: dict[int, str] = {}
+    for event in (event for event in got if event.get("delta", {}).get("type") == "input_json_delta"):
+        inputs[event["index"]] = inputs.get(event["index"], "") + event["delta"]["partial_json"]
+    text = "".join(event["delta"].get("text", "") for event in got if event["type"] == "content_block_delta")
+    begun = next(event["message"]["warnings"] for event in got if event["type"] == "message_start")
+    ended = next(event for event in got if event["type"] == "message_delta")
+    yield text, list(zip(names, inputs.values(), strict=True)), ended.get("warnings", begun)
+
+
+def events(stream: str) -> list[dict[str, Any]]:
+    """The data of a stream's events."""
+    lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_forced_call_that_is_cut_is_no_text_and_no_whole_call(streams: bool) -> None:
     pytest.importorskip("llguidance")
@@ -154,14 +220,7 @@ def test_a_forced_call_that_is_cut_is_no_text_and_no_whole_call(streams: bool) -
     message = common | {"messages": ASKED["messages"], "tool_choice": {"type": "any"}, "max_tokens": 90}
     message |= {"tools": [{"name": "note", "input_schema": PARAMETERS}]}
     with client_of("Qwen-Qwen2.5-7B-Instruct", "so") as client:
-
-        def told(path: str, body: dict[str, Any]) -> str:
-            request = urllib.request.Request(
-                f"{client.base_url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request) as answer:
-                return str(answer.read().decode())
-
+        told = partial(posted, client)
         for most in (3, 15, 22):
             found = told("chat/completions", chat | {"max_tokens": most})
             found += told("messages", message | {"max_tokens": most})
@@ -173,6 +232,55 @@ def test_a_forced_call_that_is_cut_is_no_text_and_no_whole_call(streams: bool) -
         assert '"stop_reason":"stop_sequence"' in found and '"stop_sequence":"text"' in found
         found = told("responses", newer | {"stop": ["text"]}).replace(" ", "")
         assert '"status":"incomplete"' in found and '"status":"completed"' in found
+
+
+A, B = ("note", '{"text": "a"}'), ("note", '{"text": "b"}')
+
+
+@pytest.mark.parametrize(
+    ("broken", "left", "calls"),
+    [
+        ('{"name": "note", "arguments": {"text": "a"}\n</tool_call>', "", [A, B]),  # all but its last brace is there
+        ('{"name": "note", "arguments": {"te', '{"name": "note", "arguments": {"te', [B]),
+        ('{"name": "note", "arguments": {"text": "a\nb"\n</tool_call>', '"arguments": {"text": "a\nb"', [B]),
+        ('{"name": "note", "arguments": [1, 2]}\n</tool_call>', '"arguments": [1, 2]}', [B]),  # JSON, and no object
+        ('{"name": "note", "arguments": [1, 2}}\n</tool_call>', '"arguments": [1, 2}}', [B]),
+    ],
+)
+def test_a_broken_call_takes_no_other_with_it(broken: str, left: str, calls: list[tuple[str, str]]) -> None:
+    whole = '\n<tool_call>\n{"name": "note", "arguments": {"text": "b"}}\n</tool_call>'
+    with client_of("Qwen-Qwen2.5-7B-Instruct", f"So. <tool_call>\n{broken}{whole}") as client:
+        found = list(calls_everywhere(client, {"note": PARAMETERS}, required=False))
+        assert len(found) == 6
+        for text, told, _ in found:
+            assert told == calls and text.startswith("So. ") and left in text, (text, told)
+            assert left or text.strip() == "So.", text
+
+
+FREE = {"type": "object", "properties": {"id": {"type": "string", "not": {"const": ""}}}, "required": ["id"]}
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("value", "wrong"), [('""', 'at #/id: {"const":""} is not allowed for ""'), ('"é"', "")])
+def test_a_schema_that_no_form_holds_leaves_arguments_free_and_checks_them(
+    value: str, wrong: str, required: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    pytest.importorskip("jsonschema_rs")
+    call = '<tool_call>\n{"name": "find", "arguments": {"id": ' + value + "}}\n</tool_call>"
+    with client_of("Qwen-Qwen2.5-7B-Instruct", call) as client:
+        for text, calls, warnings in calls_everywhere(client, {"find": FREE, "note": PARAMETERS}, required):
+            assert text == "" and [(name, json.loads(given)) for name, given in calls] == [
+                ("find", {"id": json.loads(value)})
+            ]
+            told = warnings[1:] if required else warnings
+            assert not required or ('"not" cannot be held to' in warnings[0] and "find" in warnings[0]), warnings
+            assert [each.partition("its schema: ")[2] for each in told] == ([wrong] if wrong else []), warnings
+        named = {"type": "function", "function": {"name": "find"}}
+        tools = [{"type": "function", "function": {"name": "find", "parameters": FREE}}]
+        for choice in ("required", named):  # where the form is what is asked for
+            with pytest.raises(openai.BadRequestError, match='"not" cannot be held to'):
+                client.chat.completions.create(**ASKED, tools=tools, tool_choice=choice)
 
 
 def test_histories_go_through_templates_that_join_arguments() -> None:

@@ -55,7 +55,7 @@ CASES = {
     "arguments of another notation": (TAGS, ONE.replace("arguments", "parameters"), "", [("f", '{"x": 1}')]),
     "arguments twice": (TAGS, ONE.replace("}}", '}, "parameters": {"y": 2}}'), "", [("f", '{"x": 1}')]),
     "an object in a text": (TAGS, ONE.replace('{"x": 1}', r'"{\"x\": 1}"'), "", [("f", '{"x": 1}')]),
-    "a text": (TAGS, ONE.replace('{"x": 1}', r'"{\"x"'), "", [("f", r'"{\"x"')]),
+    "a text": (TAGS, (cut := ONE.replace('{"x": 1}', r'"{\"x"')) + ONE, cut, [("f", '{"x": 1}')]),  # and no object
     "an id behind": (
         MISTRAL,
         '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]',

@@ -13,7 +13,7 @@ from truedraft.errors import OptionError
 from truedraft.text import schemas
 from truedraft.text.forms import Forms
 from truedraft.text.notations import notation_of
-from truedraft.text.schemas import map_schemas, problem_of, simplified
+from truedraft.text.schemas import map_schemas, misfit, problem_of, simplified, unheld
 from truedraft.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -168,3 +168,44 @@ def test_what_is_fine_stays_and_is_found_fine() -> None:
     for schema in (CAT, DOG, LISTS, True, {"$ref": "#"}):
         assert simplified(schema) == schema and (schema == {"$ref": "#"} or problem_of(schema) == "")
     assert simplified({"title": "t", "properties": {"title": {"description": "d"}}}) == {"properties": {"title": {}}}
+
+
+def test_what_no_form_holds_is_told_of_right_schemas_alone() -> None:
+    pytest.importorskip("jsonschema_rs")
+    denied = {"type": "object", "properties": {"id": {"not": {"const": ""}}}}
+    assert unheld(denied) == 'at #/properties/id: "not" cannot be held to by a mask over tokens; leave it out'
+    assert unheld(CAT) == "" == unheld({"type": "objct", "not": {"const": ""}}) == unheld(denied | {"$schema": 7})
+
+
+def test_a_text_is_checked_against_a_schema() -> None:
+    pytest.importorskip("jsonschema_rs")
+    schema = {"$defs": {"id": {"type": "string", "not": {"const": ""}}}, "properties": {"id": {"$ref": "#/$defs/id"}}}
+    assert misfit(schema, '{"id": "a"}') == "" == misfit(schema, "{}")
+    assert misfit(schema, '{"id": ""}') == 'at #/id: {"const":""} is not allowed for ""'
+
+
+HALF = {"$defs": {f"{n}": {"allOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)} | {"40": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"properties": {"x": {"$ref": "#"}}}, "leads to itself"),
+        ({"properties": {"x": {"$dynamicRef": "#"}}}, "leads to itself"),
+        (HALF | {"$ref": "#/$defs/0"}, "too large"),  # 2 ** 40 places
+        ({"anyOf": [{"const": n} for n in range(20_000)]}, "too large"),
+        ({"$ref": "http://127.0.0.1:9/schema.json"}, "nothing is fetched"),
+        ({"$ref": "file:///etc/hostname"}, "nothing is fetched"),
+        ({"properties": {"x": {"pattern": "(?=a)b"}}}, "regex"),
+    ],
+)
+def test_a_schema_that_is_not_checked_says_why(schema: dict[str, Any], why: str) -> None:
+    pytest.importorskip("jsonschema_rs")
+    with pytest.raises(ValueError, match=why):
+        misfit(schema, '{"x": 1}')
+
+
+def test_expressions_take_linear_time() -> None:
+    pytest.importorskip("jsonschema_rs")
+    schema = {"properties": {"x": {"pattern": "^(a+)+$"}}}
+    assert "does not match" in misfit(schema, json.dumps({"x": "a" * 60 + "b"})), "not in 2 ** 60 steps"

@@ -23,6 +23,7 @@ from truedraft.server.errors import ApiError
 from truedraft.server.events import EventStream, unless_gone
 from truedraft.server.front import Front
 from truedraft.server.service import Answering, News, Stream
+from truedraft.server.tools import ToolUse
 from truedraft.server.traces import trace_of
 from truedraft.text.calls import Call, CallDelta, Reasoning, parsed
 from truedraft.text.notations import AnswerReader
@@ -107,12 +108,20 @@ class Answers:
         front: what endpoints share.
         answering: the samples.
         readers: of their texts; None where these are plain.
+        use: of tools.
     """
 
-    def __init__(self, front: Front, answering: Answering, readers: Sequence[AnswerReader] | None = None) -> None:
+    def __init__(
+        self,
+        front: Front,
+        answering: Answering,
+        readers: Sequence[AnswerReader] | None = None,
+        use: ToolUse | None = None,
+    ) -> None:
         self.front = front
         self.answering = answering
         self._readers = readers
+        self._use = use
 
     @property
     def streams(self) -> Sequence[Stream]:
@@ -161,6 +170,16 @@ class Answers:
         found = [text] if reader is None else reader.push(text, last=news.answer is not None)
         ending = None if news.answer is None else _ending(news.answer, reader)
         return Part(self.streams[news.number], news, found, ending)
+
+    @property
+    def warnings(self) -> list[str]:
+        """About the tools that may be called."""
+        return [] if self._use is None else self._use.warnings
+
+    def misfits(self) -> list[str]:
+        """What is wrong with the arguments of calls that were read to their end."""
+        calls = [call for reader in self._readers or () for call in reader.calls]
+        return [] if self._use is None else self._use.misfits(calls)
 
     def trace(self, part: Part) -> dict[str, Any]:
         """Where the tokens of a stream's part came from; empty where that was not asked for."""

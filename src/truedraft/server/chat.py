@@ -230,13 +230,19 @@ class _Chat:
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._answers.streams[0].prompt_ids} if self._body.return_token_ids else {}
 
+    @property
+    def _warned(self) -> dict[str, Any]:
+        """About tools and calls, where there is something to say."""
+        warnings = self._answers.warnings + self._answers.misfits()
+        return {"warnings": warnings} if warnings else {}
+
     def _reason(self, part: Part) -> str | None:
         return self._called if part.ending == "calls" else part.ending
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         choices = [self._choice(part) for part in parts]
         rest = {"usage": self._answers.usage(len(parts)), "speculation": self._answers.speculation()}
-        return self._head | {"object": "chat.completion", "choices": choices} | rest | self._prompt_ids
+        return self._head | {"object": "chat.completion", "choices": choices} | rest | self._prompt_ids | self._warned
 
     def _choice(self, part: Part) -> dict[str, Any]:
         answer, text, reasoning = part.answer, part.text, part.reasoning
@@ -284,6 +290,8 @@ class _Chat:
             yield event(chunk)
 
     def ended(self) -> Iterator[str]:
+        if warned := self._warned:
+            yield event(self._chunk_head | {"choices": []} | warned)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             usage = self._answers.usage(len(self._answers.streams))
             yield event(self._chunk_head | {"choices": [], "usage": usage})

@@ -141,4 +141,4 @@ class Conversation:
             "calls_alone": use.forced is not None,
         }
         readers = [AnswerReader(use.notation, schemas, **how) for _ in answering.streams]
-        return Answers(front, answering, readers)
+        return Answers(front, answering, readers, use)

@@ -272,7 +272,7 @@ class _Message:
         self._answers = answers
         self._segments = Segments(answers.front)
         self._head: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
-        self._head |= {"model": answers.front.shown(body.model), "warnings": body.warnings}
+        self._head |= {"model": answers.front.shown(body.model), "warnings": body.warnings + answers.warnings}
         self._last: Part | None = None
 
     def begun(self) -> Iterator[str]:
@@ -294,7 +294,9 @@ class _Message:
     def ended(self) -> Iterator[str]:
         for _, segment, *_ in self._segments.end():
             yield _stopped(segment)
-        about = {"usage": self._usage(), "speculation": self._answers.speculation()}
+        about: dict[str, Any] = {"usage": self._usage(), "speculation": self._answers.speculation()}
+        if misfits := self._answers.misfits():
+            about["warnings"] = self._head["warnings"] + misfits
         yield _event("message_delta", delta=self._reason(), **about)
         yield _event("message_stop")
 
@@ -305,6 +307,7 @@ class _Message:
             _block(each, {} if each.call is None else _object(each.call.arguments)) for each in self._segments.found
         ]
         rest = {"usage": self._usage(), "speculation": self._answers.speculation()}
+        rest["warnings"] = self._head["warnings"] + self._answers.misfits()
         return self._head | {"content": content} | self._reason() | rest
 
     def failed(self, error: ApiError) -> str:

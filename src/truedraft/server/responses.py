@@ -252,6 +252,7 @@ class _Response:
         self._answers = answers
         self._body = body
         self._toolbox = toolbox
+        self._warnings = toolbox.warnings + answers.warnings
         self._id = new_id("resp")
         self._created = time.time()
         self._numbers = itertools.count()
@@ -331,6 +332,7 @@ class _Response:
                 "total_tokens": used["total_tokens"],
             },
             "speculation": self._answers.speculation(),
+            "warnings": self._warnings + self._answers.misfits(),
         }
 
     def _record(self, status: str) -> dict[str, Any]:
@@ -357,7 +359,7 @@ class _Response:
             "truncation": "disabled",
             "metadata": body.metadata or {},
             "usage": None,
-            "warnings": self._toolbox.warnings,
+            "warnings": self._warnings,
         }
 
     def _event(self, kind: str, **more: Any) -> str:

@@ -7,8 +7,8 @@ is made to have that form by a grammar, arguments included.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -16,8 +16,9 @@ from pydantic import AfterValidator, Field
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.server.errors import ApiError, told_back
 from truedraft.server.fields import Fields
-from truedraft.text.calls import parsed
+from truedraft.text.calls import Call, parsed
 from truedraft.text.notations import Notation
+from truedraft.text.schemas import misfit, unheld
 
 MOST_TOOLS = 1024
 """Functions that a request may list, those of namespaces and of its conversation included."""
@@ -73,12 +74,14 @@ class ToolUse:
         tools: that may be called; none where no call can come.
         forced: the form of calls that must come; None leaves it to the model.
         parallel: whether there may be several.
+        unheld: of calls that must come those whose arguments are free, for no form holds their schema; with the reason.
     """
 
     notation: Notation
     tools: Sequence[FunctionFields] = ()
     forced: Structured | None = None
     parallel: bool = True
+    unheld: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -122,7 +125,40 @@ class ToolUse:
                 message = f"{chosen} names {told_back(choice.name)}; {listed} has {', '.join(map(told_back, names))}"
                 raise ApiError(400, message, param=chosen)
             return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
-        return cls(notation, tools, notation.grammar(schemas_of(tools), parallel=several), several)
+        schemas = schemas_of(tools)
+        free = (
+            {}
+            if len(tools) == 1
+            else {name: why for name, schema in schemas.items() if schema and (why := unheld(schema))}
+        )
+        form = notation.grammar(schemas | dict.fromkeys(free), parallel=several)
+        return cls(notation, tools, form, several, free)
+
+    @property
+    def warnings(self) -> list[str]:
+        """About functions whose schema does not bind the model."""
+        return [
+            f"{name} is called with free arguments, which are checked: its schema, {why}"
+            for name, why in self.unheld.items()
+        ]
+
+    def misfits(self, calls: Iterable[Call]) -> list[str]:
+        """What is wrong with the arguments of calls that no form held."""
+        found, schemas = [], schemas_of(self.tools)
+        for call in calls:
+            schema = schemas.get(call.name)
+            if (
+                not schema
+                or (self.forced is not None and call.name not in self.unheld)
+                or parsed(call.arguments) is None
+            ):
+                continue
+            try:
+                if wrong := misfit(schema, call.arguments):
+                    found.append(f"{call.id} calls {call.name} with arguments that do not match its schema: {wrong}")
+            except ValueError as error:
+                found.append(f"the arguments of {call.id}, which calls {call.name}, were not checked: {error}")
+        return found
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """Options of an answer whose form, if that is not one of calls, stands where the notation has plain text."""

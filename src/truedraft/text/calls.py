@@ -116,9 +116,9 @@ class CallsReader:
     """Reads text and calls that stand between marks.
 
     Text that may be the beginning of a call is held back until it is known. What looks like a call and is none stays
-    text, and so does a call whose arguments are no JSON or end with the answer; behind it calls are looked for again.
-    Space before, between and behind calls is left out where there is no other text before it. Space inside marks may be
-    left out, or be more.
+    text, and so does a call whose arguments are no object in JSON or end with the answer; behind it calls are looked
+    for again. Space before, between and behind calls is left out where there is no other text before it. Space inside
+    marks may be left out, or be more.
 
     Args:
         notation: of the model; where its calls have no opening, they stand at the beginning of the answer.
@@ -263,7 +263,7 @@ class CallsReader:
         if not named or (body.rest is None and not last and not self._formed):
             return False
         known = body.value or ("{}" if body.rest is not None else "")
-        if not self._formed and parsed(known) is None:
+        if not self._formed and not isinstance(parsed(known), dict):
             return self._give_up("".join(self._raw), found)
         index = len(self._calls)
         if self._call is None:

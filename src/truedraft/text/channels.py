@@ -17,7 +17,7 @@ class ChannelReader:
     """Reads text, reasoning and calls from messages of several channels.
 
     What goes to a function is a call, the channels "final" and "commentary" are text, and all else is reasoning. What
-    stands where a header should is text, and so is a call whose arguments are no JSON.
+    stands where a header should is text, and so is a call whose arguments are no object in JSON.
 
     Args:
         tools: that may be called; where there are none, or no more may be called, a call is reasoning.
@@ -106,7 +106,7 @@ class ChannelReader:
         return end >= 0
 
     def _end_call(self, call: Call, found: list[str | Reasoning | CallDelta]) -> None:
-        if not self._formed and parsed(call.arguments) is None:
+        if not self._formed and not isinstance(parsed(call.arguments), dict):
             self._told.add(str)
             found.append("".join(self._raw))
             return

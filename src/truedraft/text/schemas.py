@@ -25,6 +25,8 @@ _KINDS = {"$schema": str, "$id": str, "$anchor": str, "$defs": dict, "definition
 _MOST_PROBING_S = 0.5
 _DEEPEST = 8
 _MOST_PAIRS = 10_000
+_MOST_PLACES = 10_000
+_MOST_WORK = 10_000_000
 _SCHEMA = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//(?P<comment>[^\n]*)|(?P<json>%json\s*)')
 """What a grammar in Lark's notation is read by: texts, expressions, comments, and what a schema follows."""
 
@@ -297,6 +299,70 @@ def problem_of(schema: Any) -> str:
             break
     path = "".join("/" + name.replace("~", "~0").replace("/", "~1") for name in place)
     return f"at #{path}: {_in_words(problem)}"
+
+
+def unheld(schema: Any) -> str:
+    """Why no form holds a schema though it is a right one; "" where a form does, or where the schema is wrong.
+
+    Raises:
+        ImportError: jsonschema-rs is not installed.
+    """
+    import jsonschema_rs
+
+    try:
+        if not jsonschema_rs.meta.is_valid(schema):
+            return ""
+        return problem_of(simplified(schema))
+    except (ValueError, RecursionError):  # of a wrong schema, which is said where its form is made
+        return ""
+
+
+def misfit(schema: Any, value: str) -> str:
+    """In which way a JSON text does not match a schema; "" where it does.
+
+    Nothing is fetched, expressions take linear time, and a schema that would take long is not gone through.
+
+    Raises:
+        ValueError: the schema cannot be checked; says why.
+        ImportError: jsonschema-rs is not installed.
+    """
+    import jsonschema_rs
+
+    if _places(schema) * len(value) > _MOST_WORK:
+        raise ValueError("the schema leads to itself, or is too large")
+    options = jsonschema_rs.RegexOptions()
+    try:
+        validator = jsonschema_rs.validator_for(schema, retriever=_fetch_nothing, pattern_options=options)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(_first_line(error)) from None
+    for wrong in validator.iter_errors(json.loads(value)):
+        path = "".join(f"/{name}" for name in wrong.instance_path)
+        return f"at #{path}: {_first_line(wrong)}"
+    return ""
+
+
+def _places(schema: Any) -> int:
+    """How many schemas are in a schema, those that references lead to at each place where they do; at most so many
+    that checking takes too long."""
+    count, open_ = 0, [schema]
+    while open_ and count < _MOST_PLACES:
+        count += 1
+        here = open_.pop()
+        if isinstance(here, dict):
+            open_ += [part for _, part in _parts(here)]
+            if isinstance(here.get("$ref"), str):
+                open_.append(referred(here["$ref"], schema))
+            if here.keys() & {"$dynamicRef", "$recursiveRef"}:
+                return _MOST_WORK
+    return _MOST_WORK if open_ else count
+
+
+def _fetch_nothing(address: str) -> Any:
+    raise ValueError(f"{address} is not known here, and nothing is fetched")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _in_words(problem: str) -> str:
