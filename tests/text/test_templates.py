@@ -15,6 +15,8 @@ from truedraft.text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
 A_MILLION = "{% set b = 'a' * 1000000 %}"
+MANY = "[" + "b," * 300 + "]"
+TABLE = "{" + ",".join(f"{n}: b" for n in range(300)) + "}"
 GROWING = "{% set n = namespace(a=START) %}{% for i in range(60) %}{% set n.a = STEP %}{% endfor %}{{ n.a }}"
 
 
@@ -51,6 +53,8 @@ def refusal(tokenizer: Tokenizer, template: str) -> str:
         growing("[[1]]", "n.a * 9"),
         A_MILLION + "{% set c = b ~ 'a' %}{% for i in range(99999) %}{% if b == c %}{% endif %}{% endfor %}",
         A_MILLION + "{% for i in range(99999) %}{% set c = b[1:] %}{% endfor %}",
+        *(A_MILLION + "{{ " + MANY + f"|{each}|length" + " }}" for each in ("unique", "sort", "groupby(0)")),
+        *(A_MILLION + "{{ b|" + each + " }}" for each in ("sort", "urlize", "wordwrap(3)", "title", "pprint")),
     ],
 )
 def test_steps_are_bounded(template: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +95,17 @@ def test_steps_are_bounded(template: str, tokenizer: Tokenizer, monkeypatch: pyt
         "{{ messages|tojson(indent=3000000000) }}",
         "{{ [1]|batch(3000000000, 0)|list }}",
         "{{ [1]|slice(3000000000)|list }}",
+        *(
+            A_MILLION + "{{ " + MANY + f"|{each}" + " }}"
+            for each in ("select|join", "map('default')|join", "reverse|join", "batch(300)|join", "batch(300)|list")
+        ),
+        A_MILLION + "{{ ''.join(" + MANY + "|select) }}",
+        A_MILLION + "{{ cycler(*" + MANY + ").items|select|join }}",
+        *(
+            A_MILLION + "{% set n = " + TABLE + " %}{{ " + each + " }}"
+            for each in ("n.values()", "''.join(n.values())", "n.items()|string", "n|items|string", "'%s' % n.values()")
+        ),
+        *(A_MILLION + "{% set n = namespace(a=" + MANY + ") %}{{ " + each + " }}" for each in ("n", "n|string")),
         growing("'a'", "n.a ~ n.a"),
         growing("'a'", "n.a + n.a"),
         growing("'a'", "[n.a, n.a]|join"),
@@ -140,6 +155,8 @@ def test_other_templates_that_cannot_run_are_told_in_a_sentence(template: str, s
         "lace('x', 'yy') }}{{ 7 % 4 }}",
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if loop.last %}{% b"
         "reak %}{% endif %}{% endfor %}",
+        "{{ messages|map(attribute='role')|reverse|batch(1)|list }}{{ messages[0].items()|list|first }}"
+        "{{ messages[0].values()|sort|unique|join }}{{ namespace(a=1) }}{{ messages[0].keys() }}",
         "{% filter upper %}{% set x %}abc{% endset %}{{ x }}{% endfilter %}{{ messages|selectattr('role'"
         ", 'eq', 'user')|list|length }}",
         "{%- for m in messages recursive %}{{ m.role or m }}{{ loop(['z']) if m.role }}{% endfor -%}",

@@ -8,7 +8,7 @@ and write; what would write too much is refused before it does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from types import FunctionType
@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
@@ -31,11 +32,15 @@ _MOST_SOURCE = 1 << 21  # characters of a template
 _SPENT: ContextVar[list[int] | None] = ContextVar("spent", default=None)
 _STEP, _MADE, _READ, _CUT, _JOINED, _PASSED = "~step", "~made", "~read", "~cut", "~joined", "~passed"
 _OF_ENTRIES = {
-    *("length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "unique"),
-    *("batch", "slice", "reverse", "sort", "dictsort", "items", "groupby", "sum", "min", "max", "random", "attr"),
-    *("default", "d"),
+    *("length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr"),
+    *("batch", "slice", "reverse", "items", "sum", "random", "attr", "default", "d"),
 }
 """Filters that go over the entries of a list without a look into them; others go over all that it holds."""
+_ORDERING = ("sort", "dictsort", "unique", "groupby", "min", "max")
+"""Those that compare what they are given and write none of it."""
+_SLOW = ("urlize", "wordwrap", "pprint", "title", "wordcount", "urlencode", "striptags")
+"""Those that look at each character in Python, or by many expressions."""
+_HOLDING = (list, tuple, dict, set, frozenset, MappingView, Namespace)
 _COMPARING = (
     "in",
     "eq",
@@ -132,15 +137,17 @@ def _characters(value: Any) -> int:
     """About how many a value is as text; all that lists hold, however often they hold it, is gone over and counted."""
     if isinstance(value, str | bytes):
         return len(value)
-    if not isinstance(value, list | tuple | dict | set | frozenset):
+    if not isinstance(value, _HOLDING):
         return 24
     found, left = 0, [value]
     while left:
         each = left.pop()
-        inner = (*each.keys(), *each.values()) if isinstance(each, dict) else each
+        if isinstance(each, Namespace):
+            each = each._Namespace__attrs
+        inner: Any = (*each.keys(), *each.values()) if isinstance(each, dict) else each
         _spend(len(inner) + 20)
         for one in inner:
-            if isinstance(one, list | tuple | dict | set | frozenset):
+            if isinstance(one, _HOLDING):
                 left.append(one)
             else:
                 found += len(one) + 4 if isinstance(one, str | bytes) else 24
@@ -151,7 +158,7 @@ def _entries(value: Any) -> int:
     """What it takes to go over a value once, without a look into its entries."""
     if isinstance(value, str | bytes):
         return 1 + len(value) // 100
-    return 1 + len(value) if isinstance(value, list | tuple | dict | set | frozenset | range) else 1
+    return 1 + len(value) if isinstance(value, list | tuple | dict | set | frozenset | range | MappingView) else 1
 
 
 def _growth(name: str, value: Any, given: Sequence[Any]) -> int:
@@ -200,7 +207,13 @@ def _counted(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(inner)
     def counting(*given: Any, **named: Any) -> Any:
         value, rest = given[first] if len(given) > first else None, [*given[first + 1 :], *named.values()]
-        _spend(_entries(value) if name in _OF_ENTRIES else 1, 0 if name in _OF_ENTRIES else _characters(value))
+        if name in _OF_ENTRIES:
+            _spend(_entries(value))
+        elif name in _ORDERING:
+            _spend(len(value) if isinstance(value, str) else _entries(value) + _characters(value) // 100)
+        else:
+            characters = _characters(value)
+            _spend(4 * characters if name in _SLOW else 1, characters)
         if name in ("sum", "batch") and any(isinstance(each, list | tuple | dict) for each in rest):
             raise TemplateError(f"{name} of lists is not supported in chat templates")
         _check(name, value, rest)
@@ -220,7 +233,13 @@ def _compared(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _written(value: Any) -> Any:
-    """A value that was made."""
+    """A value that was made; what would be made entry by entry, as by `map`, is a list, so that all of it is known."""
+    if isinstance(value, Iterator):
+        entries = []
+        for each in value:
+            _spend(1)
+            entries.append(each)
+        return entries
     _spend(_entries(value), len(value) if isinstance(value, str | bytes) else 0)
     return value
 
