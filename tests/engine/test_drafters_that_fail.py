@@ -18,7 +18,7 @@ from support.layer_heads import random_head, target
 from support.tiny_models import CONTEXT, PROMPTS
 from support.tiny_models import VOCAB as WORDS
 from truedraft import Engine, SamplingParams
-from truedraft.core.noise import Purpose
+from truedraft.core.noise import Purpose, UniformKeys, uniforms
 from truedraft.core.probs import draw
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters import Budget, Cascade, CutShortError, Drafter, DraftModel, Eagle3
@@ -133,6 +133,36 @@ def test_where_nobody_knows_what_was_drawn_there_is_no_answer() -> None:
     failed = [answer for answer in answers if answer.error is not None]
     assert 0 < len(failed) < BATCH
     assert all("did not say what (RuntimeError: out of order)" in str(answer.error) for answer in failed)
+
+
+class DrawsMany(ByHand):
+    """Draws as many numbers at once as are worked out together, and fails then."""
+
+    def _chain(self, asked, budget, noise):  # type: ignore[no-untyped-def]
+        numbers = np.arange(64)
+        uniforms([noise], Purpose.DRAFT, UniformKeys(numbers * 0, numbers * 0, numbers))
+        raise RuntimeError("out of order")
+
+
+class FailsBefore(ByHand):
+    """Fails together after it has drawn, and alone before it does."""
+
+    def _chain(self, asked, budget, noise):  # type: ignore[no-untyped-def]
+        if asked > 1:
+            noise.uniform(Purpose.DRAFT, 0)
+        raise RuntimeError("out of order")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_numbers_that_are_worked_out_together_are_drawn_as_well() -> None:
+    (answer,) = Engine(EVEN, DrawsMany(tells=False), controller="fixed").generate([[1, 2]], WARM)
+    assert "did not say what (RuntimeError: out of order)" in str(answer.error)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_was_drawn_together_is_not_drawn_where_each_is_asked_for_alone() -> None:
+    answers = Engine(EVEN, FailsBefore(tells=False), controller="fixed", max_batch=BATCH).generate([[1, 2]] * 4, WARM)
+    assert [(answer.error, len(answer.token_ids)) for answer in answers] == [(None, 5)] * 4
 
 
 def eagle() -> Eagle3:

@@ -90,7 +90,7 @@ class KeyedNoise:
         member: which drafter of several draws with it; 0 is also the noise of verdicts.
 
     Attributes:
-        drew: whether a number was asked for that draws a draft, of this level alone.
+        drew: whether a number was asked for that draws a draft, of this level alone, since a drafter was asked.
     """
 
     drew = False
@@ -130,8 +130,9 @@ class KeyedNoise:
         return open_unit(mix(key, index))
 
     def of_member(self, member: int) -> KeyedNoise:
-        """The noise with which a drafter of several draws: its own uniform numbers, and the Gumbel noise of all."""
+        """The noise with which a drafter of several is asked: its own uniform numbers, and the Gumbel noise of all."""
         if not member:
+            self.drew = False
             return self
         own = copy.copy(self)
         own._member, own.drew = member, False
@@ -163,6 +164,11 @@ def uniforms(noise: Sequence[Noise], purpose: Purpose, keys: UniformKeys) -> NDA
     if len(keys.listed) <= _FEW or not all(type(own) is KeyedNoise and not own.key[3] for own in noise):
         return np.array([noise[request].uniform(purpose, depth, index) for request, depth, index in keys.listed])
     roots, positions, steps, *_ = np.array([own.key for own in noise if isinstance(own, KeyedNoise)], np.uint64).T
+    if purpose is Purpose.DRAFT:
+        for request in np.unique(keys.requests).tolist():
+            own = noise[request]
+            assert isinstance(own, KeyedNoise)
+            own.drew = True
     bits = roots[keys.requests]
     places = positions[keys.requests] + keys.depths.view(np.uint64)
     for part in (places, np.uint64(purpose), steps[keys.requests], keys.indices.view(np.uint64)):
