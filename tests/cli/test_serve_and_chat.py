@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,14 +16,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from cli.tiny import Result, Run
 from truedraft.cli import serve
+from truedraft.cli.parameters import read_words
 
 pytest.importorskip("fastapi")
 Talk = Callable[..., Result]
@@ -201,3 +205,14 @@ def test_once_more_is_the_last_message_of_what_is_remembered(talk: Talk) -> None
     assert [turn["message"] for turn in done.record["turns"]] == ["a = 1", "b = 2", "b = 2", "b = 2"]
     assert len({turn["text"] for turn in done.record["turns"][1:]}) == 1
     assert "nothing was asked yet" in done.err
+
+
+def test_keys_and_values_may_take_three_quarters_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truedraft.machine.free_memory", lambda device: 1 << 30)
+    options = read_words(serve.ServeOptions, {"model": "embedded:target", "drafter": "none"})
+    share = min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
+    for number, most in ((None, 3 << 28), (1, int(share * (3 << 28)))):
+        _, service = serve.loaded(options, number)
+        assert service.engine.max_cache_bytes == most, "a replica has as much as it has of the processors"
+    limited = replace(options, stack=replace(options.stack, max_cache_bytes="64M"))
+    assert serve.loaded(limited)[1].engine.max_cache_bytes == 64 << 20

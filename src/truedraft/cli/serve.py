@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -123,10 +124,22 @@ def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, S
     _log_to_standard_error()
     if number is not None and (folder := options.learning.learn_folder) is not None:  # each learns for itself
         options = replace(options, learning=replace(options.learning, learn_folder=folder / f"replica-{number}"))
-    return application(_engine(options, Terminal().err), options.server, options.stack.model)
+    share = _CACHE_SHARE if number is None else _CACHE_SHARE * _share_of_node(options.machine.device)
+    return application(_engine(options, Terminal().err, share), options.server, options.stack.model)
 
 
-def _engine(options: ServeOptions, console: Console) -> Engine:
+def _share_of_node(device: str) -> float:
+    """What of a node's memory a replica may count on: all of its GPU's, or as much as it has of the processors."""
+    import torch
+
+    from truedraft.machine import pick_device
+
+    if pick_device(device).type != "cpu":
+        return 1.0
+    return min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
+
+
+def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engine:
     """The engine, with what requests may bring along to draft from."""
     from truedraft.cli.session import load_engine, planned_drafter
     from truedraft.core.params import SamplingParams
@@ -141,7 +154,7 @@ def _engine(options: ServeOptions, console: Console) -> Engine:
         max_batch=options.server.max_batch,
         prefix_cache_bytes=read_bytes("prefix_cache_bytes", options.server.prefix_cache_bytes),
         own_drafts=True,
-        cache_share=_CACHE_SHARE,
+        cache_share=cache_share,
         learner=_learner(options.learning, options.server),
     )
 
