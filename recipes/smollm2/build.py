@@ -21,7 +21,7 @@ from recipes.smollm2.prompts import written_prompts
 from truedraft.bench.prompts import read_questions
 from truedraft.drafters.registry import RECORD
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
-from truedraft.models.loading import load_model
+from truedraft.models.loading import load_model, read_model, resolve_source
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training.drafts import DraftConfig, train_draft
 from truedraft.training.heads import (
@@ -49,6 +49,7 @@ SEED = 7
 TEMPERATURES = (0.0, 0.8, 0.0, 1.0)  # of answers, in turn
 TREE_PROMPTS, TEST_PROMPTS = 64, 32
 PROMPTS = "prompts.jsonl"
+PACKED = ROOT / "packages/truedraft-smollm2/src/truedraft_smollm2/draft"
 SHAPE: dict[str, Any] = {"width": 256, "layers": 6, "heads": 4, "kv_heads": 2, "intermediate": 768}
 START_SPREAD = 0.02  # standard deviation of the first embedding
 
@@ -160,6 +161,14 @@ def _draft(options: argparse.Namespace) -> None:
     say(json.dumps(result.as_dict()))
 
 
+def _unpack(options: argparse.Namespace) -> None:
+    """The packed draft as a folder, to train it further by --start-from."""
+    packed = str(next(PACKED.glob("*.gguf")))
+    draft = read_model(resolve_source(packed), packed, torch.float32)
+    save_llama(draft, options.run / "first", dtype=torch.float32)
+    copy_tokenizer(options.target, options.run / "first")
+
+
 def _medusa(options: argparse.Namespace) -> None:
     """Medusa heads."""
     _heads(options, MedusaTrainingConfig(steps=options.steps, seed=SEED, device=options.device))
@@ -204,6 +213,7 @@ def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
 STAGES = {
     "prompts": _prompts,
     "write": _write,
+    "unpack": _unpack,
     "draft": _draft,
     "medusa": _medusa,
     "redrafter": _redrafter,

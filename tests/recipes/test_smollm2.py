@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from recipes.smollm2 import build
-from recipes.smollm2.pack import write_gguf
+from recipes.smollm2.pack import read_draft, write_gguf
 from recipes.smollm2.prompts import written_prompts
 
 from cli.tiny import save_tiny_llama
@@ -82,7 +82,9 @@ def test_the_model_asks_itself_and_answers_all_and_goes_on_where_it_stopped(
     assert build.main(words) == 0 and (run / "train.jsonl").read_text() == written
 
 
-def test_a_packed_draft_is_read_as_it_was_trained(llama: torch.nn.Module, tmp_path: Path) -> None:
+def test_a_packed_draft_is_read_as_it_was_trained(
+    llama: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = gguf_files.write(tmp_path / "target.gguf", "llama", {"": "Q8_0"})
     kind = gguf.GGMLQuantizationType.Q8_0
     write_gguf(llama, target, tmp_path / "draft.gguf", kind)  # type: ignore[arg-type]
@@ -98,3 +100,11 @@ def test_a_packed_draft_is_read_as_it_was_trained(llama: torch.nn.Module, tmp_pa
         expected = rounded(ids[None]).logits[0]
     assert draft.tokenizer is not None and draft.tokenizer.decode([*b"hi"]) == "hi"
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "draft.gguf").rename(tmp_path / "packed" / "draft.gguf")
+    monkeypatch.setattr(build, "PACKED", tmp_path / "packed")
+    tokenizer = save_tiny_llama(tmp_path / "folder", seed=3, layers=1, chat=True)
+    assert build.main(["unpack", "--target", tokenizer, "--run", str(tmp_path)]) == 0
+    unpacked = read_draft(tmp_path / "first")
+    assert torch.allclose(unpacked(ids[None]).logits[0], expected, rtol=1e-4, atol=1e-4)
