@@ -154,7 +154,7 @@ class ToolUse:
             ):
                 continue
             try:
-                if wrong := misfit(schema, call.arguments):
+                if wrong := misfit(schema, parsed(call.arguments)):
                     found.append(f"{call.id} calls {call.name} with arguments that do not match its schema: {wrong}")
             except ValueError as error:
                 found.append(f"the arguments of {call.id}, which calls {call.name}, were not checked: {error}")

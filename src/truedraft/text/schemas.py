@@ -15,6 +15,8 @@ from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
+from truedraft.errors import first_line
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "propertyNames", "contains", "if", "then", "else")
@@ -307,18 +309,15 @@ def unheld(schema: Any) -> str:
     Raises:
         ImportError: jsonschema-rs is not installed.
     """
-    import jsonschema_rs
-
     try:
-        if not jsonschema_rs.meta.is_valid(schema):
-            return ""
+        _validator(schema)
         return problem_of(simplified(schema))
     except (ValueError, RecursionError):  # of a wrong schema, which is said where its form is made
         return ""
 
 
-def misfit(schema: Any, value: str) -> str:
-    """In which way a JSON text does not match a schema; "" where it does.
+def misfit(schema: Any, value: Any) -> str:
+    """In which way a value in JSON does not match a schema; "" where it does.
 
     Nothing is fetched, expressions take linear time, and a schema that would take long is not gone through.
 
@@ -326,19 +325,28 @@ def misfit(schema: Any, value: str) -> str:
         ValueError: the schema cannot be checked; says why.
         ImportError: jsonschema-rs is not installed.
     """
+    if _places(schema) * len(json.dumps(value)) > _MOST_WORK:
+        raise ValueError("the schema leads to itself, or is too large")
+    for wrong in _validator(schema).iter_errors(value):
+        path = "".join(f"/{name}" for name in wrong.instance_path)
+        return f"at #{path}: {first_line(wrong)}"
+    return ""
+
+
+def _validator(schema: Any) -> Any:
+    """What checks values by a schema.
+
+    Raises:
+        ValueError: the schema is wrong, or asks for what is fetched elsewhere.
+        ImportError: jsonschema-rs is not installed.
+    """
     import jsonschema_rs
 
-    if _places(schema) * len(value) > _MOST_WORK:
-        raise ValueError("the schema leads to itself, or is too large")
     options = jsonschema_rs.RegexOptions()
     try:
-        validator = jsonschema_rs.validator_for(schema, retriever=_fetch_nothing, pattern_options=options)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(_first_line(error)) from None
-    for wrong in validator.iter_errors(json.loads(value)):
-        path = "".join(f"/{name}" for name in wrong.instance_path)
-        return f"at #{path}: {_first_line(wrong)}"
-    return ""
+        return jsonschema_rs.validator_for(schema, retriever=_fetch_nothing, pattern_options=options)
+    except (ValueError, RecursionError, jsonschema_rs.ReferencingError) as error:
+        raise ValueError(first_line(error)) from None
 
 
 def _places(schema: Any) -> int:
@@ -359,10 +367,6 @@ def _places(schema: Any) -> int:
 
 def _fetch_nothing(address: str) -> Any:
     raise ValueError(f"{address} is not known here, and nothing is fetched")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _in_words(problem: str) -> str:
