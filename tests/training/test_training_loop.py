@@ -12,8 +12,8 @@ import torch
 from recipes.common import pretraining_loop
 
 from truedraft.errors import TrainingError
-from truedraft.models.architecture import LlamaShape
-from truedraft.training.drafts import DraftConfig
+from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama
+from truedraft.training.drafts import DraftConfig, stream_loop
 from truedraft.training.loop import CHECKPOINT, LOG, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
@@ -215,6 +215,26 @@ def test_accumulation_does_not_change_the_gradient(stream, tmp_path):
         return norms[0]
 
     assert first_update(16) == pytest.approx(first_update(128), rel=1e-5)
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_products_are_in_bfloat16_where_the_processor_has_instructions_for_it(stream, tmp_path, monkeypatch, has):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert new_loop(stream, tmp_path).autocast is has
+    target = load_causal_lm("embedded:draft", dtype="auto")
+    assert target.dtype is (torch.bfloat16 if has else torch.float32)
+
+
+def test_a_run_goes_on_where_its_target_is_loaded_in_another_dtype(stream, tmp_path):
+    config = DraftConfig(schedule=WarmupStableDecay(1, 1, 1), curriculum=Curriculum(16, 32, 128, 128))
+
+    def loop(dtype: torch.dtype):
+        target = new_llama(SHAPE, seed=4).to(torch.bfloat16).to(dtype)
+        return stream_loop(config, target, new_llama(SHAPE, seed=5), stream, tmp_path)
+
+    assert loop(torch.bfloat16).run(until=1).step == 1
+    assert loop(torch.float32).run().step == 2, "it is not refused as one of another target"
 
 
 def test_the_loss_falls(stream, tmp_path):
