@@ -145,16 +145,12 @@ class ToolUse:
     def misfits(self, calls: Iterable[Call]) -> list[str]:
         """What is wrong with the arguments of calls that no form held."""
         found, schemas = [], schemas_of(self.tools)
-        for call in calls:
-            schema = schemas.get(call.name)
-            if (
-                not schema
-                or (self.forced is not None and call.name not in self.unheld)
-                or parsed(call.arguments) is None
-            ):
+        for call in (each for each in calls if self.forced is None or each.name in self.unheld):
+            schema, value = schemas.get(call.name), parsed(call.arguments)
+            if not schema or value is None:
                 continue
             try:
-                if wrong := misfit(schema, parsed(call.arguments)):
+                if wrong := misfit(schema, value):
                     found.append(f"{call.id} calls {call.name} with arguments that do not match its schema: {wrong}")
             except ValueError as error:
                 found.append(f"the arguments of {call.id}, which calls {call.name}, were not checked: {error}")
