@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
 
 Outputs: TypeAlias = tuple[Tensor, ...]
 """Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and what some layers give, each likewise."""
@@ -63,14 +63,14 @@ class Runner:
         warmups: forwards so far that ran as they are, to be recorded later, or were recorded.
     """
 
-    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 64) -> None:
+    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 256) -> None:
         self._forward = forward
         self._inputs = inputs
         self._recorder = recorder
         self._most = most
         self._seen: set[tuple[Bucket, Layers]] = set()
         self._kept: OrderedDict[tuple[Bucket, Layers], tuple[Inputs, Recording]] = OrderedDict()
-        self._generation = 0
+        self._addresses: object = None
         self.warmups = 0
 
     @property
@@ -78,24 +78,24 @@ class Runner:
         """Buckets whose recordings are kept, the one used longest ago first."""
         return [bucket for bucket, _ in self._kept]
 
-    def run_once(self, batch: ArenaBatch, layers: Layers = ()) -> Outputs:
+    def run_once(self, batch: PagedBatch, layers: Layers = ()) -> Outputs:
         """Load a batch and run it as it is, operation by operation; returns what `run` does."""
         return tuple(each[: batch.wanted] for each in self._forward(self._loaded(batch), layers))
 
-    def run(self, batch: ArenaBatch, generation: int, layers: Layers = ()) -> Outputs:
+    def run(self, batch: PagedBatch, addresses: object, layers: Layers = ()) -> Outputs:
         """Load a batch and run it.
 
         Args:
             batch: what is fed.
-            generation: of the addresses that the forward reads and writes besides its inputs; recordings made under
-                another one are void.
+            addresses: what stands for those that the forward reads and writes besides its inputs; recordings made
+                under others are void.
             layers: whose output is shown.
 
         Returns:
             The rows that were asked for, without padding. They belong to the caller.
         """
-        if generation != self._generation:
-            self._forget(generation)
+        if addresses != self._addresses:
+            self._forget(addresses)
         shape = batch.bucket, layers
         if self._recorder is None:
             return self.run_once(batch, layers)
@@ -114,12 +114,12 @@ class Runner:
         # Copies: the next replay overwrites the outputs, and a drafter may keep them for longer.
         return tuple(each[: batch.wanted].clone() for each in recording.outputs)
 
-    def _loaded(self, batch: ArenaBatch) -> Inputs:
+    def _loaded(self, batch: PagedBatch) -> Inputs:
         inputs = self._inputs(batch.bucket)
         inputs.load(batch)
         return inputs
 
-    def _record(self, batch: ArenaBatch, layers: Layers, recorder: Recorder) -> Recording:
+    def _record(self, batch: PagedBatch, layers: Layers, recorder: Recorder) -> Recording:
         inputs = self._loaded(batch)
         recording = recorder.record(lambda: self._forward(inputs, layers))
         self._kept[batch.bucket, layers] = (inputs, recording)
@@ -127,8 +127,8 @@ class Runner:
             self._kept.popitem(last=False)
         return recording
 
-    def _forget(self, generation: int) -> None:
-        self._generation = generation
+    def _forget(self, addresses: object) -> None:
+        self._addresses = addresses
         self._seen.clear()
         if self._kept and self._recorder is not None:
             self._kept.clear()
