@@ -79,7 +79,7 @@ def test_the_tensor_grows_by_doubling_and_entries_stay() -> None:
 
 def test_reserved_pages_are_all_that_there_are() -> None:
     pool = new_page_pool()
-    pool.reserve(4 * PAGE_BYTES + 1)
+    pool.reserve(4 * PAGE_BYTES + 1, 0)
     pages = pages_of(pool)
     generation = pages.generation
     assert pool.most_bytes == 4 * PAGE_BYTES
@@ -92,6 +92,9 @@ def test_reserved_pages_are_all_that_there_are() -> None:
     assert_holds(other.entries(), range(2 * PAGE))
     assert pages.generation == generation
     pool.release(other)
+    pool.unreserve()
+    pool.reserve(2 * PAGE_BYTES, PAGE + 1)
+    assert pages.count == 4 and pool.most_bytes == 2 * PAGE_BYTES
     pool.unreserve()
     assert pages.count == 0 and pages.generation > generation and pool.most_bytes is None
 
@@ -135,7 +138,7 @@ def test_pages_that_are_kept_are_given_back_when_a_request_needs_them() -> None:
     """The oldest first, and none that a request still holds."""
     pool, prefixes = new_page_pool(), PrefixCache(1 << 30)
     pool.reclaim_from(prefixes)
-    pool.reserve(12 * PAGE_BYTES)
+    pool.reserve(12 * PAGE_BYTES, 0)
     pages = pages_of(pool)
     for number, text in enumerate(([*range(64)], [*range(100, 164)])):
         cache = filled(pool, text)
@@ -199,7 +202,7 @@ class PagesBesidePlainLists(RuleBasedStateMachine):
     @initialize(pages=st.integers(6, 40))
     def begin_all(self, pages: int) -> None:
         self.pool = new_page_pool()
-        self.pool.reserve(pages * PAGE_BYTES)
+        self.pool.reserve(pages * PAGE_BYTES, 0)
         self.prefixes = PrefixCache(1 << 30)
         self.pool.reclaim_from(self.prefixes)
         self.texts: dict[int, list[float]] = {}

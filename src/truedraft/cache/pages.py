@@ -407,6 +407,7 @@ class PagePool(CachePool):
     def __init__(self, pages: Pages, limit: int) -> None:
         super().__init__(limit, keep=0)
         self._pages = pages
+        self._spare = 0  # pages
         self.position_bytes = pages.page_bytes // PAGE
 
     def acquire(self) -> RequestCache:
@@ -452,15 +453,16 @@ class PagePool(CachePool):
     def reclaim_from(self, keeper: Keeper) -> None:
         self._pages.reclaim_from(keeper)
 
-    def reserve(self, n_bytes: int) -> None:
-        self._pages.reserve(n_bytes // self._pages.page_bytes)
+    def reserve(self, n_bytes: int, spare: int) -> None:
+        self._spare = pages_for(spare)
+        self._pages.reserve(n_bytes // self._pages.page_bytes + self._spare)
 
     def unreserve(self) -> None:
         self._pages.unreserve()
 
     @property
     def most_bytes(self) -> int | None:
-        return self._pages.count * self._pages.page_bytes if self._pages.reserved else None
+        return (self._pages.count - self._spare) * self._pages.page_bytes if self._pages.reserved else None
 
     def bytes_alone(self, tokens: int) -> int:
         return pages_for(tokens) * self._pages.page_bytes

@@ -248,8 +248,13 @@ class CachePool:
     def reclaim_from(self, keeper: Keeper) -> None:
         """Where caches lie in one block: when it is full, ask who keeps parts of it to forget some."""
 
-    def reserve(self, n_bytes: int) -> None:
-        """Get so many bytes for all caches from the system now, where they lie in one block; until `unreserve`."""
+    def reserve(self, n_bytes: int, spare: int) -> None:
+        """Get memory for all caches from the system now, where they lie in one block; until `unreserve`.
+
+        Args:
+            n_bytes: for requests.
+            spare: tokens beside, for what is tried and measured while requests run.
+        """
 
     def unreserve(self) -> None:
         """Who called `reserve` needs them no more."""

@@ -16,6 +16,7 @@ import torch
 
 from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.core.tree import chain_shape
+from truedraft.costs.measuring import most_held
 from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, PromptError
@@ -133,14 +134,14 @@ class CacheMemory:
                 pool = self._pools[id(model)]
                 _use_a_cache(model, pool)
                 pool.expect(1 + drafted)  # tokens that a step adds at most
-            self._reserve(distinct, requests)
+            self._reserve(distinct, requests, max(map(most_held, models)))
         self._distinct_pools = distinct
         # What is kept in a block that does not grow is given back where a request needs it, and needs no care here.
         self._prefixes = [
             store for store, model in zip(prefixes, models, strict=False) if self._pools[id(model)].most_bytes is None
         ]
 
-    def _reserve(self, pools: Sequence[CachePool], requests: int | None) -> None:
+    def _reserve(self, pools: Sequence[CachePool], requests: int | None, spare: int) -> None:
         """Get the memory of caches that lie in one block now: each model a share by what a token takes in its caches.
 
         All that is read is in the caches of target and drafts alike, so all are full together. More than all requests
@@ -152,7 +153,7 @@ class CacheMemory:
         for pool in pools:
             share = self.limit * pool.position_bytes // of_all
             most = share if requests is None else requests * pool.bytes_alone(self._longest) + kept
-            pool.reserve(min(share, most))
+            pool.reserve(min(share, most), spare)
 
     def __del__(self) -> None:
         """The engine is gone: what it kept and reserved is given back, whatever becomes of the models."""
