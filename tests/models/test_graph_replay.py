@@ -117,7 +117,7 @@ def test_requests_that_are_over_take_no_part() -> None:
 def test_replays_compute_from_new_numbers() -> None:
     """Recorded and plain forwards answer alike at every step; what was returned is not overwritten."""
     recorded, plain = Fixture(), Fixture()
-    plain.runner._recorder = None
+    plain.runner._recordings._recorder = None
     kept: list[tuple[Tensor, Tensor]] = []
     caches = {fixture: fixture.filled(6) for fixture in (recorded, plain)}
     for step in range(12):
@@ -187,7 +187,7 @@ def test_when_the_pages_move_all_recordings_are_void() -> None:
 def test_of_too_many_recordings_the_one_unused_longest_goes() -> None:
     fixture = Fixture()
     cache = fixture.filled(9)
-    fixture.runner._most = 2
+    fixture.runner._recordings._most = 2
     for count in (1, 1, 2, 2, 1, 4, 4):
         fixture.model.forward([fixture.chain(cache, count)])
     assert [bucket.tokens for bucket in fixture.runner.buckets] == [1, 4]
