@@ -7,7 +7,7 @@ that reads pages; `replay` runs it as it is, or records and replays it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from truedraft.cache import CachePool, PagePool, Pages, PageTable
+from truedraft.core.tree import chain_shape
 from truedraft.errors import CacheError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs.attention import gathered_attention
 from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
-from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
-from truedraft.models.base import ForwardOutput, Segment
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
+from truedraft.models.base import Choose, ForwardOutput, Segment
 from truedraft.models.llama import Linears, Llama, RotaryTable
 from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan
@@ -60,6 +61,7 @@ class GraphBackend(Backend):
         self._paged = PagedForward(self._pages, self._runner, self._decoder.patterns, self._decoder.rotary)
         self.least_rows = 1
         self.shown_layers = len(llama.layers)
+        self.records_chains = recorder is not None
         self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "pages of keys")
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
@@ -86,6 +88,13 @@ class GraphBackend(Backend):
     def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
         logits, hidden, *shown = self._paged.run(segments, tuple(layers))
         return ForwardOutput(logits, hidden, tuple(shown))
+
+    def forward_chains(
+        self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
+    ) -> tuple[Tensor, Tensor | None]:
+        chains = Chains(self._decoder, self._pages, self._inputs, choose, vocab)
+        ids, *probs = self._paged.run_chains(segments, levels, chains, numbers)
+        return ids, probs[0] if probs else None
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """Run a plan that was made elsewhere, of which only the segments are used."""
@@ -152,6 +161,27 @@ class PagedForward:
             rows.update(zip(group, zip(*(each.split(counts) for each in output), strict=True), strict=True))
         return tuple(torch.cat(each) for each in zip(*(rows[number] for number in range(len(parts))), strict=True))
 
+    def run_chains(
+        self, segments: Sequence[Segment], levels: int, chains: Chains, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        """Forwards behind each other, of which each chooses the tokens of the next; see `Chains`."""
+        with self.pages.lock:
+            following: list[list[Segment]] = [[] for _ in range(levels - 1)]
+            nothing = torch.empty(0, dtype=torch.int64)  # what is fed to these is chosen on the device
+            for segment in segments:
+                cache, count = segment.cache, len(segment.shape)
+                cache.reserve(count + levels - 1, segment.written)
+                for level, own in enumerate(following, count):
+                    own.append(Segment(cache, nothing, chain_shape(level + 1), (0,), written=level))
+            batches = []
+            for each in (list(segments), *following):
+                parts = [PagedSegment(segment, self._table_of(segment)) for segment in each]
+                batches.append(PagedBatch.recorded(parts, self._patterns))
+            self._rotary.reach(max(part.end for part in batches[-1].parts) - 1 + self._start)
+            addresses = self.pages.generation, self._rotary.table.data_ptr()
+            shape = batches[0].bucket, chains.shape(batches, numbers)
+            return self._runner.run_work(shape, chains.work(batches, numbers), addresses)
+
     def _run(self, parts: Sequence[PagedSegment], layers: Layers) -> Outputs:
         if max(part.count for part in parts) > _MOST_RECORDED_TOKENS:
             return self._runner.run_once(PagedBatch.exact(parts, self._patterns), layers)
@@ -163,6 +193,64 @@ class PagedForward:
         if not isinstance(table, PageTable) or table.pages is not self.pages:
             raise CacheError("this cache was made by another model; take one with this model's new_cache()")
         return table
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Forwards that are recorded together: tokens which one chooses are fed to the next on the device.
+
+    Attributes:
+        decoder: runs each.
+        pages: of the caches.
+        inputs: makes those of a bucket.
+        choose: chooses tokens.
+        vocab: ids that exist.
+    """
+
+    decoder: Decoder
+    pages: Pages
+    inputs: Callable[[Bucket], Inputs]
+    choose: Choose
+    vocab: int
+
+    def shape(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Hashable:
+        """What its operations depend on, beside the bucket of the first forward."""
+        return self.choose, tuple(batch.bucket for batch in batches[1:]), len(batches), len(numbers)
+
+    def work(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Work[tuple[list[Inputs], list[Tensor]]]:
+        """All forwards, of one row of each request from the second on.
+
+        Args:
+            batches: of each forward.
+            numbers: `[requests, levels]` each, of what is chosen.
+        """
+        requests = len(batches[0].parts)
+        rows = 1 << (requests - 1).bit_length()  # of each forward but the first, padding included
+
+        def make() -> tuple[list[Inputs], list[Tensor]]:
+            return [self.inputs(batch.bucket) for batch in batches], [
+                each.new_zeros(len(batches), rows) for each in numbers
+            ]
+
+        def load(held: tuple[list[Inputs], list[Tensor]]) -> None:
+            for inputs, batch in zip(held[0], batches, strict=True):
+                inputs.load(batch)
+            for memory, given in zip(held[1], numbers, strict=True):
+                memory[:, :requests].copy_(given.t())
+
+        def forward(held: tuple[list[Inputs], list[Tensor]]) -> Outputs:
+            chosen: list[Tensor] = []
+            drawn: list[Tensor] = []
+            for level, inputs in enumerate(held[0]):
+                if level:
+                    inputs.numbers.tokens.copy_(chosen[-1])
+                logits = self.decoder.forward(inputs, self.pages)[0][:rows, : self.vocab]
+                ids, probs = self.choose(logits, *(each[level] for each in held[1]))
+                chosen.append(ids)
+                drawn += [] if probs is None else [probs]
+            return torch.stack(chosen, 1), *([torch.stack(drawn, 1)] if drawn else [])
+
+        return Work(make, load, forward, requests)
 
 
 def _groups(counts: Sequence[int]) -> list[list[int]]:

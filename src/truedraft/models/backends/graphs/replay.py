@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core.inference import in_inference_mode
-from truedraft.models.backends.graphs.batch import PagedBatch, Bucket, Inputs
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
 
 Outputs: TypeAlias = tuple[Tensor, ...]
 """Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and what some layers give, each likewise."""
@@ -184,10 +184,14 @@ class Runner:
         Returns:
             The rows that were asked for, without padding. They belong to the caller.
         """
+        return self.run_work((batch.bucket, layers), self._work(batch, layers), addresses)
+
+    def run_work(self, shape: tuple[Bucket, Hashable], work: Work[Any], addresses: object) -> Outputs:
+        """The same for work that is more than one forward, which begins in some bucket."""
         if addresses != self._addresses:
             self._addresses = addresses
             self._recordings.forget()
-        return self._recordings.run((batch.bucket, layers), self._work(batch, layers))
+        return self._recordings.run(shape, work)
 
     def _work(self, batch: PagedBatch, layers: Layers) -> Work[Inputs]:
         return Work(
