@@ -10,43 +10,72 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from truedraft.cache.pages import Pages
+from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs
 
-PagedAttend: TypeAlias = Callable[[int, int, float, Tensor, Tensor, Tensor], Tensor]
-"""Of an attention call and the number of its pattern, with a factor on the products: queries `[rows, heads, width]`,
-keys and values `[rows, kv_heads, width]`; `[rows, heads * width]`."""
+Look: TypeAlias = Callable[[int, int, float, Tensor], Tensor]
+"""Attention of queries `[rows, heads, width]` to what is in the pages of an attention call, by the number of its
+pattern and a factor on the products: `[rows, heads * width]`."""
 
-Attention: TypeAlias = Callable[[Inputs, Pages, torch.dtype], PagedAttend]
-"""Prepares one forward, whose queries have a dtype; only queues work that depends on the bucket alone."""
+Attention: TypeAlias = Callable[[Inputs, Pages], Look]
+"""Prepares one forward; only queues work that depends on the bucket alone."""
+
+_WIDEST = 256  # heads that the kernel takes
 
 
-def gathered_attention(inputs: Inputs, pages: Pages, dtype: torch.dtype) -> PagedAttend:
+def attention_for(device: torch.device, width: int) -> Attention:
+    """The kernel where it runs, for heads of a width; else torch's operations."""
+    return tiled_attention if kernels.available(device) and width <= _WIDEST else gathered_attention
+
+
+def write(inputs: Inputs, pages: Pages, call: int, key: Tensor, value: Tensor) -> None:
+    """Put keys and values `[rows, kv_heads, width]` of an attention call into their pages."""
+    for rows, new in zip(pages.rows(call), (key, value), strict=True):
+        rows.index_copy_(0, inputs.numbers.target, new)
+
+
+def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
+    """By a kernel that reads pages where they lie; a row's result depends on no other row."""
+    numbers, bucket = inputs.numbers, inputs.bucket
+    table, tiles, length, until, first = (
+        each.to(torch.int32) for each in (numbers.table, numbers.tiles, numbers.length, numbers.until, numbers.first)
+    )
+
+    def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
+        keys, values = pages.entries(call)
+        return kernels.paged_attention(
+            query.contiguous(), keys, values, table, tiles, length, until, first[pattern], numbers.path[pattern],
+            scaling, bucket.tile, bucket.span,
+        )  # fmt: skip
+
+    return look
+
+
+def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
     """By operations of torch: keys and values are gathered by block tables, which reads and writes them once more.
 
     Query heads that share a key head are rows of one product. What lies behind the end of a request is taken as 0, for
     it is multiplied with weights of 0 and may be anything.
     """
     numbers, bucket = inputs.numbers, inputs.bucket
-    masks: dict[tuple[int, int], Tensor] = {}
+    masks: dict[tuple[int, int], Tensor] = {}  # by pattern, and query heads of a key head
     behind = torch.arange(bucket.span, device=numbers.end.device) >= numbers.end[:, None]  # [requests, span]
 
-    def attend(call: int, pattern: int, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        for rows, new in zip(pages.rows(call), (key, value), strict=True):
-            rows.index_copy_(0, numbers.target, new)
+    def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
         keys, values = (
             each[numbers.table].flatten(1, 2).masked_fill_(behind[..., None, None], 0.0).transpose(1, 2)
             for each in pages.entries(call)
         )  # [requests, kv_heads, span, width]
-        group = query.shape[1] // key.shape[1]
+        group = query.shape[1] // keys.shape[1]
         if (pattern, group) not in masks:
-            masks[pattern, group] = additive_mask(visible(inputs, pattern), group, dtype)
+            masks[pattern, group] = additive_mask(visible(inputs, pattern), group, query.dtype)
         by_request = query[numbers.source].unflatten(2, (-1, group))  # [requests, tokens, kv_heads, group, width]
         grouped = by_request.transpose(1, 2).flatten(2, 3)
         mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=masks[pattern, group], scale=scaling)
         mixed = mixed.unflatten(2, (-1, group)).transpose(1, 2)  # as `by_request`
         return mixed.reshape(bucket.requests * bucket.tokens, -1).index_select(0, numbers.place)
 
-    return attend
+    return look
 
 
 def visible(inputs: Inputs, pattern: int) -> Tensor:

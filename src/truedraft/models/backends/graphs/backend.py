@@ -13,18 +13,19 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, silu
 
 from truedraft.cache import CachePool, PagePool, Pages, PageTable
 from truedraft.core.tree import chain_shape
 from truedraft.errors import CacheError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
-from truedraft.models.backends.graphs.attention import gathered_attention
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
+from truedraft.models.backends.graphs import kernels
+from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, tiled_attention, write
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, Numbers, PagedBatch, PagedSegment
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Choose, ForwardOutput, Segment
-from truedraft.models.llama import Linears, Llama, RotaryTable
+from truedraft.models.llama import Linears, Llama, LlamaLayer, RotaryTable
 from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan
 
@@ -58,11 +59,16 @@ class GraphBackend(Backend):
             recorder = CudaGraphs(self._device)
         self._pages = Pages(*self._decoder.page_shape, self._dtype, self._device)
         self._runner = Runner(self._forward, self._inputs, recorder)
-        self._paged = PagedForward(self._pages, self._runner, self._decoder.patterns, self._decoder.rotary)
+        together = self._decoder.attention is not gathered_attention
+        self._paged = PagedForward(
+            self._pages, self._runner, self._decoder.patterns, self._decoder.rotary, together=together
+        )
         self.least_rows = 1
         self.shown_layers = len(llama.layers)
         self.records_chains = recorder is not None
         self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "pages of keys")
+        if together:
+            self.fast_paths = ("Triton kernels", *self.fast_paths)
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
 
@@ -112,7 +118,7 @@ class GraphBackend(Backend):
 
 
 class PagedForward:
-    """Forwards of segments whose caches lie in pages: those of up to 64 tokens together, longer ones each alone.
+    """Forwards of segments whose caches lie in pages: all together, or those of more than 64 tokens each alone.
 
     Args:
         pages: of the caches.
@@ -120,6 +126,7 @@ class PagedForward:
         patterns: different reaches of attention.
         rotary: table of positions, which grows when texts do.
         start: added to all positions.
+        together: whether attention takes segments of any lengths together without padding them to each other.
     """
 
     def __init__(
@@ -129,10 +136,12 @@ class PagedForward:
         patterns: Sequence[AttentionPattern],
         rotary: RotaryTable,
         start: int = 0,
+        *,
+        together: bool,
     ) -> None:
         self.pages = pages
         self._runner, self._patterns = runner, patterns
-        self._rotary, self._start = rotary, start
+        self._rotary, self._start, self._together = rotary, start, together
 
     def run(self, segments: Sequence[Segment], layers: Layers = (), vectors: Tensor | None = None) -> Outputs:
         """Rows of all segments, in their order.
@@ -151,7 +160,7 @@ class PagedForward:
             for segment in segments:
                 segment.cache.reserve(len(segment.shape), segment.written)
             self._rotary.reach(max(part.end for part in parts) - 1 + self._start)
-            groups = _groups([part.count for part in parts])
+            groups = _groups([part.count for part in parts], together=self._together)
             outputs = [self._run([parts[number] for number in group], layers) for group in groups]
         if len(groups) == 1:
             return outputs[0]
@@ -253,12 +262,15 @@ class Chains:
         return Work(make, load, forward, requests)
 
 
-def _groups(counts: Sequence[int]) -> list[list[int]]:
-    """Which segments run together, by their new tokens: long ones each alone, of others no more than a recording holds.
+def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
+    """Which segments run together, by their new tokens: where one is long all of them, or each long one alone; of short
+    ones no more than a recording holds.
 
-    >>> _groups([3, 300, 1]), _groups([64] * 17)[1]
-    ([[0, 2], [1]], [16])
+    >>> _groups([3, 300, 1], together=False), _groups([64] * 17, together=True)[1], _groups([3, 300], together=True)
+    ([[0, 2], [1]], [16], [[0, 1]])
     """
+    if together and max(counts) > _MOST_RECORDED_TOKENS:
+        return [list(range(len(counts)))]
     groups: list[list[int]] = []
     long = [[number] for number, count in enumerate(counts) if count > _MOST_RECORDED_TOKENS]
     rows = 0
@@ -285,6 +297,7 @@ class Decoder:
     Attributes:
         patterns: the different ones of its layers.
         rotary: table of positions.
+        attention: over pages.
         page_shape: attention calls, key/value heads and width of a head, as `Pages` want them.
     """
 
@@ -296,6 +309,7 @@ class Decoder:
         self._norm = llama.norm
         self._lm_head = _Product.of((llama.lm_head,))
         first = llama.layers[0]
+        self.attention = attention_for(llama.device, first.head)
         self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
 
     def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
@@ -313,19 +327,62 @@ class Decoder:
         numbers = inputs.numbers
         x = embedding(numbers.tokens, self._embedding)  # [rows, width]
         rotation = self.rotary.at(numbers.positions)
-        attend = gathered_attention(inputs, pages, x.dtype)
+        look = self.attention(inputs, pages)
         shown = {}
         for call, layer in enumerate(self._layers):
-            pattern = self.patterns.index(layer.pattern)
-            x = layer.run(x, rotation, partial(attend, call, pattern, layer.scaling))
+            attend = partial(look, call, self.patterns.index(layer.pattern), layer.scaling)
+            if self.attention is tiled_attention:
+                x = self._by_kernels(layer, x, numbers, pages.entries(call), attend)
+            else:
+                x = layer.run(x, rotation, partial(_written, inputs, pages, call, attend))
             if call in layers:
                 shown[call] = x.index_select(0, numbers.wanted)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, numbers.wanted))
         return self._lm_head(hidden), hidden, *(shown[layer] for layer in layers)
 
+    def _by_kernels(
+        self,
+        layer: LlamaLayer[_Product],
+        x: Tensor,
+        numbers: Numbers[Tensor],
+        entries: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """What `LlamaLayer.run` does, in fewer kernels."""
+        qkv = layer.qkv(kernels.rms_norm(x, layer.before_attention))
+        query = kernels.rotate_and_write(
+            qkv, self.rotary.table, numbers.positions, numbers.target, *entries, layer.query_norm, layer.key_norm,
+            interleaved=self.rotary.interleaved,
+        )  # fmt: skip
+        mixed = attend(query)
+        after = layer.after_attention
+        x = layer.out.plus(mixed, x) if after is None else x + kernels.rms_norm(layer.out(mixed), after)
+        both = layer.gate_up(kernels.rms_norm(x, layer.before_mlp))
+        if layer.activation is silu:
+            active = kernels.gated(both)
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            active = layer.activation(gate).mul_(up)
+        after = layer.after_mlp
+        return layer.down.plus(active, x) if after is None else x + kernels.rms_norm(layer.down(active), after)
+
     def unembed(self, vectors: Tensor) -> Tensor:
         """The LM head's logits `[rows, ids]` for vectors `[rows, up to width]`, whose further entries are zeros."""
         return linear(vectors, self._lm_head.weight[:, : vectors.shape[1]], self._lm_head.bias)
+
+
+def _written(
+    inputs: Inputs,
+    pages: Pages,
+    call: int,
+    attend: Callable[[Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Attention of an attention call once its keys and values are in their pages; see `llama.Attend`."""
+    write(inputs, pages, call, key, value)
+    return attend(query)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from truedraft.cache import PagePool, Pages
 from truedraft.models.attention import AttentionPattern, Full
-from truedraft.models.backends.graphs.attention import gathered_attention
+from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
 from truedraft.models.backends.graphs.backend import PagedForward
 from truedraft.models.backends.graphs.batch import Bucket, Inputs
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
@@ -67,6 +67,7 @@ class GraphPairs:
     ) -> None:
         self._read, self._scaling = read, sizes[2] ** -0.5
         self._pages = Pages(*sizes, like.dtype, like.device)
+        self._attention = attention_for(like.device, sizes[2])
         self.pool = PagePool(self._pages, limit)
         self._runners = [
             Runner(
@@ -76,7 +77,10 @@ class GraphPairs:
             )
             for observed, width in zip((False, True), widths, strict=True)
         ]
-        self._forwards = [PagedForward(self._pages, each, _PATTERNS, rotary, start) for each in self._runners]
+        together = self._attention is not gathered_attention
+        self._forwards = [
+            PagedForward(self._pages, each, _PATTERNS, rotary, start, together=together) for each in self._runners
+        ]
 
     @property
     def warmups(self) -> int:
@@ -94,10 +98,12 @@ class GraphPairs:
     def _forward(self, observed: bool, inputs: Inputs, layers: Layers) -> Outputs:
         numbers = inputs.numbers
         assert inputs.vectors is not None
-        attend = gathered_attention(inputs, self._pages, inputs.vectors.dtype)
+        look = self._attention(inputs, self._pages)
         calls = itertools.count()
 
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(next(calls), 0, self._scaling, query, key, value)
+            call = next(calls)
+            write(inputs, self._pages, call, key, value)
+            return look(call, 0, self._scaling, query)
 
         return self._read(numbers.tokens, numbers.positions, inputs.vectors, observed, attention, numbers.wanted)
