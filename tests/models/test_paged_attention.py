@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from support.paged_requests import Asked, Paged, lay_out
+from support.triton_kernels import DEVICE, why_not
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.backends.graphs import kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    not kernels.available(torch.device(DEVICE)), reason="needs a GPU, or TRITON_INTERPRET=1 and triton"
-)
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
-# A weight is off by the error of its score: sums of up to 256 products, some 10 times 2^-24 each way, times scores of up
-# to 5. A key too many or too few among the few hundred here makes a difference of more than 1e-3.
+# A weight is off by the error of its score: a sum of up to 256 products, off by some 10 times 2^-24 of scores up to 5. A
+# key too many or too few among the few hundred here makes a difference of more than 1e-3.
 BOUND = 1e-5
 
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
