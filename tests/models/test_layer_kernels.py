@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from support.triton_kernels import DEVICE, why_not
 from truedraft.models.backends.graphs import kernels
 from truedraft.models.llama import RootMeanSquareNorm, Rotation
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    not kernels.available(torch.device(DEVICE)), reason="needs a GPU, or TRITON_INTERPRET=1 and triton"
-)
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 # A norm is off by the error of a mean of up to 300 squares, a rotation by two products: some times 2^-24 of numbers
 # up to 10.
@@ -31,7 +29,7 @@ def norm_of(
 
 
 def almost_all_equal(found: Tensor, expected: Tensor) -> None:
-    """Equal where torch rounds as we do: a sum in another order may decide a tie of half-precision numbers otherwise."""
+    """Equal, but for ties between half-precision numbers that a sum in another order decided otherwise."""
     assert found.dtype == expected.dtype
     assert (found == expected).float().mean() > 0.98
     torch.testing.assert_close(found, expected, rtol=2**-10, atol=2**-20)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from support.paged_requests import Asked, Paged, lay_out
+from support.triton_kernels import DEVICE, why_not
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.backends.graphs import kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    not kernels.available(torch.device(DEVICE)), reason="needs a GPU, or TRITON_INTERPRET=1 and triton"
-)
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
-# A weight is off by the error of its score: sums of up to 256 products, some 10 times 2^-24 each way, times scores of up
-# to 5. A key too many or too few among the few hundred here makes a difference of more than 1e-3.
+# A weight is off by the error of its score: a sum of up to 256 products, off by some 10 times 2^-24 of scores up to 5.
+# A key too many or too few among the few hundred here makes a difference of more than 1e-3.
 BOUND = 1e-5
 
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
@@ -140,8 +139,38 @@ def test_what_only_others_see_may_be_infinite() -> None:
     assert not torch.equal(attention(paged)[1], expected[1])
 
 
+def test_worked_example() -> None:
+    def numbers(*each: int) -> Tensor:
+        return torch.tensor(each, dtype=torch.int32, device=DEVICE)
+
+    query, pages = torch.randn(2, 1, 64, device=DEVICE), torch.randn(2, 10, 16, 1, 64, device=DEVICE)
+    table, tiles = numbers(5, 9, 3)[None], numbers(0, 0, 2)[None]
+    path = torch.tensor([[0], [0b100]], device=DEVICE)
+    mixed = kernels.paged_attention(
+        query, *pages, table, tiles, numbers(35), numbers(38, 0), numbers(37, 0), path, 1.0, 4, 48
+    )
+    assert torch.equal(mixed, pages[1, 3, 5].expand(2, -1))
+
+
 def test_no_tiles() -> None:
     paged = lay_out(chains((3, 1)), device=DEVICE)
     arguments = list(paged.arguments())
     arguments[4] = paged.tiles[:0]
     assert torch.equal(kernels.paged_attention(*arguments), paged.query.flatten(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device: bfloat16 and its instructions")
+def test_bfloat16_on_a_gpu_is_equal_bit_for_bit_in_tiles_for_decoding() -> None:
+    asked = [Asked(700, TREE, 3), *chains((4000, 5))]
+    tiles = [lay_out(asked, heads=32, kv_heads=8, width=128, tile=tile, device=DEVICE) for tile in (1, 4, 16, 64)]
+    halved = [
+        replace(each, query=each.query.bfloat16(), keys=each.keys.bfloat16(), values=each.values.bfloat16())
+        for each in tiles
+    ]
+    *decoding, part_of_prompt = (attention(each) for each in halved)
+    assert torch.equal(decoding[0], decoding[1])
+    assert torch.equal(decoding[0], decoding[2])
+    # Outputs of up to 1, from keys and values that were rounded to 8 bits, and rounded so themselves.
+    for each in (decoding[0], part_of_prompt):
+        torch.testing.assert_close(each.double(), tiles[0].defined(), rtol=0, atol=2**-7)

@@ -1,4 +1,4 @@
-"""Requests over pages of keys and values, laid out as a kernel reads them, and what attention over them is by definition."""
+"""Requests over pages of keys and values, laid out as a kernel reads them, and attention over them by definition."""
 
 from __future__ import annotations
 

@@ -59,6 +59,10 @@ def paged_attention(
     those whose bit in `path` is set. Query head h reads key head `h // (heads / kv_heads)`. What lies before or behind
     all that the rows of a tile see may be NaN; between, a value that is not finite makes all of the tile's rows NaN.
 
+    Worked example: with pages of 16, position 37 of a request with pages 5, 9, 3 is row 5 of page 3. A row with first
+    37 and until 38 gets the value that lies there; and so does one of a request of length 35 that sees no committed
+    position, and node 2, by the path 0b100.
+
     Args:
         query: `[rows, heads, width]`, contiguous; overwritten.
         keys: `[pages, page, kv_heads, width]`, contiguous, and likewise
