@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,6 @@ def test_steps_in_which_a_draft_is_recorded_are_not_settled(name: str) -> None:
     for _ in range(3):
         engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
     said = [step.settled for step in steps]
-    assert said == [now == before for before, now in zip([0, *seen], seen, strict=False)]
+    assert said == [now == before for before, now in itertools.pairwise([0, *seen])]
     assert recorder.made and not all(said)
     assert all(said[-3:])

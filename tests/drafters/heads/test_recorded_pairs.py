@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -55,9 +56,14 @@ def test_replayed_trees_are_those_of_its_modules(name: str, options: dict[str, A
 
 
 def test_forwards_that_are_recorded_are_counted() -> None:
+    """And steps in which there was one are not settled, though the target records nothing."""
     drafter = Replayed(head())
     engine = Engine(target(), drafter, controller="fixed")
+    counted, settled = [0], []
+    engine.listeners.append(lambda step: counted.append(drafter.warmups))
+    engine.listeners.append(lambda step: settled.append(step.settled))
     for _ in range(3):
         before = drafter.warmups
         engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
     assert drafter.warmups == before > 0
+    assert settled == [now == was for was, now in itertools.pairwise(counted)]
