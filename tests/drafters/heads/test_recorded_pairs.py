@@ -15,6 +15,7 @@ from support.tiny_models import PROMPTS
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import Eagle3
 from truedraft.drafters.heads.eagle import Eagle3Runner
+from truedraft.learning.tenants import Tenants
 from truedraft.models.base import LanguageModel
 
 
@@ -67,3 +68,18 @@ def test_forwards_that_are_recorded_are_counted() -> None:
         engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
     assert drafter.warmups == before > 0
     assert settled == [now == was for was, now in itertools.pairwise(counted)]
+
+
+def test_forwards_of_each_tenants_heads_are_counted() -> None:
+    """Those of one tenant's own, made of other weights, and of the heads that the others have."""
+    tenants = Tenants(Replayed(head()))
+    engine = Engine(target(), tenants, controller="fixed")
+    tenants.take("a", head())
+    counts = []
+    for scope in ("a", None):
+        engine.submit(list(PROMPTS[0]), SamplingParams(max_tokens=8), scope=scope)
+        while engine.step():
+            pass
+        counts.append((tenants.warmups, tenants.base.warmups))
+    assert counts[0][0] > 0 == counts[0][1]
+    assert counts[1][0] > counts[0][0] and counts[1][1] == counts[1][0] - counts[0][0]
