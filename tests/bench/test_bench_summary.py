@@ -13,7 +13,16 @@ from truedraft.bench.costs import Memory, reads_alike
 from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import decides, markdown
 from truedraft.bench.runs import Failure, Results, Row, SystemOutput, time_without_core
-from truedraft.bench.summary import Ratio, Spread, Summary, differing_answers, empty_answers, shown, summarise
+from truedraft.bench.summary import (
+    Ratio,
+    Spread,
+    Summary,
+    differing_answers,
+    empty_answers,
+    shown,
+    summarise,
+    unsettled_steps,
+)
 from truedraft.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
@@ -251,6 +260,20 @@ def test_answers_of_no_token_are_told() -> None:
     assert empty_answers([plain]) == ["draft: 4 answers ended before their first token (prompt a, b, c, ...)"]
     assert bench_record([plain], circumstances(), [], Results())["systems"][0]["empty_answers"] == ["a", "b", "c", "d"]
     assert empty_answers(summaries()) == []
+
+
+def test_steps_that_were_not_settled_are_told() -> None:
+    slow = [
+        dataclasses.replace(each, breakdown=dataclasses.replace(each.breakdown, unsettled=3, unsettled_s=0.25))
+        for each in rows()
+        if each.system == "draft" and each.breakdown is not None
+    ]
+    told = summarise([*(each for each in rows() if each.system != "draft"), *slow], NAMES, NAMES[:2], {})
+    (sentence,) = unsettled_steps(told)
+    assert sentence.startswith("draft: forwards of new shapes were made ready in 6 steps, which took 0.50 s; ")
+    record = bench_record(told, circumstances(), [], Results())["systems"][1]
+    assert (record["unsettled_steps"], record["unsettled_s"]) == (6, 0.5)
+    assert unsettled_steps(summaries()) == []
 
 
 def test_record() -> None:

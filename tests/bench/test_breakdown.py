@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -39,6 +40,17 @@ def test_sums_leave_the_prefill_out() -> None:
     assert found.forward_curve_s == pytest.approx(2.10)
     assert found.plain_curve_s == pytest.approx(2.02)
     assert found.drafting_curve_s == pytest.approx(0.8)
+
+
+def test_steps_that_were_not_settled_are_left_out_of_the_sums() -> None:
+    """Two of them in 6 s, beside two that were, and a prompt's part, whose seconds are of prompts whatever it was."""
+    recording = dataclasses.replace(STEP, total_s=3.0, target_s=2.9, settled=False)
+    steps = [dataclasses.replace(PREFILL, settled=False), recording, STEP, recording, STEP]
+    found = break_down(steps, total_s=11.0, costs=FlatCosts())
+    assert (found.unsettled, found.unsettled_s) == (2, pytest.approx(6.0))
+    assert dataclasses.replace(found, unsettled=0, unsettled_s=0.0) == break_down(
+        [PREFILL, STEP, STEP], 5.0, FlatCosts()
+    )
 
 
 def test_shares_add_up() -> None:

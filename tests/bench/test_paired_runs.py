@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
 
+from support.records import step_record
 from truedraft import Engine
 from truedraft.bench import Group, OurEngine, Results, Row, grouped, run_all
 from truedraft.bench.runs import System, SystemOutput
@@ -67,6 +69,30 @@ def test_turns_rotate_after_a_warm_up() -> None:
     for name in "ABC":  # each goes first equally often
         assert sum(row.place == 0 for row in results.rows if row.system == name) == 2
     assert {row.run for row in results.rows} == {0, 1}
+
+
+class Recording(Pretender):
+    """A step of each of its first answers was not settled."""
+
+    def __init__(self, name: str, log: list[tuple[str, int]], recordings: int) -> None:
+        super().__init__(name, log)
+        self.recordings = recordings
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
+        output = super().answer(prompts, params)
+        self.recordings -= 1
+        steps = [dataclasses.replace(step_record(total_s=0.1), settled=self.recordings < 0), step_record(total_s=0.1)]
+        return dataclasses.replace(output, steps=steps)
+
+
+@pytest.mark.parametrize(("recordings", "passes", "unsettled"), [(0, 0, 0), (1, 1, 0), (3, 2, 0), (99, 3, 3)])
+def test_where_steps_were_not_settled_all_groups_warm_up(recordings: int, passes: int, unsettled: int) -> None:
+    log: list[tuple[str, int]] = []
+    results = run([Recording("A", log, recordings), Pretender("B", log)])
+    whole = [("A", 20), ("A", 20), ("A", 19)]
+    assert log[: 2 + 3 * passes] == [("A", 16), *whole * passes, ("B", 16)]
+    assert len(log) == 2 + 3 * passes + 6
+    assert sum(row.breakdown.unsettled for row in results.rows if row.breakdown is not None) == unsettled
 
 
 def test_answers_end_where_the_context_does() -> None:

@@ -38,6 +38,7 @@ def test_the_median_of_50_decoding_steps_is_told() -> None:
     for number in range(200):
         slow = number % 5 == 0  # a neighbour now and then
         check(step_record(2, 20, prefill=True, target_s=9.0))
+        check(dataclasses.replace(STEP, target_s=9.0, settled=False))
         check(dataclasses.replace(STEP, target_s=0.2 if slow else 0.03 if number >= 100 else 0.02))
     assert told == pytest.approx([1.0, 1.0, 1.5, 1.5])
 

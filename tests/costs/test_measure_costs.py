@@ -243,9 +243,10 @@ def test_rounds_interleave_and_stop_when_time_is_up() -> None:
     clock = Clock()
     seen: list[tuple[str, int]] = []
 
-    def measure(key: str, number: int) -> None:
+    def measure(key: str, number: int) -> bool:
         seen.append((key, number))
         clock.now += 1.0
+        return True
 
     progress: list[float] = []
     rounds = in_rounds("abc", measure, Effort(10.0, 2, 50), lambda done, _: progress.append(done), "x", clock)

@@ -207,10 +207,10 @@ def test_a_step_in_which_something_was_measured_says_nothing() -> None:
     assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
 
 
-def test_a_step_that_warms_up_says_nothing() -> None:
+def test_a_step_that_is_not_settled_says_nothing() -> None:
     times, _, machine = times_of()
     assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
-    times.observe(record(20 * machine.step_s(5), 5, warmup=True))
+    times.observe(record(20 * machine.step_s(5), 5, settled=False))
     assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
     times.observe(record(20 * machine.step_s(5), 5))
     assert times.step_s(5, [100], True) > 1.5 * machine.step_s(5)

@@ -146,8 +146,8 @@ def test_steps_say_in_which_of_them_a_forward_was_recorded() -> None:
     engine.listeners.append(records.append)
     for _ in range(3):
         engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
-    said = [record.warmup for record in records]
-    assert said[0] and not any(said[-3:])
+    said = [record.settled for record in records]
+    assert not said[0] and all(said[-3:])
     before = draft.warmups
     with draft.trying() as cache:
         draft.forward([Segment(cache, torch.arange(29), chain_shape(29), (0,))])

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "text"))
 from test_translation import permuted
 from tiny_tokenizers import byte_level, small_llama
 
+from support.backends import HostRecorder, graph_backend
 from support.chi_square import p_value
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
@@ -280,3 +281,16 @@ def test_any_number_of_requests(batch: int) -> None:
         answers = engine.generate(texts, params)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
         assert sum(answer.stats.draft_tokens for answer in answers) > 0 and engine.check_idle() == []
+
+
+def test_forwards_of_the_draft_that_are_recorded_are_counted() -> None:
+    tokenizer, recorder = Tokenizer(small_llama(), "llama"), HostRecorder()
+    draft = HuggingFaceModel(llama(tokenizer, 1), tokenizer, "other", lambda model: graph_backend(model, recorder))
+    model = TranslatedModel(draft, target())
+    counts = []
+    with model.trying() as cache:
+        for _ in range(4):
+            model.forward([Segment(cache, torch.tensor([72]), chain_shape(1), (0,))])
+            cache.rollback(cache.length)
+            counts.append(model.warmups)
+    assert counts[1:] == [2, 2, 2] and len(recorder.made) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Sequence
@@ -79,6 +80,19 @@ def test_counts_by_decision() -> None:
     assert (probe.drafted, probe.accepted, probe.seconds) == (3, 1, 4.0)
     assert (decisions.steps, decisions.drafted, decisions.seconds) == (4, 11, 22.0)
     assert decisions.share(draft) == 0.5 and decisions.time_share(draft) == pytest.approx(16 / 22)
+
+
+def test_steps_that_were_not_settled_are_counted_without_their_seconds() -> None:
+    """A draft in 3.1 s and a plain step in 2 s, each once more while a forward was recorded, in 50 s."""
+    settled = [record(step(DRAFT, 4, 3), total_s=3.1, draft_s=0.2, decide_s=0.1), record(step(PLAIN), total_s=2.0)]
+    slow = [dataclasses.replace(each, total_s=50.0, settled=False) for each in settled]
+    decisions, alone = Decisions.of(settled * 20 + slow * 20, curve), Decisions.of(settled * 20, curve)
+    assert decisions.tallies["draft"].emitted == 120 and decisions.tallies["draft"].steps == 40
+    assert decisions.seconds == pytest.approx(alone.seconds) == pytest.approx(20 * 5.1)
+    assert sum(stretch.steps for stretch in decisions.stretches) == 80
+    speedup, settled_alone = decisions.estimate(), alone.estimate()
+    assert speedup is not None and settled_alone is not None
+    assert speedup.factor == pytest.approx(settled_alone.factor) and speedup.by_plain_steps
 
 
 def test_seconds_of_a_step_go_to_those_that_it_was_for() -> None:

@@ -8,7 +8,15 @@ from truedraft.bench.record import Circumstances, bench_record
 from truedraft.bench.report import OutputFolder
 from truedraft.bench.runs import Failure, Group, Results, Row, System, SystemOutput, grouped, run_all, time_without_core
 from truedraft.bench.suite import ENTROPY, PLAIN, OurEngine, Suite, check_peers, load_suite
-from truedraft.bench.summary import Ratio, Summary, differing_answers, empty_answers, shown, summarise
+from truedraft.bench.summary import (
+    Ratio,
+    Summary,
+    differing_answers,
+    empty_answers,
+    shown,
+    summarise,
+    unsettled_steps,
+)
 from truedraft.bench.tables import all_tables, decisions_table
 from truedraft.bench.trees import drafted_trees
 from truedraft.bench.vocabularies import AnsweredPrompt, VocabularyCost, answered_prompts, vocabulary_costs
@@ -53,5 +61,6 @@ __all__ = [
     "spread",
     "summarise",
     "time_without_core",
+    "unsettled_steps",
     "vocabulary_costs",
 ]

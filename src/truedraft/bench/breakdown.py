@@ -48,20 +48,22 @@ class CurveCosts:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Sums over the decoding steps (those without a part of a prompt), in seconds unless it says otherwise.
+    """Sums over the settled decoding steps (those without a part of a prompt), in seconds unless it says otherwise.
 
     Attributes:
         steps: how many.
         requests: requests that took part, summed over steps: their target calls.
         rows: tokens fed to the target.
         nodes: drafted nodes.
-        decode_s: wall time of decoding, what lies between the steps included.
+        decode_s: wall time of decoding, what lies between the steps included, without steps that were not settled.
         draft_s: the drafter, as timed within the steps.
         target_s: the target's forward, as timed within the steps.
         verify_s: distributions and verdicts, as timed within the steps.
         forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
         plain_curve_s: V(one row a request, contexts) of each step, by the curve.
         drafting_curve_s: the cost of each step's drafting, by the curve.
+        unsettled: decoding steps that were not settled, see `StepRecord.settled`; they are left out of all sums above.
+        unsettled_s: wall time of these.
     """
 
     steps: int = 0
@@ -75,6 +77,8 @@ class Breakdown:
     forward_curve_s: float | None = None
     plain_curve_s: float | None = None
     drafting_curve_s: float | None = None
+    unsettled: int = 0
+    unsettled_s: float = 0.0
 
     def __add__(self, other: Breakdown) -> Breakdown:
         """The sum of two; a curve that one of them lacks is lacking in the sum."""
@@ -127,7 +131,9 @@ def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | 
         total_s: wall time of the whole run, in seconds.
         costs: the curves; None leaves what needs them out.
     """
-    decoding = [step for step in steps if not step.prefill]
+    decoding = [step for step in steps if step.settled and not step.prefill]
+    unsettled = [step for step in steps if not step.settled and not step.prefill]
+    unsettled_s = sum(step.total_s for step in unsettled)
     curves: list[float | None] = [None, None, None]
     if costs is not None:
         curves = [
@@ -140,13 +146,15 @@ def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | 
         requests=sum(len(step.requests) for step in decoding),
         rows=sum(step.rows for step in decoding),
         nodes=sum(step.nodes for step in decoding),
-        decode_s=total_s - sum(step.total_s for step in steps if step.prefill),
+        decode_s=total_s - sum(step.total_s for step in steps if step.prefill) - unsettled_s,
         draft_s=sum(step.draft_s for step in decoding),
         target_s=sum(step.target_s for step in decoding),
         verify_s=sum(step.verify_s for step in decoding),
         forward_curve_s=curves[0],
         plain_curve_s=curves[1],
         drafting_curve_s=curves[2],
+        unsettled=len(unsettled),
+        unsettled_s=unsettled_s,
     )
 
 

@@ -204,6 +204,8 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         "compared_groups": summary.compared_groups if told else None,
         "lossless": not summary.lossy if summary.ours else None,
         "empty_answers": list(summary.empty_answers),
+        "unsettled_steps": summary.unsettled,
+        "unsettled_s": summary.unsettled_s,
         "decisions": None if summary.decisions is None else summary.decisions.as_dict(),
         **{name: getattr(summary.counters or Counters(), name) for name in _DIVERGENCES},
     }

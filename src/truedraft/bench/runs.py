@@ -18,6 +18,7 @@ from truedraft.planning.decisions import Decisions
 from truedraft.progress import Progress, unwatched
 
 _WARM_UP_TOKENS = 16
+_WARM_UPS = 3  # of all groups, where steps were not settled: a shape is as it stays from its third forward on
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ def run_all(
     turns = [(run, number, group) for run in range(runs) for number, group in enumerate(groups)]
     done = 0
     try:
-        _warm_up(systems, groups[0], context_length, progress)
+        _warm_up(systems, groups, context_length, progress)
         for run, number, group in turns:
             cut = dataclasses.replace(group, params=group.cut(context_length))
             for place, system in enumerate(rotated(systems, run * len(groups) + number)):
@@ -272,14 +273,28 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
     return Row(system.name, group.names, run, place, total_s, cpu_s, output, breakdown, decisions)
 
 
-def _warm_up(systems: Sequence[System], group: Group, context_length: int, progress: Progress) -> None:
-    """Let first-time costs fall outside the measurement; what fails here is told when it is measured."""
+def _warm_up(systems: Sequence[System], groups: Sequence[Group], context_length: int, progress: Progress) -> None:
+    """Let first-time costs fall outside the measurement; what fails here is told when it is measured.
+
+    A beginning of the first group will do, unless a step of it was not settled: then all groups are answered until all
+    steps were, or a few times.
+    """
     for system in systems:
         progress(0, f"warm-up: {system.name}")
-        try:
-            system.answer(group.prompts, group.cut(context_length, _WARM_UP_TOKENS))
-        except TruedraftError:
+        if _settles(system, groups[0], groups[0].cut(context_length, _WARM_UP_TOKENS)):
             continue
+        for _ in range(_WARM_UPS):
+            settled = [_settles(system, group, group.cut(context_length)) for group in groups]
+            if all(settled):
+                break
+
+
+def _settles(system: System, group: Group, params: SamplingParams) -> bool:
+    """Let a system answer; whether all of its steps were settled, as far as they are known."""
+    try:
+        return all(step.settled for step in system.answer(group.prompts, params).steps)
+    except TruedraftError:
+        return True
 
 
 def time_without_core(rows: Sequence[Row]) -> float:

@@ -95,6 +95,8 @@ class Summary:
         compared_groups: groups that plain decoding answered too; fewer than `groups` in a run that was interrupted.
         empty_answers: prompts whose answers had no token in one run of each group.
         decisions: what was decided in all runs of all groups; None for a peer.
+        unsettled: decoding steps of all runs that were not settled, see `StepRecord.settled`.
+        unsettled_s: that these took.
     """
 
     name: str
@@ -118,6 +120,8 @@ class Summary:
     compared_groups: int
     empty_answers: tuple[str, ...] = ()
     decisions: Decisions | None = None
+    unsettled: int = 0
+    unsettled_s: float = 0.0
 
     @property
     def lossy(self) -> bool:
@@ -194,6 +198,16 @@ def empty_answers(summaries: Sequence[Summary]) -> list[str]:
     return told
 
 
+def unsettled_steps(summaries: Sequence[Summary]) -> list[str]:
+    """A sentence for each system some of whose steps were not settled, though it was warmed up."""
+    return [
+        f"{each.name}: forwards of new shapes were made ready in {each.unsettled} steps, which took "
+        f"{each.unsettled_s:.2f} s; they count in tokens/s and x plain, and neither in shares of time nor predictions"
+        for each in summaries
+        if each.unsettled
+    ]
+
+
 def differing_answers(
     rows: Sequence[Row], names: Sequence[str]
 ) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
@@ -251,6 +265,8 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
             if not tokens
         ),
         decisions=_all_decisions(rows),
+        unsettled=0 if breakdown is None else breakdown.unsettled,
+        unsettled_s=0.0 if breakdown is None else breakdown.unsettled_s,
     )
 
 

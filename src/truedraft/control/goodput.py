@@ -325,7 +325,7 @@ class Goodput(Controller):
         steps, now = 1 + self._rested, self._clock()
         self._step += steps
         self._timing.observe(record, steps)
-        if not record.prefill and not record.warmup:
+        if record.settled and not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
             self._ask_s += _SLOW * (record.decide_s - self._ask_s)
             took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)

@@ -5,13 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from truedraft.core.sums import summed
 from truedraft.core.verdict import Divergence
 
 if TYPE_CHECKING:
     from truedraft.core.budget import Decision
+
+
+class WarmsUp(Protocol):
+    """Models or drafters: `warmups` counts forwards that took longer than others of their shape will."""
+
+    @property
+    def warmups(self) -> int: ...
+
+
+class Settling:
+    """Says whether what ran since it was made is settled: took as long as it will whenever it comes again.
+
+    It is not where a forward ran as it will never run again. On a GPU the first forward of a shape runs kernel by
+    kernel, and the second is being recorded; only those that follow are replays. What such a forward took says nothing
+    of any other, so nothing is measured by it, learned from it or decided by it.
+
+    Args:
+        parts: models and drafters that may have run.
+    """
+
+    def __init__(self, *parts: WarmsUp) -> None:
+        self._parts = parts
+        self._before = self._warmups()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is, up to now."""
+        return self._warmups() == self._before
+
+    def _warmups(self) -> int:
+        return sum(part.warmups for part in self._parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +146,7 @@ class StepRecord:
         total_s: the whole step: accepted tokens emitted, caches committed, drafters told.
         decide_s: asking the controller.
         drafting: what asking each drafter took that was asked; empty on a device, where that is only queued.
-        warmup: whether a forward took longer in it than others of its shape will, so that its seconds say nothing.
+        settled: whether its forwards took as long as they will, see `Settling`; else its seconds say nothing of others.
     """
 
     requests: tuple[RequestStep, ...]
@@ -125,7 +156,7 @@ class StepRecord:
     total_s: float
     decide_s: float = 0.0
     drafting: tuple[DraftTime, ...] = ()
-    warmup: bool = False
+    settled: bool = True
 
     # Each is worked out once: a server asks for them once for every request of the step.
 

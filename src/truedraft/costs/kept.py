@@ -249,7 +249,7 @@ class CurveCheck:
 
     Args:
         forwards: V(rows, contexts), in seconds.
-        tell: given the median of measured / V after every 50 steps without a part of a prompt.
+        tell: given the median of measured / V after every 50 settled steps without a part of a prompt.
     """
 
     def __init__(self, forwards: Callable[[int, Sequence[int]], float], tell: Callable[[float], None]) -> None:
@@ -259,7 +259,7 @@ class CurveCheck:
 
     def __call__(self, step: StepRecord) -> None:
         """A step was made."""
-        expected_s = 0.0 if step.prefill else self._forwards(step.rows, step.contexts)
+        expected_s = self._forwards(step.rows, step.contexts) if step.settled and not step.prefill else 0.0
         if expected_s <= 0.0:
             return
         self._ratios.append(step.target_s / expected_s)

@@ -20,6 +20,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Proposal
+from truedraft.core.stats import Settling
 from truedraft.core.token_view import TokenView
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
@@ -39,6 +40,7 @@ _GROWTH = 256  # tokens after which a new request starts
 _PERIOD = 16
 _ALL_DEPTHS = 8  # beyond these, only every doubling
 _ACCEPTED_SHARES = (0.0, 1.0, 0.5)
+_TRIES = 6  # of one measurement, until it is settled; a shape is as it stays from its third forward on
 _SETTLED_OF = 12  # forwards whose median is what they take in the end
 _SETTLING_S = 0.6  # within which a model must settle: the weights of one that takes longer fit no processor's caches
 
@@ -68,7 +70,7 @@ class Effort:
 
 def in_rounds(
     keys: Sequence[Key],
-    measure: Callable[[Key, int], None],
+    measure: Callable[[Key, int], bool],
     effort: Effort,
     progress: Progress,
     label: str,
@@ -76,11 +78,13 @@ def in_rounds(
 ) -> int:
     """Call `measure(key, round)` for all keys, round after round, each round beginning at another key.
 
-    Round -1 comes first, to warm up; its results should be dropped.
+    Round -1 comes first, to warm up; its results should be dropped. In every round each key is measured until that was
+    settled: shapes of forwards may have to be recorded again, as where caches grew for another key. A key that does not
+    settle within some tries is never tried again in a round: then no forward of it is like another.
 
     Args:
         keys: what to measure.
-        measure: measures one and keeps the result itself.
+        measure: measures one and keeps the result itself; returns whether it was settled, see `Settling`.
         effort: when to stop.
         progress: told after each measurement; when time is up before all rounds are run, the rest counts as done.
         label: for `progress`.
@@ -90,17 +94,31 @@ def in_rounds(
         Rounds that were run, the first not counted.
     """
     total = len(keys) * (effort.most_rounds + 1)
+    tries = dict.fromkeys(keys, _TRIES)
     started = clock()
     rounds = 0
     for number in range(-1, effort.most_rounds):
         if number >= effort.least_rounds and clock() - started > effort.budget_s:
             break
         for place in range(len(keys)):
-            measure(keys[(place + number) % len(keys)], number)
+            key = keys[(place + number) % len(keys)]
+            began = clock()
+            settled_late = _settled_late(measure, key, number, tries)
+            if settled_late and number < 0:
+                started += clock() - began  # what is made ready once takes nothing of the budget
             progress(((number + 1) * len(keys) + place + 1) / total, label)
         rounds = number + 1
     progress(1.0, label)
     return rounds
+
+
+def _settled_late(measure: Callable[[Key, int], bool], key: Key, number: int, tries: dict[Key, int]) -> bool:
+    """Measure until that was settled, at most `tries[key]` times; returns whether it was, but not at once."""
+    for attempt in range(tries[key]):
+        if measure(key, number):
+            return attempt > 0
+    tries[key] = 1
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +140,9 @@ def measure_target(
 ) -> TargetCost:
     """Time forwards of 1 to 64 rows behind contexts of 128 to 1,024 tokens, and of several requests at once.
 
-    Rows and contexts are cut to the model's context length. Each kind of forward is run once to warm up, then in
-    interleaved rounds; its median counts. Then forwards of one row follow each other, as in plain decoding, until they
-    take no less time than before.
+    Rows and contexts are cut to the model's context length. Each kind of forward is run to warm up, then in interleaved
+    rounds; the median of its settled ones counts, see `Settling`, and of all of them only where none was. Then forwards
+    of one row follow each other, as in plain decoding, until they take no less time than before.
 
     Args:
         model: any; it must not run elsewhere at the same time.
@@ -136,7 +154,8 @@ def measure_target(
         ModelError: the model failed.
     """
     cells = _cells(_room(model))
-    times: dict[_Cell, list[float]] = {cell: [] for cell in cells}
+    settled: dict[_Cell, list[float]] = {}
+    others: dict[_Cell, list[float]] = {}
     caches: dict[int, list[RequestCache]] = {}
     try:
         for cell in cells:
@@ -145,16 +164,19 @@ def measure_target(
                 held.append(model.begun_cache())
                 _fill(model, held[-1], cell.context)
 
-        def measure(cell: _Cell, number: int) -> None:
+        def measure(cell: _Cell, number: int) -> bool:
+            settling = Settling(model)
             seconds = _forward_s(model, caches[cell.context][: cell.requests], cell.rows, clock)
             if number >= 0:
-                times[cell].append(seconds)
+                (settled if settling.settled else others).setdefault(cell, []).append(seconds)
+            return settling.settled
 
         in_rounds(cells, measure, effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
         settled_s = _settled_s(model, caches[cells[0].context][0], clock)
     finally:
         for cache in (cache for held in caches.values() for cache in held):
             model.release_cache(cache)
+    times = others | settled
     alone = {(cell.rows, cell.context): median(times[cell]) for cell in cells if cell.requests == 1}
     batches = [BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in cells if cell.requests > 1]
     cost = TargetCost.fit(alone, batches)
@@ -169,7 +191,10 @@ def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], fl
     while len(found) < SETTLED + _SETTLED_OF:
         if clock() - began > _SETTLING_S:
             return None
-        found.append(_forward_s(model, [cache], 1, clock))
+        settling = Settling(model)
+        seconds = _forward_s(model, [cache], 1, clock)
+        if settling.settled:
+            found.append(seconds)
     return median(found[SETTLED:])
 
 
@@ -250,8 +275,9 @@ def measure_drafter(
     that copy find something; not so for a drafter whose tokens are drafted themselves (`Drafter.levels`), for guesses
     that are always there and always wrong are none that a real text leads to. Proposals are accepted in none, all or
     half of their depth in turn, so the catch-up that follows full acceptance has its share. Each depth is asked for in
-    interleaved rounds; the median counts. A proposal counts for the levels that it took, which are its depth where
-    nothing else is known, not for the depth allowed.
+    interleaved rounds; the median of the settled steps counts, see `Settling`, and of all only where none was. A
+    proposal counts for the levels that it took, which are its depth where nothing else is known, not for the depth
+    allowed.
 
     Args:
         drafter: must fit the target, and not run elsewhere at the same time.
@@ -271,18 +297,22 @@ def measure_drafter(
     drafter.check(target)
     if drafter.limits.is_zero:
         return DraftCost(())
-    found: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
+    settled: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
+    others: dict[int, list[tuple[int, float]]] = {}
 
-    def measure(depth: int, number: int) -> None:
+    def measure(depth: int, number: int) -> bool:
+        settling = Settling(drafter, target)
         proposal, seconds = rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
         if number >= 0:
             depth = proposal.tree.shape.depth if drafter.levels is None else drafter.levels
+            found = settled if settling.settled else others
             found.setdefault(depth, []).append((len(proposal.tree), seconds))
+        return settling.settled
 
     with _rehearsing(drafter, target, params, clock) as rehearsal:
         depths = _depths(min(drafter.limits.depth, rehearsal.most_depth))
         in_rounds(depths, measure, effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock)
-    return DraftCost(_points(found))
+    return DraftCost(_points(others | settled))
 
 
 @torch.inference_mode()

@@ -193,7 +193,7 @@ class RunningTimes:
         rows, requests = record.rows, record.requests
         self._plain = 0 if record.prefill or rows > len(requests) else self._plain + steps
         asked = len(self._forward_s) or self._proposals or self._read_s  # who never did needs no answers
-        if record.prefill or record.warmup or not asked or record.decide_s > _MEASURED * record.total_s:
+        if record.prefill or not record.settled or not asked or record.decide_s > _MEASURED * record.total_s:
             return
         before, self._kind = self._kind, (rows > len(requests), all(step.greedy for step in requests))
         drafted, greedy = self._kind

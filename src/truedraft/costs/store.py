@@ -19,7 +19,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.options import read_record
 
 Value = TypeVar("Value")
-_FORMAT = 2
+_FORMAT = 3  # those before held forwards of GPUs that were only being recorded
 _REST_S = 60.0
 _ALIKE = 1.15
 _NOT_OF_THE_MODEL = {"transformers_version", "dtype", "torch_dtype"}

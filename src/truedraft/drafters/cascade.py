@@ -185,6 +185,10 @@ class Cascade(Drafter):
         self._guessed = _Guessed(_MEMORY)
 
     @property
+    def warmups(self) -> int:
+        return self.middle.warmups + self.drafter.warmups
+
+    @property
     def kinds(self) -> frozenset[DrawKind]:
         return frozenset({DrawKind.INDEPENDENT})
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.core.stats import RequestStep, StepRecord
+from truedraft.core.stats import RequestStep, Settling, StepRecord
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine.batch import Batch, StepItem
@@ -39,7 +39,7 @@ class Step:
 
     def run(self, batch: Batch) -> StepRecord:
         """One step; each request gains tokens, a part of its prompt, or an error."""
-        clock, warmups = StepClock(self._target.device), self._warmups()
+        clock, settling = StepClock(self._target.device), Settling(self._target, self._drafting)
         self._drafting.decide(batch)
         clock.lap()
         self._drafting.propose(batch)
@@ -50,13 +50,9 @@ class Step:
         clock.lap()
         steps = self._commit(batch)
         self._drafting.observe(batch, output)
-        warmup = self._warmups() > warmups
-        record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent, warmup=warmup)
+        record = StepRecord(steps, *clock.seconds(), drafting=self._drafting.spent, settled=settling.settled)
         self._drafting.record(batch, record)
         return record
-
-    def _warmups(self) -> int:
-        return self._target.warmups + self._drafting.warmups
 
     def _forward(self, segments: Sequence[Segment]) -> ForwardOutput:
         return self._target.forward_showing(segments, self._layers) if self._layers else self._target.forward(segments)

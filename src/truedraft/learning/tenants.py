@@ -53,6 +53,10 @@ class Tenants(Drafter):
         return list(found.values())
 
     @property
+    def warmups(self) -> int:
+        return sum(each.warmups for each in {self.base, *self._own.values(), *self._drafts.values()})
+
+    @property
     def kinds(self) -> frozenset[DrawKind]:
         return self.base.kinds
 

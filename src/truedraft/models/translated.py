@@ -60,6 +60,10 @@ class TranslatedModel(LanguageModel):
         return "; ".join(each for each in (self._draft.note, told) if each)
 
     @property
+    def warmups(self) -> int:  # type: ignore[override]
+        return self._draft.warmups
+
+    @property
     def fingerprint(self) -> str:
         return self._draft.fingerprint
 

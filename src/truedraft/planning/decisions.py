@@ -1,7 +1,8 @@
 """What was decided in the steps of an engine, and what it brought: from step records to counts and a speed-up.
 
 `Decisions` listens to an engine (`engine.listeners.append(decisions)`), or is made of records that somebody kept. Steps
-with a part of a prompt are left out: nothing is decided for prompts, and what they take is no time of decoding.
+with a part of a prompt are left out: nothing is decided for prompts, and what they take is no time of decoding. Steps
+that were not settled (`StepRecord.settled`) are counted without their seconds.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Tally:
         emitted: tokens, those that ended an answer included, so that plain decoding has exactly one a step.
         foreseen: tokens that were expected.
         foreseen_steps: in so many of the steps; in others nobody estimated it.
-        seconds: of these steps: what drafters took goes to those that they drafted for, the rest of a step in equal
-            parts to all its requests.
+        seconds: of the settled ones of these steps: what drafters took goes to those that they drafted for, the rest of
+            a step in equal parts to all its requests.
         reasons: how often for which, see `why`.
     """
 
@@ -123,7 +124,7 @@ class Stretch:
         drafted: nodes, of all requests.
         accepted: of them.
         emitted: tokens, those that ended an answer included.
-        seconds: from beginning to end of each step.
+        seconds: from beginning to end of each settled step, and so in all that follows.
         bare_s: the same without drafting and deciding.
         curve_s: V of the steps.
         plain_curve_s: V of the plain steps that would have emitted as many tokens.
@@ -227,7 +228,8 @@ class Decisions:
             step = record.requests[number]
             what = what_was_decided(step)
             counts[what] = counts.get(what, 0) + 1
-            self.tallies.setdefault(what, Tally()).count(step, record.seconds_of_each[number])
+            seconds = record.seconds_of_each[number] if record.settled else 0.0
+            self.tallies.setdefault(what, Tally()).count(step, seconds)
         made = self._stretch(record, [record.requests[number] for number in own], counts)
         if self.stretches and self.stretches[-1].steps < self._in_each:
             self.stretches[-1] += made
@@ -238,22 +240,21 @@ class Decisions:
     def _stretch(self, record: StepRecord, own: Sequence[RequestStep], counts: dict[str, int]) -> Stretch:
         requests = len(record.requests)
         emitted = sum(step.emitted + step.stop_tokens for step in own)
+        counts_only = Stretch(1, counts, sum(step.nodes for step in own), sum(step.accepted for step in own), emitted)
+        if not record.settled:
+            return counts_only
         bare_s = max(record.total_s - record.draft_s - record.decide_s, 0.0)
         curve_s = self._curve_s(record.rows, record.contexts)
         plain = not record.nodes
-        return Stretch(
-            1,
-            counts,
-            sum(step.nodes for step in own),
-            sum(step.accepted for step in own),
-            emitted,
-            record.total_s,
-            bare_s,
-            curve_s,
-            emitted / max(len(own), 1) * (curve_s if plain else self._curve_s(requests, record.contexts)),
-            int(plain),
-            bare_s if plain else 0.0,
-            curve_s if plain else 0.0,
+        return replace(
+            counts_only,
+            seconds=record.total_s,
+            bare_s=bare_s,
+            curve_s=curve_s,
+            plain_curve_s=emitted / max(len(own), 1) * (curve_s if plain else self._curve_s(requests, record.contexts)),
+            plain_steps=int(plain),
+            plain_s=bare_s if plain else 0.0,
+            plain_steps_curve_s=curve_s if plain else 0.0,
         )
 
     def _keep_bounded(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support.tiny_models import PROMPTS
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import Eagle3
 from truedraft.drafters.heads.eagle import Eagle3Runner
+from truedraft.learning.tenants import Tenants
 from truedraft.models.base import LanguageModel
 
 
@@ -55,9 +57,29 @@ def test_replayed_trees_are_those_of_its_modules(name: str, options: dict[str, A
 
 
 def test_forwards_that_are_recorded_are_counted() -> None:
+    """And steps in which there was one are not settled, though the target records nothing."""
     drafter = Replayed(head())
     engine = Engine(target(), drafter, controller="fixed")
+    counted, settled = [0], []
+    engine.listeners.append(lambda step: counted.append(drafter.warmups))
+    engine.listeners.append(lambda step: settled.append(step.settled))
     for _ in range(3):
         before = drafter.warmups
         engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
     assert drafter.warmups == before > 0
+    assert settled == [now == was for was, now in itertools.pairwise(counted)]
+
+
+def test_forwards_of_each_tenants_heads_are_counted() -> None:
+    """Those of one tenant's own, made of other weights, and of the heads that the others have."""
+    tenants = Tenants(Replayed(head()))
+    engine = Engine(target(), tenants, controller="fixed")
+    tenants.take("a", head())
+    counts = []
+    for scope in ("a", None):
+        engine.submit(list(PROMPTS[0]), SamplingParams(max_tokens=8), scope=scope)
+        while engine.step():
+            pass
+        counts.append((tenants.warmups, tenants.base.warmups))
+    assert counts[0][0] > 0 == counts[0][1]
+    assert counts[1][0] > counts[0][0] and counts[1][1] == counts[1][0] - counts[0][0]

@@ -1,0 +1,85 @@
+"""Recorded models in the engine: which steps are settled, and that a draft which pays is drafted with at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.backends import HostRecorder, graph_backend
+from support.random_decisions import RandomDecisions
+from support.recorded_time import Clock, go_by, recorded_model
+from support.tiny_models import PROMPTS, noisy, noisy_stock, packed
+from truedraft import Engine, SamplingParams
+from truedraft.control import FixedBudget, Goodput
+from truedraft.core.stats import StepRecord
+from truedraft.drafters import Drafter, DraftModel, PromptLookup
+from truedraft.drafters.cascade import Cascade
+from truedraft.drafters.portfolio import Portfolio
+from truedraft.models.base import LanguageModel
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.planning.decisions import PROBE, what_was_decided
+
+PROMPT = [place * 7919 % 97 for place in range(40)]
+
+
+def steps_of(engine: Engine) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    engine.listeners.append(records.append)
+    return records
+
+
+def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It costs a twentieth of the target's forward and is always right; five rows cost the target as good as one."""
+    clock = Clock()
+    go_by(clock, monkeypatch, tmp_path)
+    target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
+    draft = recorded_model("draft", clock, lambda rows: 0.25e-3)
+    engine = Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
+    steps = steps_of(engine)
+    engine.generate(PROMPT, SamplingParams(max_tokens=48))
+    decoding = [step for step in steps if not step.prefill]
+    decided = [step for step in decoding if what_was_decided(step.requests[0]) != PROBE]
+    assert not decided[0].settled, "its shape is new, which says nothing of what it will take"
+    assert [step.nodes for step in decided[:4]] == [4] * 4
+    assert sum(step.nodes for step in decoding) / len(decoding) > 2.0
+
+
+def test_a_draft_that_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It takes as long as the target: what the engine measures says so, too."""
+    clock = Clock()
+    go_by(clock, monkeypatch, tmp_path)
+    target, draft = (recorded_model(name, clock, lambda rows: 5.5e-3) for name in ("target", "draft"))
+    engine = Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
+    steps = steps_of(engine)
+    engine.generate(PROMPT, SamplingParams(max_tokens=48))
+    assert sum(step.nodes for step in steps) < 12
+
+
+DRAFTERS: dict[str, Callable[[LanguageModel], Drafter]] = {
+    "draft model": lambda draft: DraftModel(draft, 3),
+    "portfolio": lambda draft: Portfolio([PromptLookup(min_ngram=1), DraftModel(draft, 3)]),
+    "middle of a cascade": lambda draft: Cascade(PromptLookup(min_ngram=1), DraftModel(draft), 4),
+    "first of a cascade": lambda draft: Cascade(DraftModel(draft, 3), DraftModel(noisy("llama", 0.1)), 4),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_steps_in_which_a_draft_is_recorded_are_not_settled(name: str) -> None:
+    recorder = HostRecorder()
+    draft = HuggingFaceModel(noisy_stock("llama", 0.2), None, "draft", lambda module: graph_backend(module, recorder))
+    controller = RandomDecisions(4) if name == "portfolio" else FixedBudget()
+    engine = Engine(packed("llama"), DRAFTERS[name](draft), controller=controller)
+    seen: list[int] = []
+    engine.listeners.append(lambda record: seen.append(draft.warmups))
+    steps = steps_of(engine)
+    for _ in range(3):
+        engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
+    said = [step.settled for step in steps]
+    assert said == [now == before for before, now in itertools.pairwise([0, *seen])]
+    assert recorder.made and not all(said)
+    assert all(said[-3:])
