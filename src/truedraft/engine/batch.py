@@ -138,6 +138,11 @@ class Batch:
     def __iter__(self) -> Iterator[StepItem]:
         return iter(self.items)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """That are read of prompts."""
+        return sum(item.fed for item in self.items if item.prefill)
+
     def alone(self) -> list[Batch]:
         """Each request that is not over in a batch of its own, from the start."""
         left = [item for item in self.items if item.request.finish_reason is None]
