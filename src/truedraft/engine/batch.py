@@ -143,10 +143,12 @@ class Batch:
         """That are read of prompts."""
         return sum(item.fed for item in self.items if item.prefill)
 
-    def alone(self) -> list[Batch]:
-        """Each request that is not over in a batch of its own, from the start."""
+    def halves(self) -> list[Batch]:
+        """The requests that are not over in two batches, from the start; of one request one, of none none."""
         left = [item for item in self.items if item.request.finish_reason is None]
-        return [Batch([StepItem(item.request, min(item.fed, item.request.uncomputed))]) for item in left]
+        items = [StepItem(item.request, min(item.fed, item.request.uncomputed)) for item in left]
+        middle = len(items) // 2
+        return [Batch(half) for half in (items[:middle], items[middle:]) if half]
 
     def segments(self, target: LanguageModel, features: Features | None) -> list[Segment]:
         """What the target is fed: for each request its last token and the tree below it, or a part of its prompt.

@@ -591,7 +591,7 @@ class Engine:
         self.preemptions += 1
 
     def _run(self, batch: Batch) -> None:
-        """Run a step; if it fails for several requests together, each is tried alone, so that only the broken fail."""
+        """Run a step; if it fails for several requests together, each half is tried, so that only the broken fail."""
         try:
             record = self._step.run(batch)
         except Exception as error:
@@ -608,8 +608,8 @@ class Engine:
                 self._memory.give_back()
                 return
             self._failures.asked_again(requests, "the step", error)
-            for one in batch.alone():
-                self._run(one)
+            for half in batch.halves():
+                self._run(half)
             return
         self._scheduler.reading.observe(record)
         self._memory.settle(self._scheduler.running)
