@@ -14,6 +14,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.control import Controller, Decision, RequestView
 from truedraft.drafters import DraftRequest, Features, StepOutcome
 from truedraft.drafters.portfolio import Portfolio, joint_features
+from truedraft.engine.reading import FixedParts
 from truedraft.errors import CompositionError
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.huggingface import HuggingFaceModel
@@ -69,7 +70,7 @@ PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperatur
 
 def run(target: MarkovWithHead, drafter: Watching) -> list[list[int]]:
     engine = Engine(target, drafter, controller="fixed", entropy=2)
-    engine._scheduler.chunk = 4
+    engine._scheduler.reading = FixedParts(4)
     return [answer.token_ids for answer in engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)]
 
 
@@ -119,7 +120,7 @@ def test_rows_of_trees_are_all_of_a_tree_and_the_last_of_a_part_of_a_prompt(targ
     pairs = [(alone, every)]
     pairs.append((OfTrees(), All()))
     engine = Engine(target, Portfolio({"all": pairs[1][1], "trees": pairs[1][0]}), controller=Both(), entropy=2)
-    engine._scheduler.chunk = 4
+    engine._scheduler.reading = FixedParts(4)
     engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)
     for own, other in pairs:
         assert len(own.seen) == len(other.seen) > 10

@@ -29,6 +29,7 @@ from truedraft.core.tree import TokenTree
 from truedraft.drafters import Drafter, DraftModel, Lookahead, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.engine import Answer
+from truedraft.engine.reading import FixedParts
 from truedraft.engine.step import Step
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -236,7 +237,7 @@ def test_requests_that_come_and_go_and_prompts_in_parts(max_batch: int, fetches:
 
     def run() -> list[Answer]:
         engine = Engine(target, DraftModel(model(noise=0.1), 3), max_batch=max_batch, controller="fixed", entropy=0)
-        engine._scheduler.chunk = 100
+        engine._scheduler.reading = FixedParts(100)
         return engine.generate(prompts, params)
 
     expected = told(run())

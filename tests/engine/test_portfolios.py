@@ -17,6 +17,7 @@ from truedraft.core.proposal import Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftModel, DraftRequest, Features, PromptLookup, StepOutcome
 from truedraft.drafters.portfolio import Portfolio
+from truedraft.engine.reading import FixedParts
 from truedraft.models.base import LanguageModel
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
@@ -136,7 +137,7 @@ def test_each_member_is_told_of_its_own_nodes_and_the_layers_it_declared(order: 
     target = packed("gemma3")
     members = {"none": Watching(), "last": Last(), "every": Every()}
     engine = Engine(target, Portfolio(members), controller=Merged(*order))
-    engine._scheduler.chunk = 2
+    engine._scheduler.reading = FixedParts(2)
     engine.generate([[1, 2, 3, 4, 5], [3]], SamplingParams(max_tokens=8))
     steps = [len(member.seen) for member in members.values()]
     assert steps[0] == steps[1] == steps[2] > 10

@@ -82,6 +82,37 @@ def test_a_step_done_again_is_counted_and_told_once() -> None:
     assert "the step failed for 3 requests together (RuntimeError: out of memory)" in told[0]
 
 
+class Crowded(MarkovModel):
+    """Its forwards fail for more than two requests, as where memory is short, and for one that it cannot bear."""
+
+    def __init__(self, unbearable: int) -> None:
+        super().__init__(MarkovModel.random(VOCAB, seed=1).probs)
+        self.ran: list[int] = []
+        self.failed = 0
+        self._unbearable = unbearable
+
+    def forward(self, segments) -> ForwardOutput:  # type: ignore[no-untyped-def]
+        if len(segments) > 2 or any(int(segment.tokens[0]) == self._unbearable for segment in segments):
+            self.failed += 1
+            raise RuntimeError("out of memory")
+        self.ran.append(len(segments))
+        return super().forward(segments)
+
+
+@pytest.mark.plants_failures
+def test_a_step_that_fails_is_done_again_in_halves() -> None:
+    prompts = [[1, 2], [1, 3], [1, 4], [1, 5], [6, 7], [1, 1], [1, 6], [1, 7]]
+    params = SamplingParams(max_tokens=1)
+    plain = Engine(MarkovModel.random(VOCAB, seed=1)).generate(prompts, params)
+    model = Crowded(unbearable=6)
+    answers = Engine(model).generate(prompts, params)
+    for place, (answer, wanted) in enumerate(zip(answers, plain, strict=True)):
+        assert answer.finish_reason == ("error" if place == 4 else "length")
+        assert place == 4 or answer.token_ids == wanted.token_ids
+    assert model.ran == [2, 2, 1, 2]
+    assert model.failed == 5  # for 8, 4, 4 and 2 requests, and for one
+
+
 @pytest.mark.plants_failures
 def test_one_request_alone_is_not_asked_again() -> None:
     class Broken(ScriptedDrafter):

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
 
 PIECE = 256
@@ -97,7 +97,7 @@ class CarriedStates:
         self._committed = dict(states)
         self._edges[tokens] = dict(states)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def keep(self, path: Sequence[int]) -> None:
         """Commit the uncommitted tokens of a path; of all others nothing stays."""
         if path:

@@ -360,5 +360,5 @@ def recovered(stats: Counters, drafter: str) -> list[str]:
         return []
     return [
         f"with drafter {drafter!r} a step or a proposal failed for several requests together and was asked for again "
-        f"for each of them alone, {stats.recoveries} times"
+        f"for them apart, {stats.recoveries} times"
     ]

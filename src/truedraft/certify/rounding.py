@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from truedraft.cache import RequestCache
+from truedraft.cache.carried import PIECE
 from truedraft.certify.checks import Deadline
 from truedraft.core.budget import Budget
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits, total_variation
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.engine.scheduler import Scheduler
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
 
@@ -371,7 +371,7 @@ def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:
         batch: requests of a step.
     """
     alone = [feeding.own_rows for feeding in drafted_feedings(limits, 1)]
-    rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, Scheduler().chunk)
+    rows = min((1 + min(limits.nodes, _MOST_NODES)) * batch, PIECE)
     return [
         Feeding("as one prompt", at_once=True),
         *(
@@ -410,7 +410,7 @@ def drafted_feedings(limits: Budget, batch: int) -> list[Feeding]:
 
 @torch.inference_mode()
 def fed_logits(target: LanguageModel, text: Sequence[int], start: int, feeding: Feeding) -> Tensor:
-    """Logits of one text, fed in a given shape from `start` on; what comes before is a prompt, in the engine's chunks.
+    """Logits of one text, fed in a given shape from `start` on; what comes before is a prompt, in parts as on a CPU.
 
     Drafted tokens are those of the text, so the path of the text is committed after each forward as an accepted one is;
     behind it hang wrong guesses that are dropped.
@@ -446,10 +446,9 @@ class _Fed:
     def rows(self, start: int) -> list[Tensor]:
         """Rows of logits; see `fed_logits`."""
         wanted = len(self._text) - 1 if self._feeding.at_once else start
-        chunk = Scheduler().chunk
         found: list[Tensor] = []
-        for first in range(0, wanted, chunk):
-            ids = self._text[first : min(first + chunk, wanted)]
+        for first in range(0, wanted, PIECE):
+            ids = self._text[first : min(first + PIECE, wanted)]
             rows = [row for row in range(len(ids)) if first + row >= start - 1] if first + len(ids) >= start else []
             logits = self._forward(ids, chain_shape(len(ids)), rows, range(len(ids)))
             found += [logits] if rows else []

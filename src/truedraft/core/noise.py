@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -96,7 +96,7 @@ class KeyedNoise:
     drew = False
 
     def __init__(self, seed: int, position: int, step: int, sample: int = 0, *, member: int = 0) -> None:
-        self._root = self._shared_root = mix(mix(GOLDEN, seed), sample)
+        self._root = self._shared_root = _root_of(seed, sample)
         self._position = position
         self._step = step
         self._member = member
@@ -181,6 +181,12 @@ def gumbel_key(noise: Noise, depth: int) -> int | None:
     if isinstance(noise, KeyedNoise) and type(noise).gumbel is KeyedNoise.gumbel:
         return noise.gumbel_key(depth)
     return None
+
+
+@lru_cache(maxsize=1024)
+def _root_of(seed: int, sample: int) -> int:
+    """Of all noise of a request: the same at each of its steps."""
+    return mix(mix(GOLDEN, seed), sample)
 
 
 def mix(state: int, part: int) -> int:

@@ -253,7 +253,8 @@ class Counters:
         listed_tokens: tokens that the paths of the proposed trees would come to as a plain list, from the root to
             each leaf; `draft_tokens` is what is left of them because shared prefixes are merged.
         recoveries: how often a step or a proposal failed for several requests together and was done again for this
-            one alone. The answer is none the worse, but something is broken and slow; it is 0 where nothing is.
+            one alone or with fewer. The answer is none the worse, but something is broken and slow; it is 0 where
+            nothing is.
         divergence: how far the emitted tokens' distributions were from the target's, where a lossy rule judged; None
             where every token was emitted losslessly.
         stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text

@@ -84,7 +84,7 @@ class Verdict:
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Origin of each of `tokens`."""
-        return (*(Origin.ACCEPTED for _ in self.path), self.final)[: len(self.tokens)]
+        return ((Origin.ACCEPTED,) * len(self.path) + (self.final,))[: len(self.tokens)]
 
     def within(self, nodes: Collection[int]) -> Verdict:
         """The verdict up to its first token that is none of some nodes, which then is the final one.

@@ -138,10 +138,17 @@ class Batch:
     def __iter__(self) -> Iterator[StepItem]:
         return iter(self.items)
 
-    def alone(self) -> list[Batch]:
-        """Each request that is not over in a batch of its own, from the start."""
+    @property
+    def prompt_tokens(self) -> int:
+        """That are read of prompts."""
+        return sum(item.fed for item in self.items if item.prefill)
+
+    def halves(self) -> list[Batch]:
+        """The requests that are not over in two batches, from the start; of one request one, of none none."""
         left = [item for item in self.items if item.request.finish_reason is None]
-        return [Batch([StepItem(item.request, min(item.fed, item.request.uncomputed))]) for item in left]
+        items = [StepItem(item.request, min(item.fed, item.request.uncomputed)) for item in left]
+        middle = len(items) // 2
+        return [Batch(half) for half in (items[:middle], items[middle:]) if half]
 
     def segments(self, target: LanguageModel, features: Features | None) -> list[Segment]:
         """What the target is fed: for each request its last token and the tree below it, or a part of its prompt.
@@ -214,7 +221,8 @@ def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) ->
     assert cache is not None
     if item.kept is None:
         tokens = drafted if drafted is not None else torch.tensor([*ids, *tree.host_ids])
-        return Segment(cache, tokens, tree.shape.rooted, range(len(tokens)), adapter=adapter)
+        shape = tree.shape.rooted
+        return Segment(cache, tokens, shape, range(len(shape)), adapter=adapter)
     place_of = {-1: -1} | {node: place for place, node in enumerate(item.kept)}
     shape = shape_of(tuple(place_of[tree.shape.parents[node]] for node in item.kept))
     tokens = torch.tensor([*ids, *(tree.host_ids[node] for node in item.kept)])
@@ -222,10 +230,16 @@ def _tree_segment(item: StepItem, ids: Sequence[int], drafted: Tensor | None) ->
 
 
 def _tokens_on_device(items: Sequence[StepItem], target: LanguageModel) -> list[Tensor]:
-    """The last token and the drafted ones, on the device, of items whose drafted ids are there alone."""
+    """The last token and the drafted ones, on the device, of items whose drafted ids are there alone.
+
+    They are parts of one tensor: a few kernels make it, however many requests there are.
+    """
     if not items:
         return []
-    last = transfers.upload([item.request.tokens[-1] for item in items], target.device).split(1)
+    last = transfers.upload([item.request.tokens[-1] for item in items], target.device)
+    trees = [item.proposal.tree.tokens.to(target.device) for item in items]
     # A token that does not exist would break the forward; that there was one shows when the tokens are read.
-    trees = [item.proposal.tree.tokens.to(target.device).clamp(0, target.vocab_size - 1) for item in items]
-    return [torch.cat(each) for each in zip(last, trees, strict=True)]
+    drafted = torch.cat(trees).clamp(0, target.vocab_size - 1)
+    sizes = [len(item.proposal.tree) for item in items]
+    pairs = zip(last.split(1), drafted.split_with_sizes(sizes), strict=True)
+    return list(torch.cat([part for pair in pairs for part in pair]).split_with_sizes([1 + size for size in sizes]))

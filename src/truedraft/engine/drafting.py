@@ -393,4 +393,4 @@ def _at_once(rows: list[int], device: torch.device) -> slice | Tensor:
     """
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return transfers.upload(rows, device)

@@ -30,6 +30,7 @@ from truedraft.engine.learner import EngineLearner
 from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import GPU_MEMORY_UTILIZATION, CacheMemory
 from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
+from truedraft.engine.reading import reading_on
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.sharing import PrefixSharing
@@ -146,7 +147,7 @@ class Engine:
         self._drafting = Drafting(self.drafter, controller, self.target, self._failures, watcher)
         self._verifier = Verifier(self.rule, coupled, self._drafting)
         self._step = Step(self.target, self._drafting, self._verifier, self._drafting.features)
-        self._scheduler = Scheduler(max_batch)
+        self._scheduler = Scheduler(max_batch, reading_on(target.device, self._drafting.features))
         tokenizer = target.tokenizer
         self.forms = None if tokenizer is None else Forms(tokenizer, target.vocab_size, target.eos_token_ids)
         self._turns = Turns()  # of the threads that step
@@ -597,10 +598,14 @@ class Engine:
         self.preemptions += 1
 
     def _run(self, batch: Batch) -> None:
-        """Run a step; if it fails for several requests together, each is tried alone, so that only the broken fail."""
+        """Run a step; if it fails for several requests together, each half is tried, so that only the broken fail."""
         try:
             record = self._step.run(batch)
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and self._scheduler.reading.read_less(batch.prompt_tokens):
+                self._failures.log(f"a step that read {batch.prompt_tokens} tokens of prompts", error)
+                self._memory.give_back()
+                return  # the next step reads fewer, from what was committed on
             requests = [item.request for item in batch if item.request.finish_reason is None]
             if len(batch) == 1:
                 for request in requests:
@@ -610,9 +615,10 @@ class Engine:
                 self._memory.give_back()
                 return
             self._failures.asked_again(requests, "the step", error)
-            for one in batch.alone():
-                self._run(one)
+            for half in batch.halves():
+                self._run(half)
             return
+        self._scheduler.reading.observe(record)
         self._memory.settle(self._scheduler.running)
         for listener in self.listeners:
             listener(record)

@@ -73,7 +73,7 @@ class Failures:
             return [found for item in items for found in self.together(who, [item], work, give_up)]
 
     def asked_again(self, requests: Sequence[Request], who: str, error: Exception) -> None:
-        """Something failed for several requests together, and each is now asked for alone.
+        """Something failed for several requests together, and they are now asked for apart.
 
         Args:
             requests: each counts one recovery.
@@ -86,8 +86,8 @@ class Failures:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{who} failed for {len(requests)} requests together ({told(error)}), so each was asked for alone, "
-                "which is slow; stats.recoveries counts how often that happens in this engine",
+                f"{who} failed for {len(requests)} requests together ({told(error)}), so they were asked for "
+                "apart, which is slow; stats.recoveries counts how often that happens in this engine",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -148,7 +148,8 @@ class Request:
     @property
     def computed(self) -> int:
         """Tokens that the target has seen."""
-        return self.cache.length if self.cache is not None else 0
+        cache = self.draft.cache
+        return cache.length if cache is not None else 0
 
     @property
     def uncomputed(self) -> int:
@@ -158,7 +159,8 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether its prompt is computed, and what it had written before it gave its room back."""
-        return self.computed >= self._read_to and self.uncomputed <= 1
+        computed = self.computed
+        return computed >= self._read_to and len(self.tokens) - computed <= 1
 
     @property
     def cache(self) -> RequestCache | None:

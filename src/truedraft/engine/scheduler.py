@@ -6,24 +6,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from truedraft.engine.batch import Batch, StepItem
+from truedraft.engine.reading import PromptReading
 from truedraft.engine.request import Request
 
 
 class Scheduler:
     """Requests join and leave between steps; first come, first served.
 
-    While answers are being written, no step reads more of prompts than one part of `chunk` tokens, so that they go on.
-
     Args:
         max_batch: most requests in one step.
-        chunk: most tokens of one prompt in one step.
-        max_prefill: most prompt tokens in one step over all requests, while no answer is being written.
+        reading: says how much of prompts a step reads.
+
+    Attributes:
+        max_batch: as given.
+        reading: as given.
+        waiting: requests that have not begun, or gave their room back.
+        running: requests that take part in steps, in the order in which they came.
     """
 
-    def __init__(self, max_batch: int = 32, chunk: int = 256, max_prefill: int = 1024) -> None:
+    def __init__(self, max_batch: int, reading: PromptReading) -> None:
         self.max_batch = max_batch
-        self._max_prefill = max_prefill
-        self.chunk = chunk
+        self.reading = reading
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -45,24 +48,12 @@ class Scheduler:
         return admitted
 
     def next(self) -> Batch:
-        """The next step: all requests that decode, and parts of prompts while they fit."""
-        items: list[StepItem] = []
-        prefill = 0
-        decode = [request.decodes for request in self.running]
-        most = self.chunk if True in decode else self._max_prefill
-        for request, decodes in zip(self.running, decode, strict=True):
-            if request.leader is not None or request.finish_reason is not None:
-                continue
-            # Parts end at multiples of their size, whatever was copied before them.
-            fed = 1 if decodes else min(request.uncomputed, self.chunk - request.computed % self.chunk)
-            if request.inputs is not None and not request.computed:
-                fed = request.prompt_tokens  # what images gave a token is known while the whole prompt is read
-            if not decodes:
-                if prefill and prefill + fed > most:
-                    continue
-                prefill += fed
-            items.append(StepItem(request, fed))
-        return Batch(items)
+        """The next step: all requests that decode, and parts of prompts."""
+        ready = [each for each in self.running if each.leader is None and each.finish_reason is None]
+        reading = [request for request in ready if not request.decodes]
+        parts = self.reading.parts(reading, len(reading) < len(ready)) if reading else ()
+        fed = dict(zip(reading, parts, strict=True))
+        return Batch([StepItem(request, tokens) for request in ready if (tokens := fed.get(request, 1))])
 
     def put_back(self, request: Request) -> None:
         """A request that ran waits again, before all others."""

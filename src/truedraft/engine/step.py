@@ -85,7 +85,7 @@ class Step:
         step.nodes, step.depth, step.listed_tokens = len(shape), shape.depth, shape.listed
         step.emitted = len(tokens)
         step.accepted = min(len(tokens), len(verdict.path))
-        step.rejected = Origin.RECOVERED in verdict.origins[: len(tokens)]
+        step.rejected = verdict.final is Origin.RECOVERED and len(tokens) > len(verdict.path)
         step.stop_tokens = int(ended_by_id)
         step.shares = item.drafted.shares(verdict.path[: step.accepted], step.rejected)
         if item.broken and request.finish_reason is None:

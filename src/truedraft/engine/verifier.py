@@ -111,17 +111,17 @@ class Verifier:
         for group, own in zip(by_rule.values(), read, strict=True):
             for item, verdict in zip(group, own, strict=True):
                 item.verdict = verdict
-        again = self._changed(items, on_device, unsound) if on_device or unsound else ()
+        again = self._changed(items, set(on_device), unsound) if on_device or unsound else []
         for item in again:
             item.verdict = item.request.rule.verify(*_asked([item]))[0]
         for rule, group in by_rule.items():
-            fine = [item for item in group if item not in again]
+            fine = [item for item in group if item not in again] if again else group
             verdicts = [item.verdict for item in fine if item.verdict is not None]
             for item, verdict in zip(fine, rule.measured(verdicts, *_asked(fine)), strict=True):
                 item.verdict = verdict
 
     def _changed(
-        self, items: Sequence[StepItem], on_device: Sequence[StepItem], unsound: Mapping[int, Collection[int]]
+        self, items: Sequence[StepItem], on_device: Collection[StepItem], unsound: Mapping[int, Collection[int]]
     ) -> list[StepItem]:
         """Take out ids that do not exist and draws that were not made as they say; the items where there were any.
 
