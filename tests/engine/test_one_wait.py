@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support import fixed_noise
 from support.backends import graph_backend
 from support.head_models import random_heads, random_redrafter
-from support.recorded_heads import RecordedMedusa
+from support.recorded_heads import RecordedMedusa, RecordedRedrafter
 from support.tiny_models import PROMPTS, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
@@ -174,6 +174,11 @@ def recorded_likeliest(target: HuggingFaceModel) -> Medusa:
 def beams(target: HuggingFaceModel) -> Redrafter:
     """Beams of a recurrent head; drawn ones, as for coupled requests, are looked at once a level."""
     return Redrafter(random_redrafter(target, state=24, spread=0.5), beams=4, nodes=8, sampled=False)
+
+
+def recorded_beams(target: HuggingFaceModel) -> Redrafter:
+    """The same, replayed from recordings."""
+    return RecordedRedrafter(beams(target).head, beams=4, nodes=8, sampled=False)
 
 
 def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:

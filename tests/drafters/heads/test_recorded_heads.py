@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from support import fixed_noise
-from support.backends import graph_backend
-from support.head_models import SHARPENED, random_heads
+from support.backends import fused_backend
+from support.head_models import SHARPENED, random_heads, random_redrafter
 from support.layer_heads import Records
-from support.recorded_heads import RecordedMedusa, StrictRecorder
+from support.recorded_heads import RecordedMedusa, RecordedRedrafter, StrictRecorder
 from support.tiny_models import stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.rank_tree import RankTree
-from truedraft.drafters import Medusa
+from truedraft.drafters import Medusa, Redrafter
 from truedraft.heads import HeadRecord
 from truedraft.models.backends.graphs.replay import Outputs, RecordedFunction
 from truedraft.models.base import LanguageModel
@@ -40,7 +40,8 @@ BATCHES = {
 
 
 def target() -> HuggingFaceModel:
-    return HuggingFaceModel(stock("llama"), None, "llama", graph_backend)
+    """Rows of its LM head have the same bits in any company, so padding changes none."""
+    return HuggingFaceModel(stock("llama"), None, "llama", fused_backend)
 
 
 def medusa(kind: type[Medusa], model: LanguageModel, *, fixed: bool = False) -> Medusa:
@@ -53,9 +54,17 @@ def medusa(kind: type[Medusa], model: LanguageModel, *, fixed: bool = False) -> 
     return kind(heads, {"greedy": tree, "sampled": tree.first(7)}, nodes=len(tree))
 
 
+def redrafter(kind: type[Redrafter], model: LanguageModel) -> Redrafter:
+    """Beams that are chosen by calibrated survival, and for warm and seeded requests beams that are drawn."""
+    head = random_redrafter(model, state=24, spread=0.5, length=4)
+    facts = {"survival": {"greedy": SHARPENED, "coupled": SHARPENED}}
+    return kind(head.with_record(HeadRecord(facts=facts)), beams=4, nodes=9)
+
+
 MAKERS: dict[str, Callable[[bool, LanguageModel], Any]] = {
     "medusa": lambda recorded, model: medusa(NotedRecordedMedusa if recorded else NotedMedusa, model),
     "fixed trees": lambda recorded, model: medusa(NotedRecordedMedusa if recorded else NotedMedusa, model, fixed=True),
+    "beams": lambda recorded, model: redrafter(NotedRecordedRedrafter if recorded else NotedRedrafter, model),
 }
 
 
@@ -64,6 +73,14 @@ class NotedMedusa(Records, Medusa):
 
 
 class NotedRecordedMedusa(Records, RecordedMedusa):
+    pass
+
+
+class NotedRedrafter(Records, Redrafter):
+    pass
+
+
+class NotedRecordedRedrafter(Records, RecordedRedrafter):
     pass
 
 
