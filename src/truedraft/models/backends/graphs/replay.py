@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core.inference import in_inference_mode
-from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
 
 Outputs: TypeAlias = tuple[Tensor, ...]
 """Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and what some layers give, each likewise."""
@@ -151,11 +151,11 @@ class Runner:
         most: recordings that are kept; of more, the one that was used longest ago goes.
     """
 
-    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 64) -> None:
+    def __init__(self, forward: Forward, inputs: MakeInputs, recorder: Recorder | None, most: int = 256) -> None:
         self._forward = forward
         self._inputs = inputs
         self._recordings: Recordings[Inputs] = Recordings(recorder, most)
-        self._generation = 0
+        self._addresses: object = None
 
     @property
     def warmups(self) -> int:
@@ -168,28 +168,32 @@ class Runner:
         shapes: list[Any] = self._recordings.shapes
         return [bucket for bucket, _ in shapes]
 
-    def run_once(self, batch: ArenaBatch, layers: Layers = ()) -> Outputs:
+    def run_once(self, batch: PagedBatch, layers: Layers = ()) -> Outputs:
         """Load a batch and run it as it is, operation by operation; returns what `run` does."""
         return self._work(batch, layers).run()
 
-    def run(self, batch: ArenaBatch, generation: int, layers: Layers = ()) -> Outputs:
+    def run(self, batch: PagedBatch, addresses: object, layers: Layers = ()) -> Outputs:
         """Load a batch and run it.
 
         Args:
             batch: what is fed.
-            generation: of the addresses that the forward reads and writes besides its inputs; recordings made under
-                another one are void.
+            addresses: what stands for those that the forward reads and writes besides its inputs; recordings made
+                under others are void.
             layers: whose output is shown.
 
         Returns:
             The rows that were asked for, without padding. They belong to the caller.
         """
-        if generation != self._generation:
-            self._generation = generation
-            self._recordings.forget()
-        return self._recordings.run((batch.bucket, layers), self._work(batch, layers))
+        return self.run_work((batch.bucket, layers), self._work(batch, layers), addresses)
 
-    def _work(self, batch: ArenaBatch, layers: Layers) -> Work[Inputs]:
+    def run_work(self, shape: tuple[Bucket, Hashable], work: Work[Any], addresses: object) -> Outputs:
+        """The same for work that is more than one forward, which begins in some bucket."""
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._recordings.forget()
+        return self._recordings.run(shape, work)
+
+    def _work(self, batch: PagedBatch, layers: Layers) -> Work[Inputs]:
         return Work(
             make=lambda: self._inputs(batch.bucket),
             load=lambda inputs: inputs.load(batch),
