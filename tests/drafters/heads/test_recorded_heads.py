@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Medusa, Redrafter
 from truedraft.heads import HeadRecord
-from truedraft.models.backends.graphs.replay import Outputs, RecordedFunction
+from truedraft.models.backends.graphs.replay import CudaGraphs, Outputs, RecordedFunction
 from truedraft.models.base import LanguageModel
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import ScriptedController
@@ -146,3 +147,14 @@ def test_what_a_graph_cannot_hold_is_noticed(step: Callable[[Tensor], Outputs]) 
     function([numbers])
     with pytest.raises(AssertionError, match=r"waits for the device|copies numbers"):
         function([numbers])
+
+
+@pytest.mark.parametrize(
+    ("device", "records", "expected"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_heads_are_recorded_beside_targets_that_are(device: str, records: bool, expected: bool) -> None:
+    """Others' LM heads may do on the host what a graph cannot hold, as one that is shared out among processes does."""
+    model = target()
+    drafter = medusa(Medusa, model)
+    beside = SimpleNamespace(device=torch.device(device), records_chains=records)
+    assert isinstance(drafter._recorder(beside), CudaGraphs) == expected  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
 
         Heads may end in its LM head, and where its forwards are not recorded that may do things on the host.
         """
-        return CudaGraphs(target.device) if CudaGraphs.name in target.fast_paths else None
+        return CudaGraphs(target.device) if target.records_chains and target.device.type == "cuda" else None
 
     def check(self, target: LanguageModel) -> None:
         """Refuse another target than that of the head; from now on drafts with this one.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -252,12 +252,7 @@ class CudaGraphs(Recorder):
 
     Args:
         device: where they run.
-
-    Attributes:
-        name: among the `fast_paths` of a model whose forwards are recorded.
     """
-
-    name: ClassVar[str] = "CUDA graphs"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
