@@ -61,3 +61,21 @@ def test_a_long_row_has_the_same_log_probabilities_alone_and_among_others() -> N
         torch.set_num_threads(before)
     assert alone.equal(together)
     torch.testing.assert_close(together, logits.log_softmax(dim=-1).topk(5).values)
+
+
+@pytest.mark.parametrize("vocab", [70, 1070])
+def test_nan_counts_as_the_largest_and_infinity_as_the_largest_number(vocab: int) -> None:
+    logits = torch.randn(1, vocab)
+    logits[0, [9, 67]] = torch.tensor([torch.nan, -torch.nan])
+    logits[0, [5, 66]] = torch.inf
+    assert stable_topk(logits, 2)[0].tolist() == [9, 67]
+    assert set(stable_topk(logits, 4)[0].tolist()) == {9, 67, 5, 66}
+
+
+def test_probabilities_are_those_of_the_whole_distribution_to_the_bit() -> None:
+    logits = torch.randn(7, 2000) * 3
+    found = TopK.of(logits, 5)
+    expected = logits - logits.logsumexp(dim=-1, keepdim=True)
+    assert found.log_probs.equal(expected.gather(1, found.ids))
+    alone = [TopK.of(row[None], 5).log_probs for row in logits]
+    assert torch.cat(alone).equal(found.log_probs)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support import fixed_noise
 from support.backends import graph_backend
 from support.head_models import random_heads, random_redrafter
+from support.recorded_heads import RecordedMedusa, RecordedRedrafter
 from support.tiny_models import PROMPTS, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
@@ -142,11 +143,11 @@ def model(family: str = "llama", noise: float | None = None) -> HuggingFaceModel
     return HuggingFaceModel(module, None, family, graph_backend)
 
 
-def medusa(target: HuggingFaceModel) -> Medusa:
+def medusa(target: HuggingFaceModel, kind: type[Medusa] = Medusa) -> Medusa:
     """Heads that read the token too; on a device their guesses are not looked at before they are judged."""
     heads = random_heads(target, heads=3, layers=2, reads_token=True, spread=0.05)
     tree = RankTree.cartesian((3, 2, 1))
-    return Medusa(heads, {"greedy": tree, "sampled": tree.first(7)}, nodes=len(tree))
+    return kind(heads, {"greedy": tree, "sampled": tree.first(7)}, nodes=len(tree))
 
 
 DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
@@ -156,6 +157,7 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
     "itself": lambda target: DraftModel(model(), 4),
     "prompt lookup": lambda target: PromptLookup(min_ngram=1),
     "medusa": medusa,
+    "recorded medusa": lambda target: medusa(target, RecordedMedusa),
     "candidates": lambda target: ScriptedDrafter(lambda tokens: [[7, tokens[-1]], [3], [tokens[0], 5, 9]]),
 }
 
@@ -165,9 +167,19 @@ def likeliest(target: HuggingFaceModel) -> Medusa:
     return Medusa(medusa(target).head, GuessTrees(3), nodes=9)
 
 
+def recorded_likeliest(target: HuggingFaceModel) -> Medusa:
+    """The same, replayed from recordings."""
+    return RecordedMedusa(medusa(target).head, GuessTrees(3), nodes=9)
+
+
 def beams(target: HuggingFaceModel) -> Redrafter:
     """Beams of a recurrent head; drawn ones, as for coupled requests, are looked at once a level."""
     return Redrafter(random_redrafter(target, state=24, spread=0.5), beams=4, nodes=8, sampled=False)
+
+
+def recorded_beams(target: HuggingFaceModel) -> Redrafter:
+    """The same, replayed from recordings."""
+    return RecordedRedrafter(beams(target).head, beams=4, nodes=8, sampled=False)
 
 
 def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:
@@ -198,7 +210,10 @@ def test_one_fetch_a_step_and_the_answers_of_the_cpu(drafter: str, batch: str) -
 
 @pytest.mark.parametrize(
     ("drafter", "batch"),
-    [*((likeliest, batch) for batch in BATCHES), *((beams, batch) for batch in ("greedy", "sampled", "alone"))],
+    [
+        *((each, batch) for each in (likeliest, recorded_likeliest) for batch in BATCHES),
+        *((beams, batch) for batch in ("greedy", "sampled", "alone")),
+    ],
 )
 def test_trees_chosen_at_each_step_wait_exactly_once_more(
     drafter: Callable[[HuggingFaceModel], Drafter], batch: str

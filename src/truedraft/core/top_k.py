@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 _BLOCK = 64
 _FEW = 1024
 """So many columns are ordered at once; of more, the blocks are found first that can hold what is looked for."""
-_LOW = (1 << 32) - 1
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,13 @@ class TopK:
     @classmethod
     def of(cls, logits: Tensor, count: int) -> TopK:
         """Of distributions given by logits `[rows, vocab]`, computed in float32."""
-        ids = stable_topk(logits, count)
         logits = logits.float()
+        ids = stable_topk(logits, count)
+        best = logits.gather(-1, ids)
         # One long row alone is summed in parts by several threads, and rounds otherwise than among others.
-        total = (logits if len(logits) > 1 else logits.expand(2, -1).contiguous()).logsumexp(dim=-1, keepdim=True)
-        return cls(ids, logits.gather(-1, ids) - total[: len(ids)])
+        below = (logits if len(logits) > 1 else logits.expand(2, -1)) - best[:, :1]
+        total = below.exp_().sum(dim=-1, keepdim=True).log_()[: len(ids)].add_(best[:, :1])
+        return cls(ids, best - total)
 
     def view(self, *shape: int) -> TopK:
         """The same in another shape `[*shape, count]`."""
@@ -53,26 +55,37 @@ def stable_topk(values: Tensor, count: int) -> Tensor:
         `[rows, count]`, int64.
     """
     rows, width = values.shape
-    columns = torch.arange(width, device=values.device)
+    values = values.float()
     if width <= _FEW:
-        return _first_by_value(values.float(), count, columns)
-    values = pad(values.float(), (0, -width % _BLOCK), value=-torch.inf)
-    blocks = values.view(rows, -(-width // _BLOCK), _BLOCK)
+        return _first_by_value(values, count)
+    if width % _BLOCK:
+        values = pad(values, (0, -width % _BLOCK), value=-torch.inf)
+    blocks = values.view(rows, values.shape[1] // _BLOCK, _BLOCK)
     # Whoever is among the `count` first is in one of the `count` first blocks, by their largest and then their number.
-    chosen = _first_by_value(blocks.amax(dim=-1), min(count, blocks.shape[1]), columns[: blocks.shape[1]])
+    chosen = _first_by_value(blocks.amax(dim=-1), min(count, blocks.shape[1]))
     kept = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    ids = chosen[:, :, None] * _BLOCK + columns[:_BLOCK]
-    return _first_by_value(kept, count, ids.flatten(1))
+    columns = (chosen[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
+    return columns.gather(1, _first_by_value(kept, count, columns))
 
 
-def _first_by_value(values: Tensor, count: int, names: Tensor) -> Tensor:
-    """The names of the `count` largest float32 values `[rows, n]` of each row.
+def _first_by_value(values: Tensor, count: int, names: Tensor | None = None) -> Tensor:
+    """The places of the `count` largest float32 values `[rows, n]` of each row; of equal ones the lowest name first.
 
-    Names are `[n]` or `[rows, n]`, int64, 0 to 2^32 - 1, different ones in a row.
+    An infinity counts as the largest finite number.
+
+    Args:
+        values: as said.
+        count: at most n.
+        names: `[rows, n]`, int64, 0 to 2^31 - 1, different ones in a row; None: the places themselves.
     """
-    values = torch.where(values.isnan(), torch.nan, values)  # one NaN for all: a negative one would come last
-    bits = (values + 0.0).view(torch.int32)  # the sum makes -0 a 0
+    # NaN may have a sign, which would bring it last; the sum makes -0 a 0.
+    bits = (values.nan_to_num(nan=torch.inf, posinf=_LARGEST, neginf=-torch.inf) + 0.0).view(torch.int32)
     # As whole numbers, floats rise with their bits, but negative ones fall; their lower 31 bits are turned over.
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (rising.long() << 32) | (_LOW - names)
-    return _LOW - (keys.topk(count, dim=-1).values & _LOW)
+    # Below the value its name, turned over: words of 64 bits, the lower half first.
+    if names is None:
+        turned = torch.arange(-1, -1 - values.shape[1], -1, dtype=torch.int32, device=values.device).expand_as(rising)
+    else:
+        turned = names.to(torch.int32).bitwise_not_()
+    keys = torch.stack([turned, rising], dim=-1).view(torch.int64)[..., 0]
+    return keys.topk(count, dim=-1).indices

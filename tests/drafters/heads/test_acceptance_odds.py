@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from truedraft.drafters.heads.acceptance import AcceptanceOdds, Odds, scores_for
+from truedraft.drafters.heads.acceptance import AcceptanceOdds, Odds, OddsOfRequests, numbers_of, scores_for
 from truedraft.errors import OptionError
 
 RAW = AcceptanceOdds.of([[0, 0, 0, 1, 0]])
@@ -57,6 +57,21 @@ def test_requests_of_several_kinds_get_what_each_gets_alone() -> None:
     for row, kind in enumerate(kinds):
         assert torch.equal(found[row], given[row] if kind is None else kind(given[row], 2))
     assert scores_for([None, None], given.device)(given, 1) is given
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4,), (1, 8)], ids=["beams", "requests", "one"])
+def test_by_numbers_of_each_request_the_bits_are_the_same(shape: tuple[int, ...]) -> None:
+    """So what is recorded, which takes them as an input, chooses as what is not."""
+    kinds = [FLAT, None, RAW, FLAT][: shape[0]]
+    for depth in (1, 2, 3):
+        given = log_probs(*shape, seed=depth)
+        by_numbers = OddsOfRequests(torch.from_numpy(numbers_of(kinds, 3, 7)))
+        assert by_numbers(given, depth).equal(scores_for(kinds, given.device)(given, depth))
+
+
+def test_all_depths_at_once() -> None:
+    given = log_probs(4, 5)
+    assert FLAT.of_depths(given).equal(torch.stack([FLAT(own, depth) for depth, own in enumerate(given, 1)]))
 
 
 def test_between_two_temperatures() -> None:

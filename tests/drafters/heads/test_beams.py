@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.head_models import MarkovWithEmbedding, random_redrafter
 from support.trees import ancestor_mask
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.heads.beams import NO_TOKEN, Beams, first_with_prefix, merge, trees_of
+from truedraft.drafters.heads.beams import (
+    NO_TOKEN,
+    Beams,
+    MergedBeams,
+    beam_search,
+    first_with_prefix,
+    merge,
+    trees_of,
+    with_dropped,
+)
+from truedraft.heads.redrafter import RedrafterRunner
 
 # The example of the module's docstring.
 EXAMPLE = Beams(
@@ -17,10 +31,14 @@ EXAMPLE = Beams(
 )
 
 
+def trees_in(merged: MergedBeams) -> list[TokenTree]:
+    return trees_of(merged.tokens, merged.parents, merged.counts)
+
+
 def test_the_worked_example() -> None:
     assert first_with_prefix(EXAMPLE.tokens).tolist() == [[[0, 0, 0], [0, 0, 1], [2, 2, 2]]]
     merged = merge(EXAMPLE, 9)
-    (tree,) = trees_of(merged)
+    (tree,) = trees_in(merged)
     assert tree.host_ids == [5, 7, 8, 6, 9]
     assert tree.shape.parents == (-1, 0, 1, -1, 1)
     assert merged.node_of.tolist() == [[[0, 1, 4], [0, 1, 2], [3, -1, -1]]]
@@ -33,7 +51,7 @@ def test_the_worked_example() -> None:
         [1, 1, 0, 0, 1],
     ]
     merged = merge(EXAMPLE, 4)
-    assert trees_of(merged)[0].host_ids == [5, 7, 8, 6]
+    assert trees_in(merged)[0].host_ids == [5, 7, 8, 6]
     assert merged.node_of.tolist() == [[[0, 1, -1], [0, 1, 2], [3, -1, -1]]]
 
 
@@ -41,7 +59,7 @@ def test_requests_of_one_batch_make_their_own_trees() -> None:
     tokens = torch.tensor([[[1, 2], [1, 3]], [[4, 4], [5, 4]]])
     scores = torch.tensor([[[-0.5, -0.6], [-0.5, -0.9]], [[-1.0, -1.5], [-0.2, -3.0]]])
     beams = Beams(tokens, scores)
-    first, second = trees_of(merge(beams, 4))
+    first, second = trees_in(merge(beams, 4))
     assert first.host_ids == [1, 2, 3]
     assert first.shape.parents == (-1, 0, 0)
     assert second.host_ids == [5, 4, 4, 4]  # the child of 4 is likelier than that of 5
@@ -83,7 +101,7 @@ def some_beams(draw: st.DrawFn) -> Beams:
 @given(some_beams(), st.integers(1, 30))
 def test_merging_agrees_with_a_slow_version(beams: Beams, nodes: int) -> None:
     merged = merge(beams, nodes)
-    made = zip(trees_of(merged), merged.node_of.tolist(), strict=True)
+    made = zip(trees_in(merged), merged.node_of.tolist(), strict=True)
     for (tree, node_of), tokens, scores in zip(made, beams.tokens.tolist(), beams.scores.tolist(), strict=True):
         paths = [path[: path.index(NO_TOKEN)] if NO_TOKEN in path else path for path in tokens]
         expected = slowly(paths, scores, nodes)
@@ -105,7 +123,23 @@ def assert_mask_is_ancestry(tree: TokenTree) -> None:
 @settings(deadline=None, max_examples=50)
 @given(some_beams())
 def test_a_request_alone_makes_the_tree_it_makes_among_others(beams: Beams) -> None:
-    for row, tree in enumerate(trees_of(merge(beams, 8))):
-        (alone,) = trees_of(merge(Beams(beams.tokens[row : row + 1], beams.scores[row : row + 1]), 8))
+    for row, tree in enumerate(trees_in(merge(beams, 8))):
+        (alone,) = trees_in(merge(Beams(beams.tokens[row : row + 1], beams.scores[row : row + 1]), 8))
         assert alone.host_ids == tree.host_ids
         assert alone.shape == tree.shape
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 11, 99])
+def test_a_deep_search_cut_to_a_depth_makes_the_trees_of_a_shorter_one(nodes: int) -> None:
+    """For each request its own depth; probabilities fall together so often that many scores are equal."""
+    model = MarkovWithEmbedding.random(6, seed=2)
+    runner = RedrafterRunner(random_redrafter(model, spread=0.0, layers=0), model)
+    hidden, drawn = torch.stack([model.vector_after([1, each]) for each in range(6)]), torch.arange(6)
+    steps = list(itertools.islice(beam_search(runner, hidden, drawn, 4), 4))
+    depths = torch.tensor([1, 4, 2, 3, 2, 4])
+    cut = trees_in(merge(with_dropped(steps), nodes, depths))
+    for row, depth in enumerate(depths.tolist()):
+        shorter = trees_in(merge(with_dropped(steps[:depth]), nodes))[row]
+        assert cut[row].host_ids == shorter.host_ids
+        assert cut[row].shape == shorter.shape
+        assert nodes < 5 or shorter.shape.depth <= depth

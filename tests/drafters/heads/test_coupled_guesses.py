@@ -7,9 +7,9 @@ import torch
 
 from support.coupled_choice import coupled_choice
 from truedraft.core import transfers
-from truedraft.core.noise import KeyedNoise
+from truedraft.core.noise import KeyedNoise, signed
 from truedraft.core.top_k import TopK
-from truedraft.drafters.heads.guess_trees import coupled_guesses, noise_weight
+from truedraft.drafters.heads.guess_trees import coupled_guesses, keyed_guesses, noise_weight
 
 VOCAB = 50
 
@@ -48,6 +48,18 @@ def test_nothing_is_read_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "waits", lambda device: True)
     monkeypatch.setattr(transfers, "fetch", lambda tensors: pytest.fail("the host waited"))
     coupled_guesses(logits_of(2, 3), [1.0] * 3, noises(3), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_by_keys_the_guesses_are_the_same(dtype: torch.dtype) -> None:
+    """To the bit: so what is recorded, which takes keys as an input, guesses as what is not."""
+    logits, temperatures = logits_of(3, 5).to(dtype), [0.3, 1.0, 0.7, 2.0, 1.0]
+    expected = coupled_guesses(logits, temperatures, noises(5), 9)
+    keys = torch.tensor([[signed(own.gumbel_key(head)) for head in range(3)] for own in noises(5)])
+    weights = torch.tensor([noise_weight(each) for each in temperatures], dtype=torch.float64)
+    made = keyed_guesses(logits, weights, keys, 9)
+    assert made.ids.equal(expected.ids)
+    assert made.log_probs.equal(expected.log_probs)
 
 
 def test_the_weight_is_that_of_the_target_at_temperature_one_and_vanishes_with_it() -> None:

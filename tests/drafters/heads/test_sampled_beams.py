@@ -23,6 +23,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import Child, Drawing, OpenNode
 from truedraft.drafters.heads import sampled_beams as sampled_beams
+from truedraft.drafters.heads.beam_trees import BeamTrees
 from truedraft.drafters.heads.sampled_beams import SampledBeams
 from truedraft.verification.coupled import CoupledSampling
 from truedraft.verification.rule import DrawnToken, JudgedRow
@@ -112,7 +113,7 @@ def all_trees(
 
 def propose(noise: KeyedNoise, beams: int, nodes: int, params: SamplingParams = SAMPLED) -> Proposal:
     request = DraftRequest(0, params, [0])
-    made = SampledBeams(PathRunner(), beams, LENGTH).propose(  # type: ignore[arg-type]
+    made = SampledBeams(BeamTrees(PathRunner(), LENGTH, None), beams, LENGTH).propose(  # type: ignore[arg-type]
         [request], [Budget(LENGTH, beams, nodes)], [noise], torch.zeros(1, 1), torch.tensor([0])
     )
     return made[0]
@@ -243,7 +244,7 @@ def test_requests_together_draw_what_each_draws_alone() -> None:
     requests = [DraftRequest(number, each, [0]) for number, each in enumerate(params)]
     budgets = [Budget(2, 3, 5), Budget(1, 3, 5), Budget(2, 2, 9), Budget(2, 3, 2)]
     noise = [KeyedNoise(number, number, 0) for number in range(4)]
-    beams = SampledBeams(PathRunner(), 3, LENGTH)  # type: ignore[arg-type]
+    beams = SampledBeams(BeamTrees(PathRunner(), LENGTH, None), 3, LENGTH)  # type: ignore[arg-type]
     together = beams.propose(requests, budgets, noise, torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64))
     for number, proposal in enumerate(together):
         here = slice(number, number + 1)

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -27,6 +29,7 @@ from truedraft.core import transfers
 from truedraft.errors import OptionError
 
 _LARGEST = 1000.0
+_HOST = torch.device("cpu")
 _LEAST = 1e-7  # probabilities as near to 0 or 1 are not told apart
 
 
@@ -95,11 +98,23 @@ class AcceptanceOdds:
             log_probs: `[..., ranks]`, float32: logs of the probabilities that a head gives to its guesses, falling.
             depth: of the guesses, 1 or more.
         """
-        odds = self.depths[min(depth, len(self.depths)) - 1]
-        fixed, top = _by_rank(odds, log_probs.shape[-1], log_probs.device)
-        own = log_odds(log_probs)
-        found = torch.addcmul(torch.add(fixed, own, alpha=odds.own), own[..., :1], top)
-        return logsigmoid(torch.minimum(found, found[..., :1]))
+        depths = len(self.depths)
+        numbers = _numbers(self, depths, log_probs.shape[-1], log_probs.device)
+        return _survival(log_probs, numbers[min(depth, depths) - 1])
+
+    def of_depths(self, log_probs: Tensor) -> Tensor:
+        """The same for guesses at depth 1, 2, ...: `[depths, rows, ranks]`."""
+        numbers = _numbers(self, len(log_probs), log_probs.shape[-1], log_probs.device)
+        return _survival(log_probs, numbers[:, None])
+
+
+def _survival(log_probs: Tensor, numbers: Tensor) -> Tensor:
+    """Log probabilities of survival of guesses `[..., ranks]`, by the numbers `[..., 1 + 2 ranks]` of `_numbers`."""
+    ranks = log_probs.shape[-1]
+    own, fixed, top = numbers.split([1, ranks, ranks], dim=-1)
+    odds = log_odds(log_probs)
+    found = torch.addcmul(torch.addcmul(fixed, odds, own), odds[..., :1], top)
+    return logsigmoid(torch.minimum(found, found[..., :1]))
 
 
 def log_odds(log_probs: Tensor) -> Tensor:
@@ -108,12 +123,16 @@ def log_odds(log_probs: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _by_rank(odds: Odds, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What each rank adds, and how much the first guess counts for it: `[ranks]` each; they recur at every step."""
-    numbers = range(1, ranks)
-    fixed = [odds.best, *(odds.other + odds.rank * math.log(number) for number in numbers)]
-    both = torch.tensor([fixed, [0.0, *(odds.top for _ in numbers)]], dtype=torch.float32).to(device)
-    return both[0], both[1]
+def _numbers(odds: AcceptanceOdds, depths: int, ranks: int, device: torch.device) -> Tensor:
+    """For depth 1, 2, ... how much a guess's own log odds count, what each rank adds, and how much the first guess
+    counts for it: `[depths, 1 + ranks + ranks]`, float32; they recur at every step."""
+    rows = []
+    for depth in range(depths):
+        of = odds.depths[min(depth, len(odds.depths) - 1)]
+        others = range(1, ranks)
+        fixed = [of.best, *(of.other + of.rank * math.log(number) for number in others)]
+        rows.append([of.own, *fixed, 0.0, *(of.top for _ in others)])
+    return torch.tensor(rows, dtype=torch.float32).to(device)
 
 
 Scores: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -142,3 +161,33 @@ def scores_for(requests: Sequence[AcceptanceOdds | None], device: torch.device) 
 def as_they_are(log_probs: Tensor, depth: int) -> Tensor:
     """What paths are chosen by where nothing was calibrated."""
     return log_probs
+
+
+class OddsOfRequests:
+    """`Scores` by numbers that each request has of its own, which may change between replays of a recording.
+
+    Args:
+        numbers: `[requests, depths, 2 + 2 ranks]`, as `numbers_of` makes them.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+
+    def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
+        """See `Scores`."""
+        own = self._numbers[:, depth - 1]
+        own = own.view(len(own), *[1] * (log_probs.dim() - 2), -1)
+        return torch.where(own[..., :1] > 0.0, _survival(log_probs, own[..., 1:]), log_probs)
+
+
+def numbers_of(requests: Sequence[AcceptanceOdds | None], depths: int, ranks: int) -> NDArray[np.float32]:
+    """For `OddsOfRequests`: whether a request has odds (1, else 0), and the numbers of these at each depth."""
+    of_each = {
+        odds: np.zeros((depths, 2 + 2 * ranks), np.float32) if odds is None else _with_odds(odds, depths, ranks)
+        for odds in dict.fromkeys(requests)
+    }
+    return np.stack([of_each[odds] for odds in requests])
+
+
+def _with_odds(odds: AcceptanceOdds, depths: int, ranks: int) -> NDArray[np.float32]:
+    return np.pad(_numbers(odds, depths, ranks, _HOST).numpy(), ((0, 0), (1, 0)), constant_values=1.0)

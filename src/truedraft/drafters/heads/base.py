@@ -17,6 +17,7 @@ from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
 from truedraft.drafters.held import Held
 from truedraft.errors import CompositionError, DrafterError
 from truedraft.heads.base import Head
+from truedraft.models.backends.graphs.replay import CudaGraphs, Recorder
 from truedraft.models.base import LanguageModel
 from truedraft.theory import AcceptanceCurve
 
@@ -117,6 +118,13 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
             CompositionError: the drafter does not fit the target for another reason than its head.
             ModelError: the target has no LM head that could be shared.
         """
+
+    def _recorder(self, target: LanguageModel) -> Recorder | None:
+        """What records heads that run between two forwards of a target; None where these are not recorded.
+
+        Heads may end in its LM head, and where its forwards are not recorded that may do things on the host.
+        """
+        return CudaGraphs(target.device) if target.records_chains and target.device.type == "cuda" else None
 
     def check(self, target: LanguageModel) -> None:
         """Refuse another target than that of the head; from now on drafts with this one.

@@ -164,8 +164,11 @@ def first_with_prefix(tokens: Tensor) -> Tensor:
     return torch.stack(first, dim=-1)
 
 
-def merge(beams: Beams, nodes: int) -> MergedBeams:
+def merge(beams: Beams, nodes: int, depths: Tensor | None = None) -> MergedBeams:
     """Merge equal prefixes, and keep the `nodes` of a request with the largest scores.
+
+    A search that goes on changes nothing of what it found before, so cut to `depths` a tree is what a search of that
+    length gives.
 
     A parent's score is not below its children's, and of equal scores the shorter prefix comes first, then the earlier
     beam; so what is kept is a tree.
@@ -173,6 +176,7 @@ def merge(beams: Beams, nodes: int) -> MergedBeams:
     Args:
         beams: of some requests.
         nodes: most nodes of a tree, 1 or more.
+        depths: `[requests]`, int64: of each tree; None: as deep as the beams are long.
     """
     count, length = beams.tokens.shape[1:]
     # Place l * beams + b holds token l of beam b: shorter prefixes come first.
@@ -182,6 +186,8 @@ def merge(beams: Beams, nodes: int) -> MergedBeams:
     place = torch.arange(count * length, device=tokens.device)
     holder = first + (place - place % count)  # the place of the first beam with this prefix
     own = (holder == place) & (tokens != NO_TOKEN)
+    if depths is not None:
+        own &= place // count < depths[:, None]
     places = stable_topk(scores.masked_fill(~own, -torch.inf), min(nodes, count * length))
     kept = own.gather(1, places)
     number = torch.full_like(tokens, -1)
@@ -194,16 +200,14 @@ def merge(beams: Beams, nodes: int) -> MergedBeams:
     return MergedBeams(tokens.gather(1, places), parents, kept.sum(dim=1), spread)
 
 
-def trees_of(*merged: MergedBeams) -> list[TokenTree]:
-    """The tree of each request, those of one argument behind another.
+def trees_of(tokens: Tensor, parents: Tensor, counts: Tensor) -> list[TokenTree]:
+    """The tree of each request, by what `MergedBeams` says of its nodes.
 
     Their shapes are brought to the host in one transfer; their tokens stay where they are.
     """
-    numbers = iter(transfers.fetch([each for own in merged for each in (own.counts, own.parents)]))
+    numbers, width = transfers.fetch([counts, parents]), parents.shape[1]
+    above = list(map(int, numbers[1]))
     trees = []
-    for own in merged:
-        counts, parents, width = next(numbers), next(numbers), own.parents.shape[1]
-        for request, tokens in enumerate(own.tokens.unbind()):
-            first, count = request * width, int(counts[request])
-            trees.append(TokenTree(tokens[:count], shape_of(tuple(map(int, parents[first : first + count])))))
+    for first, count, own in zip(range(0, len(above), width), map(int, numbers[0]), tokens.unbind(), strict=True):
+        trees.append(TokenTree(own[:count], shape_of(tuple(above[first : first + count]))))
     return trees

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.noise import Noise
+from truedraft.core.noise import Noise, gumbel_of
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.core.top_k import TopK
@@ -146,13 +146,18 @@ class GuessTrees:
             requests: their options and budgets, for which `wanted` is not zero.
         """
         found: dict[int, TokenTree] = {}
+        fixed: dict[tuple[str, Budget], list[int]] = {}
         alike: dict[tuple[Budget, AcceptanceOdds | None], list[int]] = {}
         for row, (params, budget) in enumerate(requests):
             if self.is_fixed(params):
-                tree = self._fitting(params, budget)
-                found[row] = TokenTree(tree.fill(guesses.ids[:, row]), tree.shape)
+                fixed.setdefault((kind_of(params), budget), []).append(row)
             else:
                 alike.setdefault((self.wanted(params, budget), self._calibration(params)), []).append(row)
+        for rows in fixed.values():
+            tree = self._fitting(*requests[rows[0]])
+            own = guesses.ids if len(rows) == len(requests) else guesses.ids[:, rows]
+            tokens = tree.fill(own.transpose(1, 2)).t().contiguous()  # [requests, nodes]
+            found.update(zip(rows, (TokenTree(each, tree.shape) for each in tokens), strict=True))
         if alike:
             ids, log_probs = _on_host(guesses)
             for (wanted, survival), rows in alike.items():
@@ -219,8 +224,7 @@ def _likeliest(
 ) -> list[TokenTree]:
     """The trees of the best paths among guesses `[depth, requests, ranks]`."""
     if survival is not None:
-        scores = torch.from_numpy(log_probs)
-        log_probs = torch.stack([survival(own, depth) for depth, own in enumerate(scores, 1)]).numpy()
+        log_probs = survival.of_depths(torch.from_numpy(log_probs)).numpy()
     chosen = likeliest_paths(log_probs, nodes)
     rows = ids.shape[1]
     own = ids.transpose(1, 0, 2).reshape(rows, -1)
@@ -263,8 +267,23 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
     scores = logits.float().clone()
     for row, (temperature, own) in enumerate(zip(temperatures, noise, strict=True)):
         for head in range(depth):
-            scores[head, row].add_(own.gumbel(head, vocab, logits.device), alpha=noise_weight(temperature))
+            scores[head, row].add_(own.gumbel(head, vocab, logits.device) * noise_weight(temperature))
     return TopK.of(scores.flatten(0, 1), ranks).view(depth, rows)
+
+
+def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> TopK:
+    """The same by tensors alone, with the noise of all rows at once, so that it can be recorded.
+
+    Args:
+        logits: `[depth, rows, vocab]`.
+        weights: `[rows]`, float64: `noise_weight` of each row's temperature.
+        keys: `[rows, depth]`, int64: what `gumbel_key` gives for each head, the same 64 bits.
+        ranks: guesses of each head, at most `vocab`.
+    """
+    depth, rows, vocab = logits.shape
+    noise = gumbel_of(keys.t()[:, :, None], torch.arange(vocab, device=logits.device))
+    scores = logits.float() + noise.mul_(weights[:, None])  # [depth, rows, vocab], float64
+    return TopK.of(scores.float().flatten(0, 1), ranks).view(depth, rows)
 
 
 def noise_weight(temperature: float) -> float:

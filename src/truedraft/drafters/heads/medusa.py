@@ -18,7 +18,8 @@ from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.heads.base import HeadDrafter, SizePlan, TreeFacts
 from truedraft.drafters.heads.calibration import PROMISED_ON, kind_of
-from truedraft.drafters.heads.guess_trees import GuessTrees, coupled_guesses, fixed_trees, trees_for
+from truedraft.drafters.heads.guess_trees import GuessTrees, fixed_trees, trees_for
+from truedraft.drafters.heads.guesses import MedusaGuesses
 from truedraft.errors import OptionError
 from truedraft.heads.medusa import MedusaHeads, MedusaRunner
 from truedraft.models.base import LanguageModel
@@ -28,7 +29,7 @@ DEFAULT_NODES = 16
 """Nodes of a tree whose size nobody chose; what is best depends on the machine and is measured (planning)."""
 
 
-class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
+class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
     """Drafts with heads on the target's last hidden state (Medusa 2401.10774, section 2.1).
 
     Each head's likeliest tokens are candidates, put together by a tree of ranks. They were chosen, not drawn, so the
@@ -108,9 +109,14 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
         tree, fixed = whole.first(self.nodes), self.guess_trees.is_fixed(params)
         return TreeFacts(tree, fixed, self.nodes, self.acceptance_curve(params), accuracy)
 
-    def _runner_for(self, target: LanguageModel) -> MedusaRunner:
+    @property
+    def warmups(self) -> int:
+        return 0 if self._runner is None else self._runner.warmups
+
+    def _runner_for(self, target: LanguageModel) -> MedusaGuesses:
         self.guess_trees.check(self.head.reach, target.vocab_size)
-        return MedusaRunner(self.head, target, max(1, self.limits.depth))
+        depth, ranks = max(1, self.limits.depth), min(self.limits.width, target.vocab_size)
+        return MedusaGuesses(MedusaRunner(self.head, target, depth), depth, ranks, self._recorder(target))
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -144,7 +150,7 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
             wanted: how many heads, guesses and nodes each takes.
             noise: of each, at this step.
         """
-        runner, target = self._running
+        guesses, target = self._running
         depth = max(each.depth for each in wanted)
         ranks = min(max(each.width for each in wanted), target.vocab_size)
         alone = sum(not each.params.seeded for each in asked)
@@ -154,11 +160,10 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaRunner]):
             hidden = torch.stack(vectors)
             drawn = transfers.upload([each.tokens[-1] for each in asked], hidden.device)
             if alone:
-                found.append(runner.likeliest(hidden[:alone], depth, ranks, drawn[:alone]))
+                found.append(guesses.likeliest(hidden[:alone], drawn[:alone], depth, ranks))
             if alone < len(asked):
-                logits = runner.logits(hidden[alone:], depth, drawn[alone:])
                 temperatures = [each.params.temperature for each in asked[alone:]]
-                found.append(coupled_guesses(logits, temperatures, noise[alone:], ranks))
+                found.append(guesses.coupled(hidden[alone:], drawn[alone:], temperatures, noise[alone:], depth, ranks))
             return found[0] if len(found) == 1 else _side_by_side(found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -16,9 +15,8 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree, narrowed
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.heads.acceptance import scores_for
 from truedraft.drafters.heads.base import HeadDrafter, SizePlan
-from truedraft.drafters.heads.beams import Beams, MergedBeams, beam_search, merge, trees_of, with_dropped
+from truedraft.drafters.heads.beam_trees import BeamTrees
 from truedraft.drafters.heads.calibration import FACT, Calibration, beam_curves
 from truedraft.drafters.heads.sampled_beams import SampledBeams
 from truedraft.errors import OptionError
@@ -38,7 +36,7 @@ _LIMITS = {"beams": (1, 256), "length": (1, 32), "nodes": (0, 1024)}
 """Least and most; a search grows with beams times length, and merging with the square of it."""
 
 
-class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
+class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
     """Drafts with a recurrent head on the target's last hidden state (ReDrafter 2403.09919).
 
     The head reads that state and the tokens drafted so far, so each guess depends on those before it. Beam search keeps
@@ -145,8 +143,12 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         curves = [each for each in beam_curves(self.facts, params) if each.beams == self.beams]
         return min(curves, key=lambda each: abs(each.length - self.length)).curve if curves else None
 
-    def _runner_for(self, target: LanguageModel) -> RedrafterRunner:
-        return RedrafterRunner(self.head, target)
+    @property
+    def warmups(self) -> int:
+        return 0 if self._runner is None else self._runner.warmups
+
+    def _runner_for(self, target: LanguageModel) -> BeamTrees:
+        return BeamTrees(RedrafterRunner(self.head, target), self.length, self._recorder(target))
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -179,25 +181,10 @@ class Redrafter(HeadDrafter[RedrafterHead, RedrafterRunner]):
         """The beams that are likeliest to be accepted, merged and cut."""
         hidden, drawn = self._ends(batch)
         depths = [min(budget.depth, self.length) for budget in budgets]
-        steps: list[Beams] = []
-        merged: list[MergedBeams] = []
-        order: list[int] = []
-        scores = scores_for([self._calibration(request.params) for request in batch], hidden.device)
-        growing = beam_search(self._running[0], hidden, drawn, self._width, scores)
-        for length, beams in enumerate(itertools.islice(growing, max(depths)), 1):
-            steps.append(beams)
-            # One length, but for requests near their end; a shorter search ends earlier, as it does alone.
-            places = [place for place, depth in enumerate(depths) if depth == length]
-            if places:
-                own = with_dropped(steps)
-                if len(places) < len(batch):
-                    own = Beams(own.tokens[places], own.scores[places])
-                merged.append(merge(own, self.nodes))  # cut to budgets below: a neighbour's changes nothing
-                order += places
-        proposals = [Proposal.empty()] * len(batch)
-        for place, tree in zip(order, trees_of(*merged), strict=True):
-            proposals[place] = Proposal.deterministic(self._within(tree, budgets[place]))
-        return proposals
+        odds = [self._calibration(request.params) for request in batch]
+        # Cut to budgets afterwards: a neighbour's changes nothing.
+        trees = self._running[0].trees(hidden, drawn, depths, odds, self._width, self.nodes)
+        return [Proposal.deterministic(self._within(*each)) for each in zip(trees, budgets, strict=True)]
 
     def _within(self, tree: TokenTree, budget: Budget) -> TokenTree:
         """The first nodes of a tree that a budget allows; the likeliest come first, so they are a tree too."""

@@ -30,7 +30,7 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.tree import TokenTree, TreeShape, path_to
 from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_children
-from truedraft.heads.redrafter import RedrafterRunner
+from truedraft.drafters.heads.beam_trees import BeamTrees
 
 _DRAWS = 4
 """Draws at a node below the root: each costs a pass over the distribution, and later ones are rarely among the best."""
@@ -88,13 +88,13 @@ class SampledBeams:
     """Draws trees of beams for some requests at once.
 
     Args:
-        runner: of the recurrent head.
+        head: the recurrent head, as it runs.
         beams: paths that are kept at each depth.
         length: of the paths.
     """
 
-    def __init__(self, runner: RedrafterRunner, beams: int, length: int) -> None:
-        self._runner = runner
+    def __init__(self, head: BeamTrees, beams: int, length: int) -> None:
+        self._head = head
         self._beams = beams
         self._length = length
 
@@ -117,9 +117,8 @@ class SampledBeams:
             drawn: `[requests]`: those tokens, on the target's device.
         """
         trees = [_BeamTree(*each, row) for row, each in enumerate(zip(batch, budgets, noise, strict=True))]
-        context = self._runner.context(hidden)
-        state = self._runner.advance(None, drawn)
-        level, logits = trees, self._runner.logits(context, state)
+        context, state, logits = self._head.start(hidden, drawn)
+        level = trees
         failure: Exception | None = None
         for depth in range(self._length):
             self._draw_level(level, depth, logits)
@@ -146,8 +145,7 @@ class SampledBeams:
         tokens = transfers.upload([node.token for _, node in opened], context.device)
         above = transfers.upload([node.row for _, node in opened], context.device)
         rows = transfers.upload([tree.row for tree, _ in opened], context.device)
-        state = self._runner.advance(state[above], tokens)
-        return state, self._runner.logits(context[rows], state)
+        return self._head.behind(context[rows], state[above], tokens)
 
     def _those_that_can(self, tree: _BeamTree, context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """`_next` for each open node alone, for all together failed; those that fail alone are open no more.
