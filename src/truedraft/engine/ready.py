@@ -50,26 +50,19 @@ class StepShape:
 
     Attributes:
         requests: that take part.
-        rows: new tokens of some of them.
-        drafting: how many these are; the others bring one token each.
-        tree: whether what is below their last token is a tree that is no chain.
+        rows: new tokens of each.
+        tree: whether these are a tree that is no chain.
     """
 
     requests: int
     rows: int = 1
-    drafting: int = 0
     tree: bool = False
 
     @property
-    def total(self) -> int:
-        """New tokens of all requests."""
-        return self.requests + self.drafting * (self.rows - 1)
-
-    @property
     def tokens(self) -> TreeShape:
-        """How the new tokens of one that drafts hang together: a chain, or the last token with all others below it.
+        """How the new tokens of a request hang together: a chain, or the first with all others below it.
 
-        >>> StepShape(1, 4, 1, tree=True).tokens.parents, StepShape(1, 3, 1).tokens.parents
+        >>> StepShape(1, 4, tree=True).tokens.parents, StepShape(1, 3).tokens.parents
         ((-1, 0, 0, 0), (-1, 0, 1))
         """
         return TreeShape((-1, *(0,) * (self.rows - 1))) if self.tree else chain_shape(self.rows)
@@ -78,11 +71,11 @@ class StepShape:
 def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[StepShape]:
     """The forwards of steps up to rounding to powers of two, the largest first.
 
-    That are 1, 2, 4, ... requests with a token each; with drafts of 1, 3, 7, ... tokens up to what limits allow, for
-    all of them or for a part, as long as few rows come together; and the ends of prompts, one at a time.
+    That are 1, 2, 4, ... requests with a token each; the same with drafts of 1, 3, 7, ... tokens up to what limits
+    allow, as long as few rows come together; and the ends of prompts, one at a time.
 
-    >>> [(each.requests, each.rows, each.drafting) for each in step_shapes([Budget(3)], 2) if each.rows <= 4]
-    [(2, 4, 2), (2, 2, 2), (1, 4, 1), (2, 1, 0), (1, 2, 1), (1, 1, 0)]
+    >>> [(each.requests, each.rows) for each in step_shapes([Budget(3)], 2) if each.rows <= 4]
+    [(2, 4), (2, 2), (1, 4), (2, 1), (1, 2), (1, 1)]
 
     Args:
         limits: of drafters.
@@ -91,15 +84,12 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[StepShape]:
     drafting = [each for each in limits if not each.is_zero]
     chains = max((min(each.depth, each.nodes) for each in drafting if each.width == 1), default=0)
     trees = max((each.nodes for each in drafting if each.width > 1), default=0)
-    found = {StepShape(count) for count in _doublings(max_batch)}
-    found |= {StepShape(1, rows, 1) for rows in _doublings(_MOST_ROWS) if rows > 1}
+    found = {StepShape(1, rows) for rows in _doublings(_MOST_ROWS)}
     for requests in _doublings(max_batch):
-        for nodes, tree in ((chains, False), (trees, True)):
-            for rows in _doublings(min(1 + nodes, _MOST_ROWS)):
-                if rows > (2 if tree else 1):
-                    found |= {StepShape(requests, rows, some, tree) for some in _parts(requests)}
-    kept = (each for each in found if each.requests == 1 or each.total <= max(_MOST_TOGETHER, each.requests))
-    return sorted(kept, key=lambda each: (-each.total, -each.requests, -each.rows, each.tree))
+        found |= {StepShape(requests, rows) for rows in _doublings(min(1 + chains, _MOST_ROWS))}
+        found |= {StepShape(requests, rows, True) for rows in _doublings(min(1 + trees, _MOST_ROWS)) if rows > 2}
+    kept = (each for each in found if 1 in (each.requests, each.rows) or each.requests * each.rows <= _MOST_TOGETHER)
+    return sorted(kept, key=lambda each: (-each.requests * each.rows, -each.requests, each.tree))
 
 
 def contexts_of(tokens: int) -> list[int]:
@@ -118,15 +108,6 @@ def _doublings(most: int) -> list[int]:
     ([1, 2, 4, 6], [1])
     """
     return sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
-
-
-def _parts(requests: int) -> list[int]:
-    """How many of some requests draft, so that the numbers of rows differ by powers of two: all, a quarter, ..., one.
-
-    >>> _parts(1), _parts(2), _parts(16)
-    ([1], [2], [16, 4, 2, 1])
-    """
-    return [requests, *(requests >> power for power in range(2, requests.bit_length()))]
 
 
 def settle(run: Callable[[], object], warmups: Callable[[], int]) -> None:
@@ -207,11 +188,7 @@ def _run_forwards(
             _read_up_to(target, caches[0], max(context - _MOST_ROWS, context // 2))
             for shape in shapes:
                 if shape.rows <= context - caches[0].length:
-                    segments = [
-                        _segment(cache, shape if number < shape.drafting else StepShape(1))
-                        for number, cache in enumerate(caches[: shape.requests])
-                    ]
-                    _settle_forward(target, layers, segments)
+                    _settle_forward(target, layers, [_segment(cache, shape) for cache in caches[: shape.requests]])
                 told()
 
 
