@@ -124,6 +124,18 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def gpu_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of a CUDA device that are in use, by whoever, and all that it has; None of another device.
+
+    What torch's allocator holds and nobody uses counts as free.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return total - free - unused, total
+
+
 def free_memory(device: torch.device) -> int | None:
     """Bytes of memory that could still be taken where a model lives: of the device, or of the system and of the group
     of processes that this one is in; None where nobody tells."""

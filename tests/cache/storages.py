@@ -7,24 +7,27 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from truedraft.cache import CachePool, RequestCache
-from truedraft.cache.arena import Arena, ArenaPool
+from truedraft.cache import CachePool, PagePool, Pages, PageTable, RequestCache
 
 HEADS, KEY_WIDTH, VALUE_WIDTH, CALLS = 2, 3, 5, 2
 LIMIT = 1024
-Pool = CachePool | ArenaPool
 
 
-def new_arena_pool() -> ArenaPool:
-    return ArenaPool(Arena(CALLS, HEADS, KEY_WIDTH, torch.float32, torch.device("cpu"), LIMIT), LIMIT)
+def new_page_pool() -> PagePool:
+    return PagePool(Pages(CALLS, HEADS, KEY_WIDTH, torch.float32, torch.device("cpu")), LIMIT)
 
 
-POOLS: dict[str, Callable[[], Pool]] = {"alone": lambda: CachePool(LIMIT), "arena": new_arena_pool}
+POOLS: dict[str, Callable[[], CachePool]] = {"alone": lambda: CachePool(LIMIT), "pages": new_page_pool}
+
+
+def table_of(cache: RequestCache) -> PageTable:
+    assert isinstance(cache.storage, PageTable)
+    return cache.storage
 
 
 def value_width(cache: RequestCache) -> int:
-    """Of an arena as that of keys."""
-    return KEY_WIDTH if hasattr(cache.storage, "arena") else VALUE_WIDTH
+    """In pages as that of keys."""
+    return KEY_WIDTH if isinstance(cache.storage, PageTable) else VALUE_WIDTH
 
 
 def forward(cache: RequestCache, tokens: Sequence[float], written: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -46,7 +49,7 @@ def fill(cache: RequestCache, tokens: Sequence[float]) -> None:
     cache.commit(range(len(tokens)))
 
 
-def filled(pool: Pool, tokens: Sequence[float]) -> RequestCache:
+def filled(pool: CachePool, tokens: Sequence[float]) -> RequestCache:
     cache = pool.acquire()
     fill(cache, tokens)
     return cache

@@ -14,7 +14,6 @@ from storages import (
     LIMIT,
     POOLS,
     VALUE_WIDTH,
-    Pool,
     assert_holds,
     filled,
     forward,
@@ -28,25 +27,25 @@ from truedraft.errors import CacheError
 
 
 @pytest.fixture(params=POOLS)
-def pool(request: pytest.FixtureRequest) -> Pool:
+def pool(request: pytest.FixtureRequest) -> CachePool:
     """Of either storage: what a cache promises holds of both."""
     return POOLS[request.param]()
 
 
-def test_a_new_cache_is_empty(pool: Pool) -> None:
+def test_a_new_cache_is_empty(pool: CachePool) -> None:
     cache = pool.acquire()
     assert (cache.length, cache.capacity, cache.uncommitted, cache.n_bytes) == (0, 0, 0, 0)
     assert cache.entries() == []
 
 
-def test_write_shows_all_keys_up_to_the_new_ones(pool: Pool) -> None:
+def test_write_shows_all_keys_up_to_the_new_ones(pool: CachePool) -> None:
     cache = filled(pool, [1, 2, 3])
     views = forward(cache, [4, 5])
     assert_holds(views, [1, 2, 3, 4, 5])
     assert (cache.length, cache.uncommitted) == (3, 2)
 
 
-def test_tokens_count_only_once_committed(pool: Pool) -> None:
+def test_tokens_count_only_once_committed(pool: CachePool) -> None:
     cache = filled(pool, [1, 2, 3])
     forward(cache, [4, 5])
     assert_holds(cache.entries(), [1, 2, 3])
@@ -55,14 +54,14 @@ def test_tokens_count_only_once_committed(pool: Pool) -> None:
     assert cache.uncommitted == 0
 
 
-def test_the_next_forward_overwrites_what_was_not_kept(pool: Pool) -> None:
+def test_the_next_forward_overwrites_what_was_not_kept(pool: CachePool) -> None:
     cache = filled(pool, [1, 2, 3])
     forward(cache, [7, 8, 9])
     cache.commit([0])
     assert_holds(forward(cache, [4]), [1, 2, 3, 7, 4])
 
 
-def test_commit_of_a_branch_moves_the_entries(pool: Pool) -> None:
+def test_commit_of_a_branch_moves_the_entries(pool: CachePool) -> None:
     """The worked example of `commit`: from length 10, positions 12 and 14 go to 11 and 12, and the length is 13."""
     cache = filled(pool, range(10))
     forward(cache, [10, 11, 12, 13, 14])
@@ -74,7 +73,7 @@ def test_commit_of_a_branch_moves_the_entries(pool: Pool) -> None:
 @pytest.mark.parametrize(
     "path", [(), (0,), (5,), (0, 1), (1, 2, 3, 4, 5), (0, 2, 3, 4, 5), (3, 4, 5), (0, 1, 2, 3, 4, 5), (1, 3, 5)]
 )
-def test_commit_keeps_any_path(path: tuple[int, ...], pool: Pool) -> None:
+def test_commit_keeps_any_path(path: tuple[int, ...], pool: CachePool) -> None:
     """Also where source and target positions overlap, as in 1, 2, 3, 4, 5 to 0, 1, 2, 3, 4; no neighbour is touched."""
     neighbour, cache = filled(pool, range(20)), filled(pool, [50, 51])
     forward(cache, range(6))
@@ -84,15 +83,15 @@ def test_commit_keeps_any_path(path: tuple[int, ...], pool: Pool) -> None:
     assert_holds(neighbour.entries(), range(20))
 
 
-def test_commit_moves_nothing_for_a_straight_path(pool: Pool) -> None:
-    cache = filled(pool, [1])
+def test_commit_moves_nothing_for_a_straight_path() -> None:
+    cache = filled(CachePool(LIMIT), [1])
     views = forward(cache, [2, 3])
     before = [keys.data_ptr() for keys, _ in views]
     cache.commit([0, 1])
     assert [keys.data_ptr() for keys, _ in cache.entries()] == before
 
 
-def test_a_branch_commits_outside_inference_mode(pool: Pool) -> None:
+def test_a_branch_commits_outside_inference_mode(pool: CachePool) -> None:
     """Forwards run in inference mode, and buffers born there can be written nowhere else; a caller need not know."""
     with torch.inference_mode():
         cache = filled(pool, [1, 2])
@@ -101,7 +100,7 @@ def test_a_branch_commits_outside_inference_mode(pool: Pool) -> None:
     assert_holds(cache.entries(), [1, 2, 3, 5])
 
 
-def test_a_tree_is_written_level_by_level(pool: Pool) -> None:
+def test_a_tree_is_written_level_by_level(pool: CachePool) -> None:
     cache = filled(pool, [1, 2])
     forward(cache, [3, 4])
     views = forward(cache, [5, 6, 7], written=2)
@@ -111,7 +110,7 @@ def test_a_tree_is_written_level_by_level(pool: Pool) -> None:
     assert_holds(cache.entries(), [1, 2, 4, 6])
 
 
-def test_a_forward_may_build_on_a_part_of_what_was_written(pool: Pool) -> None:
+def test_a_forward_may_build_on_a_part_of_what_was_written(pool: CachePool) -> None:
     cache = filled(pool, [1])
     forward(cache, [2, 3, 4])
     assert_holds(forward(cache, [9], written=2), [1, 2, 3, 9])
@@ -176,7 +175,7 @@ def values_behind(cache: RequestCache, tokens: Sequence[int], written: int = 0) 
 
 
 @pytest.mark.parametrize("forget", [lambda cache: cache.commit([]), lambda cache: cache.rollback(3)])
-def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache], None], pool: Pool) -> None:
+def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache], None], pool: CachePool) -> None:
     """A weight of 0 times NaN would be NaN."""
     cache = filled(pool, [1, 2, 3])
     spoil(cache, 70)
@@ -188,7 +187,7 @@ def test_values_that_were_forgotten_become_zeros(forget: Callable[[RequestCache]
     assert not any(values.any() for values in values_behind(cache, [9], written=2)), "one more level of a tree"
 
 
-def test_a_shorter_forward_after_a_longer_one_sees_nothing_of_it(pool: Pool) -> None:
+def test_a_shorter_forward_after_a_longer_one_sees_nothing_of_it(pool: CachePool) -> None:
     cache = filled(pool, [1, 2, 3])
     spoil(cache, 5)
     assert not any(values.any() for values in values_behind(cache, [9], written=1))
@@ -207,7 +206,7 @@ def test_a_pooled_cache_shows_nothing_of_its_last_request() -> None:
         again.commit(range(len(tokens)))
 
 
-def test_rollback_sets_a_length(pool: Pool) -> None:
+def test_rollback_sets_a_length(pool: CachePool) -> None:
     cache = filled(pool, range(8))
     forward(cache, [8, 9])
     cache.rollback(5)
@@ -216,7 +215,7 @@ def test_rollback_sets_a_length(pool: Pool) -> None:
     assert_holds(forward(cache, [70]), [0, 1, 2, 3, 4, 70])
 
 
-def test_an_entry_that_was_not_written_cannot_be_kept(pool: Pool) -> None:
+def test_an_entry_that_was_not_written_cannot_be_kept(pool: CachePool) -> None:
     cache = filled(pool, [1, 2])
     forward(cache, [3, 4])
     with pytest.raises(CacheError, match="cannot keep new token 2: the last forward wrote 2"):
@@ -227,7 +226,7 @@ def test_an_entry_that_was_not_written_cannot_be_kept(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 4, 5])
-def test_rollback_beyond_what_is_committed_is_refused(length: int, pool: Pool) -> None:
+def test_rollback_beyond_what_is_committed_is_refused(length: int, pool: CachePool) -> None:
     cache = filled(pool, [1, 2, 3])
     forward(cache, [4, 5])
     with pytest.raises(CacheError, match=f"cannot roll back to {length} tokens: the cache holds 3"):
@@ -235,7 +234,7 @@ def test_rollback_beyond_what_is_committed_is_refused(length: int, pool: Pool) -
     assert cache.length == 3
 
 
-def test_building_on_tokens_that_were_not_written_is_refused(pool: Pool) -> None:
+def test_building_on_tokens_that_were_not_written_is_refused(pool: CachePool) -> None:
     cache = filled(pool, [1, 2])
     with pytest.raises(CacheError, match="cannot build on 1 uncommitted tokens: 0 were written"):
         cache.reserve(3, written=1)

@@ -127,7 +127,9 @@ def test_workers_write_the_answers_of_one_engine_in_order() -> None:
 def test_who_leaves_is_no_longer_answered_and_what_is_open_is_where_replicas_end() -> None:
     with ThreadPoolExecutor(1) as pool:
         with served(Size(1, 0, 1, 1)) as url:
-            with httpx2.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=PATIENCE_S) as reply:
+            with httpx2.stream(
+                "POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=PATIENCE_S
+            ) as reply:
                 lines = reply.iter_lines()  # kept: it closes the answer where it ends
                 assert next(lines) and running_on_one(url) == 1
             until(lambda: not running_on_one(url), 1.0)

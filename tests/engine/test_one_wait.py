@@ -136,7 +136,7 @@ def standing_in(*lenient: str) -> Iterator[Standin]:
 
 
 def model(family: str = "llama", noise: float | None = None) -> HuggingFaceModel:
-    """A small model over an arena, as on a GPU; nothing is recorded on the CPU."""
+    """A small model over pages, as on a GPU; nothing is recorded on the CPU."""
     module = stock(family) if noise is None else noisy_stock(family, noise)
     return HuggingFaceModel(module, None, family, graph_backend)
 

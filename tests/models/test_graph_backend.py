@@ -1,4 +1,4 @@
-"""Forwards over a arena give what the model's own modules give, up to rounding, in every shape of forward."""
+"""Forwards over pages give what the model's own modules give, up to rounding, in every shape of forward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_row_does_not_notice_its_neighbours() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 80])
 def test_a_broken_request_leaves_its_neighbours_and_its_heirs_alone(tokens: int) -> None:
-    """NaN in the keys of one request, whose slot another one takes afterwards."""
+    """NaN in the keys of one request, whose pages another one takes afterwards."""
     module = weights("grouped heads")
     module.get_input_embeddings().weight.data[3] = torch.nan
     model = graphs(module)
@@ -115,7 +115,7 @@ def test_which_models_fit() -> None:
     ("family", "max_batch", "drafted"), pairwise(["llama", "qwen3", "mistral"], [1, 3], ["none", "chain", "tree"])
 )
 def test_greedy_answers_equal_those_of_transformers(family: str, max_batch: int, drafted: str) -> None:
-    """From a draft that often errs; requests come and go, so slots move."""
+    """From a draft that often errs; requests come and go, so pages change hands."""
     expected = [list(tokens)[:64] for tokens in reference(family)]
     target, draft = graphs(stock(family)), graphs(noisy_stock(family, 0.1))
     engine = Engine(target, drafter_of(drafted, draft), max_batch=max_batch, controller="fixed")

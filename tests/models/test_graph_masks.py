@@ -11,21 +11,11 @@ from torch import Tensor
 
 from support.pairwise import pairwise
 from support.trees import ancestor_mask
-from truedraft.cache import RequestCache
-from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
+from truedraft.cache import PAGE, PagePool, Pages, PageTable, RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
-from truedraft.models.backends.graphs.batch import (
-    ArenaBatch,
-    Bucket,
-    Inputs,
-    PlacedSegment,
-    additive_mask,
-    lone_bucket,
-    path_bits,
-    shared_bucket,
-    visible,
-)
+from truedraft.models.backends.graphs.attention import additive_mask, visible
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment, path_bits
 from truedraft.models.base import Segment
 
 CPU = torch.device("cpu")
@@ -38,7 +28,7 @@ def large_tree(nodes: int) -> TreeShape:
     return TreeShape((-1, 0, 0, *range(1, nodes - 2)))
 
 
-def cache_of(pool: ArenaPool, length: int, shape: TreeShape, written: int) -> RequestCache:
+def cache_of(pool: PagePool, length: int, shape: TreeShape, written: int) -> RequestCache:
     """A cache that holds `length` committed tokens and room for the tree."""
     cache = pool.acquire()
     cache.reserve(length)
@@ -48,22 +38,21 @@ def cache_of(pool: ArenaPool, length: int, shape: TreeShape, written: int) -> Re
     return cache
 
 
-def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, lone: bool = False) -> ArenaBatch:
+def batch_of(requests: Sequence[tuple[int, TreeShape, int]], *, exact: bool = False) -> PagedBatch:
     """Requests by (committed tokens, tree, nodes already written)."""
-    pool = ArenaPool(Arena(1, 1, 4, torch.float32, CPU, 1024), 1024)
+    pool = PagePool(Pages(1, 1, 4, torch.float32, CPU), 1024)
     parts = []
     for length, shape, written in requests:
         cache = cache_of(pool, length, shape, written)
         count = len(shape) - written
         segment = Segment(cache, torch.arange(count), shape, range(count), written)
-        assert isinstance(cache.storage, ArenaSlot)
-        parts.append(PlacedSegment(segment, cache.storage.place))
-    capacity = parts[0].segment.cache.capacity
-    return ArenaBatch.lone(parts[-1], capacity, PATTERNS) if lone else ArenaBatch.shared(parts, capacity, PATTERNS)
+        assert isinstance(cache.storage, PageTable)
+        parts.append(PagedSegment(segment, cache.storage))
+    return PagedBatch.exact(parts, PATTERNS) if exact else PagedBatch.recorded(parts, PATTERNS)
 
 
-def loaded(batch: ArenaBatch) -> Inputs:
-    inputs = Inputs(batch.bucket, len(PATTERNS), 12345, CPU)
+def loaded(batch: PagedBatch) -> Inputs:
+    inputs = Inputs(batch.bucket, len(PATTERNS), CPU)
     inputs.load(batch)
     return inputs
 
@@ -93,16 +82,16 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "number", "lone"), pairwise(REQUESTS, range(len(PATTERNS)), [False, True]))
-def test_tokens_see_their_own_path(name: str, number: int, lone: bool) -> None:
+@pytest.mark.parametrize(("name", "number", "exact"), pairwise(REQUESTS, range(len(PATTERNS)), [False, True]))
+def test_tokens_see_their_own_path(name: str, number: int, exact: bool) -> None:
     requests = REQUESTS[name]
-    batch = batch_of(requests, lone=lone)
+    batch = batch_of(requests, exact=exact)
     seen = visible(loaded(batch), number)
     bucket = batch.bucket
     assert seen.shape == (bucket.requests, bucket.tokens, bucket.span)
-    assert bool(seen.any(-1).all()), "a row that sees nothing would be NaN"
-    for row, (length, shape, written) in enumerate(requests[-1:] if lone else requests):
+    for row, (length, shape, written) in enumerate(requests):
         expected = defined(length, shape, written, bucket.span, PATTERNS[number])
+        assert bool(expected.any(-1).all()), "a row that sees nothing would be NaN"
         assert seen[row, : len(expected)].equal(expected)
 
 
@@ -114,23 +103,41 @@ def test_windows_and_chunks_hide_something_here() -> None:
     assert int(full.sum()) > int(chunk.sum())
 
 
-def test_every_token_is_fetched_placed_and_written_where_it_belongs() -> None:
-    batch = batch_of(REQUESTS["all kinds"])
-    numbers, bucket, capacity = loaded(batch).numbers, batch.bucket, batch.capacity
-    packed = 0
-    used = set()
-    for slot, (length, shape, written) in enumerate(REQUESTS["all kinds"]):
+@pytest.mark.parametrize("exact", [False, True])
+def test_every_token_is_placed_and_written_where_it_belongs(exact: bool) -> None:
+    requests = REQUESTS["all kinds"]
+    batch = batch_of(requests, exact=exact)
+    numbers, bucket = loaded(batch).numbers, batch.bucket
+    row = 0
+    for request, (length, shape, written) in enumerate(requests):
+        table = batch.parts[request].table.table.tolist()
+        assert numbers.table[request, : len(table)].tolist() == table
+        assert (int(numbers.length[request]), int(numbers.end[request])) == (length, length + len(shape))
         for i in range(len(shape) - written):
-            row = slot * bucket.tokens + i
-            used.add(row)
-            assert int(numbers.source[row]) == packed
+            place = length + written + i
             assert int(numbers.positions[row]) == length - 1 + shape.depths[written + i]
-            assert int(numbers.target[row]) == slot * capacity + length + written + i
-            assert int(numbers.wanted[packed]) == row
-            packed += 1
-    padding = [row for row in range(bucket.rows) if row not in used]
-    assert set(numbers.target[padding].tolist()) == {12345}
-    assert batch.wanted == packed
+            assert int(numbers.target[row]) == table[place // PAGE] * PAGE + place % PAGE
+            assert int(numbers.wanted[row]) == row
+            assert int(numbers.source[request, i]) == row
+            assert int(numbers.place[row]) == request * bucket.tokens + i
+            row += 1
+    assert batch.wanted == row and bool((numbers.target[row:] < PAGE).all()), "padding goes to the scratch page"
+    assert bucket.rows == (row if exact else 32)
+
+
+def test_tiles_hold_each_row_once() -> None:
+    """Rows of one request alone, and no more than a tile holds."""
+    for count in (1, 3, 4, 5, 16, 17, 64, 65, 200):
+        requests = [(5, chain_shape(1), 0), (9, chain_shape(count), 0), (0, chain_shape(2), 0)]
+        batch = batch_of(requests, exact=True)
+        tiles = loaded(batch).numbers.tiles.tolist()
+        assert len(tiles) == batch.bucket.tiles
+        rows = [[(request, row) for row in range(first, first + many)] for request, first, many in tiles]
+        assert all(len(tile) <= batch.bucket.tile for tile in rows)
+        starts = [0, 1, 1 + count]
+        assert sorted(row for tile in rows for row in tile) == [
+            (request, starts[request] + i) for request, (_, shape, _) in enumerate(requests) for i in range(len(shape))
+        ]
 
 
 def test_the_worked_example_of_paths() -> None:
@@ -154,9 +161,17 @@ def test_a_mask_to_add() -> None:
 
 
 def test_shapes_are_rounded_up() -> None:
-    assert shared_bucket(1, 1, 20, 0, 1024) == Bucket(0, 1, 1, 256, 0, 1)
-    assert shared_bucket(3, 5, 257, 0, 1024) == Bucket(0, 4, 8, 512, 0, 32)
-    assert shared_bucket(4, 8, 600, 15, 768) == Bucket(0, 4, 8, 768, 1, 32)
-    assert shared_bucket(1, 64, 600, 129, 1024) == Bucket(0, 1, 64, 1024, 4, 64)
-    assert lone_bucket(3, 77, 130, 0, 1) == Bucket(3, 1, 77, 192, 0, 1)
-    assert lone_bucket(3, 77, 128, 77, 0) == Bucket(3, 1, 77, 128, 2, 0)
+    assert Bucket.recorded(1, 1, 1, 20, 0) == Bucket(1, 1, 1, 256, 0, 1)
+    assert Bucket.recorded(3, 5, 9, 257, 0) == Bucket(4, 8, 16, 512, 0, 16)
+    assert Bucket.recorded(4, 8, 32, 600, 15) == Bucket(4, 8, 32, 1024, 1, 32)
+    assert Bucket.recorded(1, 64, 64, 600, 129) == Bucket(1, 64, 64, 1024, 4, 64)
+    assert Bucket.exact(1, 77, 77, 130, 0, wanted=1) == Bucket(1, 77, 77, 192, 0, 1)
+    assert Bucket.exact(2, 77, 99, 128, 77, wanted=0) == Bucket(2, 77, 99, 128, 2, 0)
+
+
+def test_sizes_of_tiles() -> None:
+    assert [Bucket(1, tokens, tokens, 256, 0, 1).tile for tokens in (1, 2, 4, 5, 16, 17, 64, 65)] == [
+        1, 4, 4, 16, 16, 64, 64, 64,
+    ]  # fmt: skip
+    assert Bucket(8, 4, 20, 256, 0, 20).tiles == 8
+    assert Bucket(33, 2000, 2032, 4096, 0, 33).tiles == 33 + 31

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.backends import HostRecorder, graph_backend
 from support.tiny_models import FAMILIES, VOCAB, stock
-from truedraft.cache import RequestCache
-from truedraft.cache.arena import ArenaSlot
+from truedraft.cache import PageTable, RequestCache
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import Full, Window
 from truedraft.models.backends.graphs import GraphBackend
-from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
 from truedraft.models.backends.graphs.replay import Layers, Outputs, Recording, Runner
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -67,7 +67,7 @@ def test_a_bucket_is_recorded_when_it_comes_back_and_replayed_from_then_on() -> 
         cache.commit((0,))
         assert len(fixture.recorder.made) == recordings, steps
     assert fixture.recorder.made[0].replays == 3
-    assert fixture.runner.buckets == [Bucket(0, 1, 1, 256, 0, 1)]
+    assert fixture.runner.buckets == [Bucket(1, 1, 1, 256, 0, 1)]
 
 
 def test_a_forward_that_shows_layers_is_recorded_apart() -> None:
@@ -77,7 +77,7 @@ def test_a_forward_that_shows_layers_is_recorded_apart() -> None:
         output = fixture.model.forward_showing([fixture.chain(cache, 1)], layers)
         cache.commit((0,))
         assert (len(output.layers), len(fixture.recorder.made)) == (len(layers), recordings)
-    assert fixture.runner.buckets == 3 * [Bucket(0, 1, 1, 256, 0, 1)]
+    assert fixture.runner.buckets == 3 * [Bucket(1, 1, 1, 256, 0, 1)]
 
 
 def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
@@ -96,29 +96,28 @@ def test_shapes_share_recordings_as_far_as_they_are_padded_alike() -> None:
         model.forward([fixture.chain(first, 2), tree(second)])
         model.forward([tree(first), fixture.chain(second, 5)])
     assert set(fixture.runner.buckets) == {
-        Bucket(0, 1, 4, 256, 0, 4),
-        Bucket(0, 1, 8, 256, 1, 8),
-        Bucket(0, 2, 8, 256, 1, 16),
+        Bucket(1, 4, 4, 256, 0, 4),
+        Bucket(1, 8, 8, 256, 1, 8),
+        Bucket(2, 8, 16, 256, 1, 16),
     }
     assert [recording.replays for recording in fixture.recorder.made] == [3, 3, 1]
 
 
 def test_requests_that_are_over_take_no_part() -> None:
-    """What is left moves to the lowest slots, so the last request of a batch is alone in its bucket."""
+    """The last request of a batch is alone in its bucket."""
     fixture = Fixture()
     caches = [fixture.filled(4) for _ in range(4)]
     for cache in caches[:3]:
         fixture.model.release_cache(cache)
     for _ in range(2):
         fixture.model.forward([fixture.chain(caches[3], 2)])
-    assert fixture.runner.buckets[-1] == Bucket(0, 1, 2, 256, 0, 2)
-    assert caches[3].storage.slot == 0
+    assert fixture.runner.buckets[-1] == Bucket(1, 2, 2, 256, 0, 2)
 
 
 def test_replays_compute_from_new_numbers() -> None:
     """Recorded and plain forwards answer alike at every step; what was returned is not overwritten."""
     recorded, plain = Fixture(), Fixture()
-    plain.runner._recorder = None
+    plain.runner._recordings._recorder = None
     kept: list[tuple[Tensor, Tensor]] = []
     caches = {fixture: fixture.filled(6) for fixture in (recorded, plain)}
     for step in range(12):
@@ -141,13 +140,13 @@ def test_addresses_stay_between_replays() -> None:
     seen: list[set[int]] = []
     forward = backend._decoder.forward
 
-    def watched(inputs: Inputs, arena: object, layers: Layers) -> Outputs:
+    def watched(inputs: Inputs, pages: object, layers: Layers) -> Outputs:
         pointers = {each.data_ptr() for each in numbers_of(inputs)}
-        pointers |= {rows.data_ptr() for call in range(2) for rows in backend.arena.rows(call)}
-        pointers.add(backend._decoder._rotary.table.data_ptr())
+        pointers |= {rows.data_ptr() for call in range(2) for rows in backend.pages.rows(call)}
+        pointers.add(backend._decoder.rotary.table.data_ptr())
         pointers |= {layer.qkv.weight.data_ptr() for layer in backend._decoder._layers}
         seen.append(pointers)
-        return forward(inputs, backend.arena)
+        return forward(inputs, backend.pages)
 
     backend._decoder.forward = watched  # type: ignore[method-assign]
     fixture.model.forward([fixture.chain(cache, 4)])
@@ -163,30 +162,32 @@ def test_addresses_stay_between_replays() -> None:
 
 
 def numbers_of(inputs: Inputs) -> Iterator[Tensor]:
-    for name in ("tokens", "source", "positions", "target", "wanted", "length", "until", "path", "first"):
-        yield getattr(inputs.numbers, name)
+    for field in fields(inputs.numbers):
+        yield getattr(inputs.numbers, field.name)
 
 
-def test_when_the_arena_moves_all_recordings_are_void() -> None:
+def test_when_the_pages_move_all_recordings_are_void() -> None:
     fixture = Fixture()
     cache = fixture.filled(9)
     for _ in range(2):
         fixture.model.forward([fixture.chain(cache, 1)])
     assert len(fixture.runner.buckets) == 1
-    second = fixture.model.new_cache()
-    fixture.model.forward([fixture.chain(second, 2)])
+    kept = [fixture.filled(64) for _ in range(15)]
+    assert fixture.recorder.forgotten == 0
+    kept.append(fixture.filled(64))
     assert fixture.recorder.forgotten == 1
     assert fixture.runner.buckets == []
+    made = len(fixture.recorder.made)
     for _ in range(2):
         fixture.model.forward([fixture.chain(cache, 1)])
-    assert len(fixture.recorder.made) == 2
+    assert len(fixture.recorder.made) == made + 1
     assert len(fixture.runner.buckets) == 1
 
 
 def test_of_too_many_recordings_the_one_unused_longest_goes() -> None:
     fixture = Fixture()
     cache = fixture.filled(9)
-    fixture.runner._most = 2
+    fixture.runner._recordings._most = 2
     for count in (1, 1, 2, 2, 1, 4, 4):
         fixture.model.forward([fixture.chain(cache, count)])
     assert [bucket.tokens for bucket in fixture.runner.buckets] == [1, 4]
@@ -234,12 +235,12 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def placed(*segments: Segment) -> list[PlacedSegment]:
+def placed(*segments: Segment) -> list[PagedSegment]:
     parts = []
     for segment in segments:
         segment.cache.reserve(len(segment.shape), segment.written)
-        assert isinstance(segment.cache.storage, ArenaSlot)
-        parts.append(PlacedSegment(segment, segment.cache.storage.place))
+        assert isinstance(segment.cache.storage, PageTable)
+        parts.append(PagedSegment(segment, segment.cache.storage))
     return parts
 
 
@@ -253,12 +254,12 @@ def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str
     short, long = fixture.filled(2), fixture.filled(60)
     operations = []
     for first, second in ((short, long), (long, short)):
-        parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 1 + len(operations)))
-        batch = ArenaBatch.shared(parts, backend.arena.capacity, backend._decoder.patterns)
+        parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 3 + len(operations)))
+        batch = PagedBatch.recorded(parts, backend._decoder.patterns)
         inputs = backend._inputs(batch.bucket)
         inputs.load(batch)
         with Watch() as watch:
-            backend._decoder.forward(inputs, backend.arena)
+            backend._decoder.forward(inputs, backend.pages)
         operations.append(watch.operations)
     assert len(operations[0]) > 20
     assert operations[0] == operations[1]
@@ -275,9 +276,8 @@ def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
     backend = fixture.backends[0]
     caches = [fixture.filled(count) for count in (2, 12)]
     texts = [fixture.drawn(7) for _ in caches]
-    batch = ArenaBatch.shared(
+    batch = PagedBatch.recorded(
         placed(*(Segment(cache, text, TREE, range(7)) for cache, text in zip(caches, texts, strict=True))),
-        backend.arena.capacity,
         backend._decoder.patterns,
     )
     inputs = backend._inputs(batch.bucket)

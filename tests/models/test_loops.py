@@ -1,6 +1,6 @@
 """The loops over fused layers give what the model's own modules give, up to rounding, in every shape of forward.
 
-There are three: the fused one, the native one where a compiler is at hand, and the one over an arena, recorded as on a
+There are three: the fused one, the native one where a compiler is at hand, and the one over pages, recorded as on a
 GPU.
 """
 

@@ -39,7 +39,7 @@ class OnTheHost:
 
     def __init__(self, forward: Callable[[], Outputs]) -> None:
         self._forward = forward
-        self.outputs = tuple(torch.full_like(each, torch.nan) for each in forward())
+        self.outputs = tuple(torch.full_like(each, torch.nan if each.is_floating_point() else -1) for each in forward())
         self.replays = 0
         self.recording = Recording(self.outputs, self.replay)
 

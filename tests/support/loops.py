@@ -99,7 +99,7 @@ def weights(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def run_forwards(model: HuggingFaceModel, layers: Sequence[int] = ()) -> tuple[Tensor, ...]:
-    """All rows of prefills, chains and trees, mixed and alone, by levels; slots that move; a arena that grows.
+    """All rows of prefills, chains and trees, mixed and alone, by levels; pages that change hands and become more.
 
     Returns:
         Logits `[rows, vocab]`, vectors before the head and what some layers give, `[rows, width]`; float64, on the CPU.
@@ -137,7 +137,7 @@ def run_forwards(model: HuggingFaceModel, layers: Sequence[int] = ()) -> tuple[T
     forward(tree(second, rows=(1, 6)), chain(first, 2))  # another order, few rows
     second.commit(())
     second.rollback(40)
-    model.release_cache(first)  # the last of the slots moves
+    model.release_cache(first)  # its pages are free
     forward(chain(second, 3), tree(third, LARGE_TREE, range(0, 71, 7)))
     third.commit((0, 1, 3, 5))
     second.commit((0, 1, 2))
@@ -145,7 +145,7 @@ def run_forwards(model: HuggingFaceModel, layers: Sequence[int] = ()) -> tuple[T
     forward(chain(fourth, 30), chain(third, 1), chain(fifth, 2))
     for cache, count in ((fourth, 30), (third, 1), (fifth, 2)):
         cache.commit(range(count))
-    forward(Segment(fourth, drawn(230), chain_shape(230), ()))  # nothing wanted; capacity grows
+    forward(Segment(fourth, drawn(230), chain_shape(230), ()))  # nothing wanted
     fourth.commit(range(230))
     forward(tree(fourth), tree(second), chain(fifth, 1))
     for cache in (second, third, fourth, fifth):

@@ -14,6 +14,7 @@ does not depend on whether its neighbours in the forward lie before or behind th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,34 @@ def key_span(positions: int) -> int:
     if _ONE_BLOCK < positions <= _FIRST_IN_BLOCKS:
         return _FIRST_IN_BLOCKS
     return -(-positions // _STEP) * _STEP
+
+
+class Keeper(Protocol):
+    """Who keeps keys and values for requests to come."""
+
+    def forget_oldest(self) -> bool:
+        """Give back what was not used for longest; whether there was anything."""
+
+
+class Entries:
+    """Keys and values of neighbouring tokens of one request, for every attention call.
+
+    Args:
+        calls: keys and values `[kv_heads, tokens, width]` of each.
+
+    Attributes:
+        calls: as given.
+        number: by which other processes know those of their own heads, where several run one model.
+    """
+
+    def __init__(self, calls: list[tuple[Tensor, Tensor]]) -> None:
+        self.calls = calls
+        self.number = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.calls)
 
 
 class Buffers:
@@ -195,3 +224,17 @@ class Buffers:
     def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
         """Views `[kv_heads, length, width]` of the first keys and values of an attention call."""
         return self._keys[call][:, :, :length].transpose(1, 2), self._values[call][:, :length]
+
+    def part(self, first: int, end: int, lasting: bool) -> Entries:
+        """See `RequestCache.part`."""
+        entries = [self.entry(call, end) for call in range(self.calls)]
+        calls = [(keys[:, first:], values[:, first:]) for keys, values in entries]
+        return Entries([(keys.clone(), values.clone()) for keys, values in calls] if lasting else calls)
+
+    def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
+        """Write parts behind position `start`; see `RequestCache.extend`."""
+        self.reserve(start, start + sum(end - first for _, first, end in parts), limit)
+        pieces = [[(k[:, first:end], v[:, first:end]) for k, v in part.calls] for part, first, end in parts]
+        for call, pairs in enumerate(zip(*pieces, strict=True)):  # none where no layer is attention
+            keys, values = zip(*pairs, strict=True)
+            self.write(call, *((keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))))

@@ -11,15 +11,17 @@ their tokens share while they run, and only with the same ones: their scope hold
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from truedraft.cache.buffers import Entries
 from truedraft.cache.carried import StateRow, bytes_of
 from truedraft.cache.family import BLOCK
-from truedraft.cache.request import Entries, RequestCache
+from truedraft.cache.request import RequestCache
 
 FEW = 16
 """So many tokens are computed again, which is as fast as copying them."""
@@ -57,6 +59,7 @@ class _Block:
         entries: their keys and values.
         states: of layers that carry them, behind its last token; None where that is no edge, or no layer does.
         following: by their tokens.
+        scope: of the texts, at their beginning.
     """
 
     before: _Block | None
@@ -64,6 +67,7 @@ class _Block:
     entries: Entries
     states: Mapping[int, StateRow] | None = None
     following: dict[tuple[int, ...], _Block] = field(default_factory=dict)
+    scope: Hashable = None
 
     @property
     def n_bytes(self) -> int:
@@ -95,6 +99,7 @@ class PrefixCache:
         # From least to most recently used. A block is used with all before it and becomes older than these, so that
         # the first one has none behind it.
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._lock = threading.RLock()  # another engine of this model may ask for pages that are kept here
 
     def join(
         self,
@@ -157,6 +162,10 @@ class PrefixCache:
         """
         if not self.shares:
             return 0
+        with self._lock:
+            return self._fill(number, least)
+
+    def _fill(self, number: int, least: int) -> int:
         own = self._members[number]
         before, last, family = own.cache.length, own.last, own.cache.family
         least = max(before + FEW, least)
@@ -212,13 +221,18 @@ class PrefixCache:
     @torch.inference_mode()
     def keep(self, number: int) -> None:
         """Keep the whole blocks of what a request's cache holds, for requests to come."""
+        with self._lock:
+            self._keep(number)
+        self.trim(self.most_bytes)
+
+    def _keep(self, number: int) -> None:
         own = self._members.get(number)
         if own is None or self.most_bytes <= 0:
             return
         carried, length = own.cache.family.carried, own.cache.family.kept(own.cache.length)
         if length < BLOCK:
             return
-        block = self._roots.setdefault(own.scope, _Block(None, (), Entries([])))
+        block = self._roots.setdefault(own.scope, _Block(None, (), Entries([]), scope=own.scope))
         path: list[_Block] = []
         for first in range(0, length - BLOCK + 1, BLOCK):
             tokens = tuple(own.tokens[first : first + BLOCK])
@@ -234,19 +248,26 @@ class PrefixCache:
             block = following
             path.append(block)
         self._use(path)
-        self.trim(self.most_bytes)
 
     def trim(self, most_bytes: int) -> None:
         """Forget blocks until the others take no more than so many bytes."""
-        emptied = False
-        while self._blocks and self.n_bytes > most_bytes:
+        while self.n_bytes > most_bytes and self.forget_oldest():
+            pass
+
+    def forget_oldest(self) -> bool:
+        """Forget the block that was not used for longest, unless somebody looks at what is kept; whether one was."""
+        if not self._blocks or not self._lock.acquire(blocking=False):
+            return False
+        try:
             _, block = self._blocks.popitem(last=False)
             self.n_bytes -= block.n_bytes
             if block.before is not None:
                 del block.before.following[block.tokens]
-                emptied |= block.before.before is None and not block.before.following
-        if emptied:
-            self._roots = {scope: root for scope, root in self._roots.items() if root.following}
+                if block.before.before is None and not block.before.following:
+                    del self._roots[block.before.scope]
+            return True
+        finally:
+            self._lock.release()
 
 
 def _parts(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Entries, int, int]]:

@@ -6,41 +6,20 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from torch import Tensor
 
-from truedraft.cache.buffers import Buffers, key_span
+from truedraft.cache.buffers import Buffers, Entries, Keeper, key_span
 from truedraft.cache.carried import MOST_EDGES
 from truedraft.cache.family import FamilyState
 from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
 
 if TYPE_CHECKING:
-    from truedraft.cache.arena import ArenaSlot
+    from truedraft.cache.pages import PageTable
 
-Storage: TypeAlias = "Buffers | ArenaSlot"
-"""Where keys and values lie; both know `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, entry`."""
-
-
-class Entries:
-    """Keys and values of neighbouring tokens of one request, for every attention call.
-
-    Args:
-        calls: keys and values `[kv_heads, tokens, width]` of each.
-
-    Attributes:
-        calls: as given.
-        number: by which other processes know those of their own heads, where several run one model.
-    """
-
-    def __init__(self, calls: list[tuple[Tensor, Tensor]]) -> None:
-        self.calls = calls
-        self.number = 0
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.calls)
+Storage: TypeAlias = "Buffers | PageTable"
+"""Where keys and values lie; both know `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, entry, part,
+extend`."""
 
 
 class RequestCache:
@@ -164,8 +143,7 @@ class RequestCache:
             end: behind the last.
             lasting: whether they stay as they are; otherwise they are read before this cache is used again.
         """
-        calls = [(keys[:, first:end], values[:, first:end]) for keys, values in self.entries()]
-        return Entries([(keys.clone(), values.clone()) for keys, values in calls] if lasting else calls)
+        return self.storage.part(first, end, lasting)
 
     @in_inference_mode
     def extend(self, parts: Sequence[tuple[Entries, int, int]]) -> None:
@@ -174,13 +152,9 @@ class RequestCache:
         Args:
             parts: one behind another, and of each from which to which of its tokens.
         """
-        count = sum(end - first for _, first, end in parts)
-        self.reserve(count)
-        pieces = [[(k[:, first:end], v[:, first:end]) for k, v in part.calls] for part, first, end in parts]
-        for call, pairs in enumerate(zip(*pieces, strict=True)):  # none where no layer is attention
-            keys, values = zip(*pairs, strict=True)
-            self.write(call, *((keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))))
-        self.commit(range(count))
+        self.storage.extend(self.length, parts, self.limit)
+        self.uncommitted = sum(end - first for _, first, end in parts)
+        self.commit(range(self.uncommitted))
 
 
 class CachePool:
@@ -267,6 +241,35 @@ class CachePool:
         """Most bytes of a cache whose `limit` is so many tokens, where no others are."""
         return self.position_bytes * key_span(tokens) + self.state_bytes * self.states
 
-    def bytes_for(self, tokens: Sequence[int]) -> int:
-        """Most bytes of caches in use, given their limits in the order in which they are taken."""
-        return sum(map(self.bytes_alone, tokens))
+    def bytes_for(self, caches: Sequence[tuple[int, RequestCache | None]]) -> int:
+        """Most bytes of caches, given their limits, and those that are there already."""
+        return sum(self.bytes_alone(tokens) for tokens, _ in caches)
+
+    def reclaim_from(self, keeper: Keeper) -> None:
+        """Where caches lie in one block: when it is full, ask who keeps parts of it to forget some."""
+
+    def reserve(self, n_bytes: int, spare: int) -> None:
+        """Get memory for all caches from the system now, where they lie in one block; until `unreserve`.
+
+        Args:
+            n_bytes: for requests.
+            spare: tokens beside, for what is tried and measured while requests run.
+        """
+
+    def unreserve(self) -> None:
+        """Who called `reserve` needs them no more."""
+
+    @property
+    def most_bytes(self) -> int | None:
+        """That all caches together can take, where they lie in one block that does not grow."""
+        return None
+
+    @property
+    def held_bytes(self) -> int:
+        """Of requests, and kept of earlier ones, where caches lie in one block; what is shared counts once."""
+        return 0
+
+    @property
+    def lost(self) -> int:
+        """Pages that nobody has and nobody keeps, once all caches were given back: none, or a mistake of ours."""
+        return 0

@@ -26,7 +26,7 @@ _RUNS_OF_ONE_PROMPT = 3
 _EARLY = {"true": True, "false": False, "never": "never"}
 _TAKEN = ("max_tokens",)  # of the sampling options
 _LEFT_OUT = {
-    "stack": ("adapters", "rule", "controller", "plan", "max_cache_bytes"),
+    "stack": ("adapters", "rule", "controller", "plan", "max_cache_bytes", "gpu_memory_utilization"),
     "report": ("show_drafts", "explain"),
     "prompts": ("image",),
 }

@@ -93,7 +93,9 @@ UNTYPED = ("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowe
 class CertifyOptions:
     """Options of `truedraft certify stack`."""
 
-    stack: StackOptions = group("Model and drafter", without=("plan", "max_cache_bytes"), controller="in-turn")
+    stack: StackOptions = group(
+        "Model and drafter", without=("plan", "max_cache_bytes", "gpu_memory_utilization"), controller="in-turn"
+    )
     check: CheckOptions = group("Run")
     sampling: SamplingParams = group("Answer", without=UNTYPED, max_tokens=64, temperature=1.0)
     report: CertifyReport = group("Report")

@@ -17,7 +17,16 @@ from truedraft.options import NEEDED, MachineOptions, flag, group, option
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
-_OURS = ("adapters", "drafter", "drafters_dir", "rule", "controller", "plan", "max_cache_bytes")
+_OURS = (
+    "adapters",
+    "drafter",
+    "drafters_dir",
+    "rule",
+    "controller",
+    "plan",
+    "max_cache_bytes",
+    "gpu_memory_utilization",
+)
 # An engine is asked for answers of lengths of its own, and what it says of them is asked for where it can tell.
 _UNASKED = (*UNTYPED, "max_tokens", "logprobs", "logprobs_mode")
 

@@ -65,6 +65,11 @@ class StackOptions(ModelOptions):
     controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C")
     plan: Path | None = option(None, PLAN_HELP, "FILE")
     max_cache_bytes: str | None = option(None, CACHE_HELP, "SIZE", shown_default="no limit; serve: 3/4 of what is free")
+    gpu_memory_utilization: float = option(
+        0.9,
+        "On a GPU, without --max-cache-bytes: share of its memory that may be in use, weights included.",
+        "SHARE",
+    )
 
 
 @dataclass(frozen=True)
@@ -222,9 +227,11 @@ def load_engine(
         drafter = with_own_drafts(drafter) if own_drafts else drafter
         from truedraft.machine import free_memory
 
-        if most is None and cache_share is not None and (free := free_memory(target.device)) is not None:
+        on_gpu = target.device.type == "cuda"
+        if most is None and cache_share and not on_gpu and (free := free_memory(target.device)) is not None:
             most = max(int(cache_share * free), 1)
-        engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, **more)
+        share = stack.gpu_memory_utilization
+        engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, gpu_memory_utilization=share, **more)
         engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine

@@ -82,8 +82,13 @@ def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int
 
 def choices_by_definition(dist: Tensor, places: Sequence[Place], count: int = 1) -> Tensor:
     """The same for distributions `[rows, vocab]` on any device, from the noise of the whole vocabulary."""
+    return choices_by_noise(dist, _noise_of_rows(places, dist.shape[-1], dist.device), count)
+
+
+def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
+    """The same with Gumbel noise `[rows, vocab]`, float64."""
     vocab = dist.shape[-1]
-    scores = torch.log(dist.double()).add_(_noise_of_rows(places, vocab, dist.device))
+    scores = torch.log(dist.double()).add_(noise)
     best = scores.argmax(dim=-1, keepdim=True) if count == 1 else scores.topk(min(count, vocab), dim=-1).indices
     # A row with NaN has it among its best, and nothing is above it.
     some = scores.gather(-1, best) > -torch.inf

@@ -187,6 +187,15 @@ def _cells(context_length: int) -> list[_Cell]:
     return alone + [_Cell(count, 1, contexts[0]) for count in _REQUESTS]
 
 
+def most_held(model: LanguageModel) -> int:
+    """Tokens that are in caches of a model at the most while it is measured, with what forwards write behind them."""
+    held: dict[int, tuple[int, int]] = {}  # by context: most requests, and most rows of one
+    for cell in _cells(_room(model)):
+        requests, rows = held.get(cell.context, (0, 0))
+        held[cell.context] = max(requests, cell.requests), max(rows, cell.rows)
+    return sum(requests * (context + rows) for context, (requests, rows) in held.items())
+
+
 def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
     """Give a cache `context` tokens, each a copy of the first: what attention reads does not change its cost.
 
@@ -195,11 +204,11 @@ def _fill(model: LanguageModel, cache: RequestCache, context: int) -> None:
     model.forward([Segment(cache, torch.zeros(1, dtype=torch.int64, device=model.device), chain_shape(1), (0,))])
     cache.commit((0,))
     before = cache.length
+    first = [(keys[:, before - 1 : before], values[:, before - 1 : before]) for keys, values in cache.entries()]
     cache.reserve(context - 1)
+    for call, (key, value) in enumerate(first):
+        cache.write(call, key.expand(-1, context - 1, -1), value.expand(-1, context - 1, -1))
     cache.commit(range(context - 1))
-    for keys, values in cache.entries():
-        keys[:, before:] = keys[:, before - 1 : before]
-        values[:, before:] = values[:, before - 1 : before]
 
 
 def _forward_s(model: LanguageModel, caches: Sequence[RequestCache], rows: int, clock: Callable[[], float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.sibling_chains import SiblingChains
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import Choose, LanguageModel, Segment
 
 _PREFILL_TOKENS = 512
 
@@ -132,14 +133,48 @@ class DraftModel(Drafter):
         for builder in level:
             # A step that failed half-way may have left more in the cache than was committed.
             builder.cache.rollback(min(builder.cache.length, len(builder.request.tokens) - 1))
-        drafting = [builder.request for builder in level]
-        self._share(drafting)
-        logits = self._catch_up(drafting) if level else None
+        self._share([builder.request for builder in level])
+        if self.model.records_chains:
+            level = self._draft_chains(level)
+        logits = self._catch_up([builder.request for builder in level]) if level else None
         with judged_if_it_fails(builders):
             while logits is not None:
                 level = draw_level(level, logits)
                 logits = self._forward_level(level) if level else None
         return [builder.proposal() for builder in builders]
+
+    def _draft_chains(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
+        """Draft whole chains whose lengths nothing decides, each in one recording; returns the builders of others."""
+        others: list[TreeBuilder] = []
+        alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
+        for builder in builders:
+            choose, numbers = builder.drawing.choose(builder.request.params), builder.chain_numbers()
+            if choose is None or numbers is None:
+                others.append(builder)
+            else:
+                alike.setdefault(choose, []).append((builder, numbers))
+        for choose, chains in alike.items():
+            self._draft_alike(choose, *zip(*chains, strict=True))
+        return others
+
+    def _draft_alike(
+        self, choose: Choose, builders: Sequence[TreeBuilder], numbers: Sequence[Sequence[Sequence[float]]]
+    ) -> None:
+        """Chains whose tokens are drawn in the same way; numbers `[kinds, depth]` of each."""
+        batch = [builder.request for builder in builders]
+        while any(self._missed(request) > FEW for request in batch):
+            self._read(batch, whole=False)
+        levels, device = max(builder.length for builder in builders), self.model.device
+        by_kind = [
+            transfers.upload(np.array([[*own, *own[-1:] * (levels - len(own))] for own in kind]), device)
+            for kind in zip(*numbers, strict=True)
+        ]
+        segments = self._segments(batch, whole=True)
+        tokens, probs = self.model.forward_chains(segments, levels, choose, by_kind)
+        for row, (builder, segment) in enumerate(zip(builders, segments, strict=True)):
+            segment.cache.commit(range(len(segment.shape)))
+            segment.cache.reserve(levels - 1)  # what was written behind it, for `observe` to keep
+            builder.take_chain(tokens[row], None if probs is None else probs[row])
 
     def _builder(self, request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
         cache, device = self.caches[request.id], self.model.device
@@ -184,6 +219,14 @@ class DraftModel(Drafter):
 
     def _read(self, batch: Sequence[DraftRequest], *, whole: bool) -> Tensor:
         """Feed one part of the committed tokens; logits at the last of each where they are read whole, else none."""
+        segments = self._segments(batch, whole=whole)
+        output = self.model.forward(segments)
+        for segment in segments:
+            segment.cache.commit(range(len(segment.shape)))
+        return output.logits
+
+    def _segments(self, batch: Sequence[DraftRequest], *, whole: bool) -> list[Segment]:
+        """One part of the committed tokens that were not read, up to the last one or without it."""
         segments = []
         for request in batch:
             cache = self.caches[request.id]
@@ -194,10 +237,7 @@ class DraftModel(Drafter):
                 prompt = len(ids) if len(ids) > FEW else 0  # a draft's bits may hang on anything
                 shape = chain_shape(len(ids))
                 segments.append(Segment(cache, torch.tensor(ids), shape, rows, prompt=prompt, inputs=inputs))
-        output = self.model.forward(segments)
-        for segment in segments:
-            segment.cache.commit(range(len(segment.shape)))
-        return output.logits
+        return segments
 
     def _forward_level(self, builders: Sequence[TreeBuilder]) -> Tensor:
         """Feed the nodes that were drawn last; logits `[nodes, vocab]`."""

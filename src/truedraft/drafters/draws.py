@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.coupled import coupled_choices
-from truedraft.core.noise import Noise, Purpose
+from truedraft.core.coupled import choices_by_noise, coupled_choices
+from truedraft.core.noise import Noise, Purpose, gumbel_key, gumbel_of, signed
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import draw, most_likely, probs_from_logits
 from truedraft.core.proposal import DrawKind
+from truedraft.models.base import Choose
 
 Child: TypeAlias = tuple[int, float]
 """A drawn token, and the draft's probability of it (1 where nobody asked)."""
@@ -85,11 +86,27 @@ class Drawing(ABC):
             `[nodes, vocab]` they were drawn from (None: one-hot ones), not finite where the logits are broken.
         """
 
+    def choose(self, params: SamplingParams) -> Choose | None:
+        """How one token is drawn in a chain that is drafted at once, see `LanguageModel.forward_chains`; None where
+        these options let none be."""
+        return None
+
+    def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]] | None:
+        """What `choose` is given beside the logits, for each depth of the chain of one request.
+
+        Returns:
+            Numbers `[kinds, depth]`; None where the noise is not that of a key.
+        """
+        return []
+
 
 class TopTokens(Drawing):
     """The likeliest tokens, as deterministic candidates: what a greedy request needs."""
 
     kind = DrawKind.DETERMINISTIC
+
+    def choose(self, params: SamplingParams) -> Choose:
+        return _likeliest_token
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         width = max(node.width for node in nodes)
@@ -104,6 +121,13 @@ class SampledTokens(Drawing):
 
     def __init__(self, kind: DrawKind) -> None:
         self.kind = kind
+
+    def choose(self, params: SamplingParams) -> Choose | None:
+        return _drawn_token if _is_plain(params) else None
+
+    def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]]:
+        uniforms = [noise.uniform(Purpose.DRAFT, level, level) for level in range(depth)]
+        return [[params.temperature] * depth, uniforms]
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         probs = left = probs_from_logits(logits, params)  # [nodes, vocab]
@@ -131,10 +155,67 @@ class CoupledTokens(Drawing):
     kind = DrawKind.COUPLED
     by_ids = True
 
+    def choose(self, params: SamplingParams) -> Choose | None:
+        return _coupled_token if _is_plain(params) else None
+
+    def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]] | None:
+        keys = [gumbel_key(noise, level) for level in range(depth)]
+        known = [signed(key) for key in keys if key is not None]
+        return [[params.temperature] * depth, known] if len(known) == depth else None
+
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         probs = probs_from_logits(logits, params)  # [nodes, vocab]
         width = min(max(node.width for node in nodes), probs.shape[-1])
         return coupled_choices([probs], [(node.noise, node.depth) for node in nodes], width), probs
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether a distribution hangs on the temperature alone, which may be a number on the device."""
+    return not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0
+
+
+def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    """The distributions that `probs_from_logits` gives at a temperature of each row, `[rows]`, float64."""
+    logits = logits.float()
+    temperature = temperature.clamp_min(torch.finfo(logits.dtype).tiny).to(logits.dtype)
+    return torch.softmax((logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]), dim=-1)
+
+
+def existing(tokens: Tensor, probs: Tensor | None, vocab: int) -> tuple[Tensor, Tensor | None]:
+    """Tokens `[nodes]` that are fed on unread, `vocab` where the logits have no mass or are broken and none was drawn.
+
+    The host does not know it: token 0 stands in, drawn from the distribution that is one-hot there, so a rule judges it
+    as rightly as any other.
+
+    Args:
+        tokens: of each node.
+        probs: `[nodes, vocab]` that they were drawn from, changed in place; None: one-hot distributions.
+        vocab: size of the vocabulary.
+    """
+    broken = tokens == vocab
+    if probs is not None:
+        probs.masked_fill_(broken[:, None], 0.0)[:, :1].masked_fill_(broken[:, None], 1.0)
+    return tokens.masked_fill(broken, 0), probs
+
+
+def _likeliest_token(logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `TopTokens` draws one."""
+    best = logits.argmax(dim=-1)
+    none = logits.gather(-1, best[:, None])[:, 0] == -torch.inf
+    return existing(best.masked_fill(none, logits.shape[-1]), None, logits.shape[-1])
+
+
+def _drawn_token(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `SampledTokens` draws one."""
+    probs = _tempered(logits, temperature)
+    return existing(draw(probs, uniform), probs, logits.shape[-1])
+
+
+def _coupled_token(logits: Tensor, temperature: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `CoupledTokens` draws one."""
+    probs = _tempered(logits, temperature)
+    noise = gumbel_of(key[:, None], torch.arange(logits.shape[-1], device=logits.device))
+    return existing(choices_by_noise(probs, noise)[:, 0], probs, logits.shape[-1])
 
 
 TOP_TOKENS = TopTokens()

@@ -16,9 +16,9 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Draw, Proposal
 from truedraft.core.rank_tree import RankPath, RankTree
-from truedraft.core.tree import TokenTree, path_to, shape_of
+from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import CutShortError, DraftRequest
-from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, fetch_children
+from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, existing, fetch_children
 from truedraft.models.base import Segment
 
 
@@ -78,6 +78,7 @@ class TreeBuilder:
         self._open = [-1]  # nodes whose children are drawn next; -1 is the root
         self._fed = 0
         self._behind = behind
+        self._whole: Proposal | None = None
 
     @property
     def grows(self) -> bool:
@@ -174,8 +175,34 @@ class TreeBuilder:
         parents = (*range(-1, behind - 1), *(behind + parent for parent in self._parents))
         return Segment(self.cache, self._ids(written), shape_of(parents), rows, behind + written)
 
+    def chain_numbers(self) -> Sequence[Sequence[float]] | None:
+        """What draws its tokens, where the whole chain may be drafted at once; None where that is not so."""
+        if not self.on_device or self.request.shaping is not None or self.drawing.choose(self.request.params) is None:
+            return None
+        return self.drawing.chain_numbers(self.request.params, self._noise, self.length)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a path at the most."""
+        return min(self.budget.depth, self.budget.nodes, len(self._branching))
+
+    def take_chain(self, tokens: Tensor, probs: Tensor | None) -> None:
+        """All of a chain that was drafted at once, at least as long as its budget.
+
+        Args:
+            tokens: `[levels]`, on the device.
+            probs: `[levels, vocab]` that they were drawn from; None: one-hot distributions.
+        """
+        depth, kind = self.length, self.drawing.kind
+        draws = [(Draw(node, -1 if probs is None else node, kind),) for node in range(depth)]
+        tree = TokenTree(tokens[:depth], chain_shape(depth))
+        self._whole = Proposal(tree, (*draws, ()), None if probs is None else probs[:depth], ())
+        self._open = []
+
     def proposal(self) -> Proposal:
         """What was drawn."""
+        if self._whole is not None:
+            return self._whole
         if not self._tokens:
             return Proposal.empty()
         tree = TokenTree(self._ids(0), shape_of(tuple(self._parents)))
@@ -284,18 +311,11 @@ def _draw_alike(
 
 
 def _unread_children(tokens: Tensor, probs: Tensor | None, vocab: int) -> list[list[tuple[Tensor, float]]]:
-    """The one child of each node, `[1]` on the device.
-
-    Where the logits have no mass or are broken nothing was drawn, and the host does not know it: token 0 stands in,
-    drawn from the distribution that is one-hot there, so a rule judges it as rightly as any other.
+    """The one child of each node, `[1]` on the device; see `existing`.
 
     Args:
         tokens: `[nodes, 1]` from `Drawing.draw`.
         probs: `[nodes, vocab]` that they were drawn from, changed in place; None: one-hot distributions.
         vocab: size of the vocabulary.
     """
-    broken = tokens == vocab  # [nodes, 1]
-    if probs is not None:
-        probs.masked_fill_(broken, 0.0)[:, :1].masked_fill_(broken, 1.0)
-    tokens = tokens.masked_fill(broken, 0)
-    return [[(token, 1.0)] for token in tokens[:, 0].split(1)]
+    return [[(token, 1.0)] for token in existing(tokens[:, 0], probs, vocab)[0].split(1)]

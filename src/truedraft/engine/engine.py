@@ -28,7 +28,7 @@ from truedraft.engine.drafting import Drafting
 from truedraft.engine.failures import Failures, told
 from truedraft.engine.learner import EngineLearner
 from truedraft.engine.loop import Loop, Turns
-from truedraft.engine.memory import CacheMemory
+from truedraft.engine.memory import GPU_MEMORY_UTILIZATION, CacheMemory
 from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
 from truedraft.engine.ready import make_ready
 from truedraft.engine.request import Request
@@ -61,8 +61,11 @@ class Engine:
         prefix_cache_bytes: keys and values of what requests began with, kept for requests that begin alike; None keeps
             none but lets those that run share what they begin with, 0 lets nobody share.
         max_cache_bytes: that keys and values of target and drafters may take, and what else drafters hold for requests;
-            None is no limit. Where they are short drafters give theirs back, and requests wait; one that runs may have
-            to wait again, and goes on exactly where it was.
+            None is no limit, on a GPU that of `gpu_memory_utilization`. Where they are short drafters give theirs
+            back, and requests wait; one that runs may have to wait again, and goes on exactly where it was.
+        gpu_memory_utilization: where `max_cache_bytes` is None, and the target is on a GPU: share of all its memory
+            that may be in use, weights, others' use and 1.5 GiB of workspace included. What it leaves is reserved for
+            keys and values at once, up to what `max_batch` whole contexts need.
         coupled_rule: how greedy and seeded requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
         entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
@@ -102,6 +105,7 @@ class Engine:
         *,
         max_batch: int = 32,
         max_cache_bytes: int | None = None,
+        gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
         prefix_cache_bytes: int | None = None,
         coupled_rule: Rule | None = None,
         entropy: int | None = None,
@@ -130,7 +134,10 @@ class Engine:
         if learner is not None:
             self.drafter, watcher = learner.begin(self)
         self._sharing = PrefixSharing(self.target, self.drafter.members, prefix_cache_bytes)
-        self._memory = CacheMemory(self.target, self.drafter.members, max_cache_bytes, self._sharing.stores)
+        members, stores = self.drafter.members, self._sharing.stores
+        self._memory = CacheMemory(
+            self.target, members, max_cache_bytes, stores, gpu_memory_utilization, requests=max_batch
+        )
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.preemptions = 0
         self._failures = Failures()
@@ -656,6 +663,8 @@ class Engine:
         for request in [request for request in self._open.values() if request.finish_reason is not None]:
             self._close(request)
         lost = [f"request {number} is neither over nor running" for number in self._open]
+        if pages := self._memory.lost_pages:
+            lost.append(f"{pages} pages of keys and values are held for no request")
         if lost:
             self._failures.log("the check of an idle engine", CacheError(f"{'; '.join(lost)}; please report it"))
         return lost

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.cache import CachePool, PrefixCache
+from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.core.tree import chain_shape
+from truedraft.costs.measuring import most_held
 from truedraft.drafters.base import Drafter
 from truedraft.engine.request import Request
-from truedraft.errors import PromptError
+from truedraft.errors import OptionError, PromptError
+from truedraft.machine import gpu_memory, in_bytes
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.mapped import return_freed_memory
 from truedraft.options import check_whole
@@ -32,6 +34,41 @@ _AHEAD = 256
 """Tokens that a request is granted beyond those that it has."""
 _NEAR = 64
 """So many tokens before the end of what it was granted it is granted more, so that drafts are not cut short."""
+
+
+GPU_MEMORY_UTILIZATION = 0.9
+"""Share of a GPU's memory that may be in use."""
+_WORKSPACE = 3 << 29
+"""Bytes of a GPU for what forwards compute on the way, and for recordings of them."""
+
+
+def gpu_cache_bytes(device: torch.device, utilization: float, reserved: int = 0) -> int | None:
+    """What keys and values may take of a GPU's memory; None on a processor.
+
+    A share of all its memory, less what is in use now, by weights and by others, and 1.5 GiB for what forwards compute.
+
+    Args:
+        device: of the target, which is loaded.
+        utilization: the share, by vLLM's name and meaning `gpu_memory_utilization`.
+        reserved: bytes that are in use now for keys and values of these models.
+
+    Raises:
+        OptionError: it is no number above 0 and up to 1, or leaves nothing.
+    """
+    if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0.0 < utilization <= 1.0:
+        raise OptionError(f"must be above 0 and at most 1, got {utilization!r}", field="gpu_memory_utilization")
+    memory = gpu_memory(device)
+    if memory is None:
+        return None
+    used, total = memory
+    left = int(utilization * total) - (used - reserved) - _WORKSPACE
+    if left <= 0:
+        raise OptionError(
+            f"{utilization:g} of the GPU's {in_bytes(total)} leaves nothing for keys and values: {in_bytes(used)} are "
+            f"in use, and {in_bytes(_WORKSPACE)} are for what forwards compute; free some, or set max_cache_bytes",
+            field="gpu_memory_utilization",
+        )
+    return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +95,16 @@ class CacheMemory:
     Args:
         target: what is drafted for.
         members: the drafters, by name.
-        limit: bytes; None is no limit.
+        limit: bytes; None is no limit, on a GPU what `utilization` leaves.
         prefixes: what is kept of earlier requests, of target and drafters.
+        utilization: share of a GPU's memory that may be in use, by whoever; see `gpu_cache_bytes`.
+        requests: most that run at once; None is any number.
 
     Raises:
-        OptionError: the limit is no whole number of 1 or more.
+        OptionError: the limit is no whole number of 1 or more, or the share leaves nothing.
     """
+
+    _distinct_pools: Sequence[CachePool] = ()
 
     def __init__(
         self,
@@ -71,23 +112,56 @@ class CacheMemory:
         members: Mapping[str, Drafter],
         limit: int | None,
         prefixes: Sequence[PrefixCache] = (),
+        utilization: float = GPU_MEMORY_UTILIZATION,
+        requests: int | None = None,
     ) -> None:
         self.limit = None if limit is None else check_whole("max_cache_bytes", limit, least=1)
         self._target = target
         self._members = members
-        self._prefixes = prefixes
         self._reserved = 0  # for running requests and what drafters hold for them
         self._changed = False  # since memory was shared out
         drafts = [own.model for each in members.values() for own in each.held.models]
         models = [target, *drafts]
         self._pools = {id(model): _pool_of(model) for model in models}  # several models may share one
-        self._distinct_pools = list({id(pool): pool for pool in self._pools.values()}.values())
+        distinct = list({id(pool): pool for pool in self._pools.values()}.values())
+        if self.limit is None:
+            self.limit = gpu_cache_bytes(target.device, utilization, sum(each.most_bytes or 0 for each in distinct))
+        self._stores = prefixes
         if self.limit is not None:
             drafted = sum(each.limits.nodes for each in members.values())
+            self._longest = max(model.context_length for model in models) + drafted + _AHEAD
             for model in models:
                 pool = self._pools[id(model)]
                 _use_a_cache(model, pool)
                 pool.expect(1 + drafted)  # tokens that a step adds at most
+            self._reserve(distinct, requests, max(map(most_held, models)))
+        self._distinct_pools = distinct
+        # What is kept in a block that does not grow is given back where a request needs it, and needs no care here.
+        self._prefixes = [
+            store for store, model in zip(prefixes, models, strict=False) if self._pools[id(model)].most_bytes is None
+        ]
+
+    def _reserve(self, pools: Sequence[CachePool], requests: int | None, spare: int) -> None:
+        """Get the memory of caches that lie in one block now: each model a share by what a token takes in its caches.
+
+        All that is read is in the caches of target and drafts alike, so all are full together. More than all requests
+        with whole contexts and all that is kept of earlier ones come to is not needed.
+        """
+        assert self.limit is not None
+        of_all = max(sum(pool.position_bytes for pool in pools), 1)
+        kept = sum(store.most_bytes for store in self._stores)
+        for pool in pools:
+            share = self.limit * pool.position_bytes // of_all
+            most = share if requests is None else requests * pool.bytes_alone(self._longest) + kept
+            pool.reserve(min(share, most), spare)
+
+    def __del__(self) -> None:
+        """The engine is gone: what it kept and reserved is given back, whatever becomes of the models."""
+        if self.limit is not None and self._distinct_pools:
+            for store in self._stores:
+                store.trim(0)
+            for pool in self._distinct_pools:
+                pool.unreserve()
 
     def refuse(self, request: Request) -> None:
         """Refuse a request that could never run, even alone and undrafted.
@@ -98,17 +172,19 @@ class CacheMemory:
         if self.limit is None:
             return
         request.granted = _grant(request)
-        needed = self._pools[id(self._target)].bytes_alone(request.most_tokens)
-        if needed > self.limit:
+        pool = self._pools[id(self._target)]
+        needed, most = pool.bytes_alone(request.most_tokens), pool.most_bytes
+        most = self.limit if most is None else min(most, self.limit)
+        if needed > most:
             answer = request.most_tokens - request.prompt_tokens
             raise PromptError(
                 f"{request.prompt_tokens} tokens of prompt and up to {answer} of answer need {needed:,} bytes of cache "
-                f"and max_cache_bytes is {self.limit:,}; ask for fewer max_tokens, shorten the prompt, or allow more"
+                f"and max_cache_bytes is {most:,}; ask for fewer max_tokens, shorten the prompt, or allow more"
             )
 
     def fits(self, running: Sequence[Request], request: Request) -> bool:
         """Whether a request may join those that run: its cache of the target fits, if drafters hold nothing."""
-        return self.limit is None or not running or self._bytes([*running, request], ()) <= self.limit
+        return self.limit is None or not running or self._has_room([*running, request], ())
 
     def grow(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Grant more to requests that come to the end of what they were granted.
@@ -128,7 +204,7 @@ class CacheMemory:
             request.granted = _grant(request)
         self._changed = True
         stay, out = list(running), []
-        while len(stay) > 1 and self._bytes(stay, ()) > self.limit:
+        while len(stay) > 1 and not self._has_room(stay, ()):
             out.append(stay.pop())
         return [each for each in near if each in stay], out
 
@@ -166,12 +242,12 @@ class CacheMemory:
         wanted = self._wanted(running)
         held = [each for each in wanted if each.request not in new and each.is_held]
         before, taken = set(held), []
-        while held and self._bytes(running, held) > self.limit:
+        while held and not self._has_room(running, held):
             taken.append(held.pop())  # what costs most, of the request that came last
         for each in wanted:
             if each not in before and each.drafter not in each.request.excluded:
                 share = 1.0 if each.request in new else RESUMES_AT
-                if self._bytes(running, [*held, each]) <= share * self.limit:
+                if self._has_room(running, [*held, each], share):
                     held.append(each)
                 else:
                     each.request.no_room.add(each.drafter)
@@ -190,16 +266,29 @@ class CacheMemory:
 
     def _bytes(self, requests: Sequence[Request], held: Iterable[Holding]) -> int:
         """The most that requests and what is held for them come to."""
-        tokens: dict[int, list[int]] = {id(pool): [] for pool in self._pools.values()}
-        target = tokens[id(self._pools[id(self._target)])]
-        target.extend(request.granted for request in requests)
+        return sum(self._bytes_by_pool(requests, held).values())
+
+    def _has_room(self, requests: Sequence[Request], held: Iterable[Holding], share: float = 1.0) -> bool:
+        """Whether so much fits into a share of the memory, and into that of each pool."""
+        assert self.limit is not None
+        found = self._bytes_by_pool(requests, held)
+        most = [(found[id(pool)], pool.most_bytes) for pool in self._distinct_pools]
+        return sum(found.values()) <= share * self.limit and all(
+            limit is None or n_bytes <= share * limit for n_bytes, limit in most
+        )
+
+    def _bytes_by_pool(self, requests: Sequence[Request], held: Iterable[Holding]) -> dict[int, int]:
+        """The same by pool, and by 0 what else is held."""
+        caches: dict[int, list[tuple[int, RequestCache | None]]] = {id(pool): [] for pool in self._distinct_pools}
+        target = caches[id(self._pools[id(self._target)])]
+        target.extend((request.granted, request.cache) for request in requests)
         beside = 0
         for each in held:
-            drafter = self._members[each.drafter]
-            beside += drafter.held.request_bytes + drafter.held.token_bytes * each.request.granted
+            drafter, request = self._members[each.drafter], each.request
+            beside += drafter.held.request_bytes + drafter.held.token_bytes * request.granted
             for own in drafter.held.models:
-                tokens[id(self._pools[id(own.model)])].append(own.most(each.request.granted))
-        return beside + sum(pool.bytes_for(tokens[id(pool)]) for pool in self._distinct_pools)
+                caches[id(self._pools[id(own.model)])].append((own.most(request.granted), own.caches.get(request.id)))
+        return {0: beside} | {id(pool): pool.bytes_for(caches[id(pool)]) for pool in self._distinct_pools}
 
     def bound(self, request: Request) -> None:
         """Keep the caches of a request to what was reserved for them; they are empty."""
@@ -251,7 +340,9 @@ class CacheMemory:
         whole = self._target.context_length
         if self.limit is None:
             return requests * whole
-        return self.limit * whole // max(self._pools[id(self._target)].bytes_alone(whole), 1)
+        pool = self._pools[id(self._target)]
+        most = self.limit if pool.most_bytes is None else min(pool.most_bytes, self.limit)
+        return most * whole // max(pool.bytes_alone(whole), 1)
 
     def share_taken(self, running: Sequence[Request], requests: int) -> float:
         """Of that room, what requests that run were granted, or without a limit have; what can be had back is free."""
@@ -263,7 +354,13 @@ class CacheMemory:
         """Bytes that are allocated now: for running requests, by drafters, and kept."""
         caches = [request.cache for request in running]  # who asks may do so while a step runs
         own = sum(cache.n_bytes for cache in caches if cache is not None)
+        own = self._pools[id(self._target)].held_bytes or own
         return own + sum(drafter.held.n_bytes for drafter in self._members.values()) + self.kept_bytes
+
+    @property
+    def lost_pages(self) -> int:
+        """Pages that nobody holds for a request or keeps, where none runs: none, or a mistake of ours."""
+        return sum(pool.lost for pool in self._distinct_pools)
 
 
 def _grant(request: Request) -> int:

@@ -34,15 +34,17 @@ class PrefixSharing:
         most = None if most_bytes is None else check_whole("prefix_cache_bytes", most_bytes, least=0)
         self._own = PrefixCache()
         self._placeholders = target.placeholders
-        weights = [(self._own, 1.0)]
+        weights = [(self._own, target, 1.0)]
         for each in members.values():
             for own in each.held.models:
                 share = own.model.weight_bytes / max(target.weight_bytes, 1)
-                weights.append((own.prefixes, max(share, _LEAST_SHARE)))
-        for store, share in weights:
-            store.most_bytes = int((most or 0) * share / sum(weight for _, weight in weights))
+                weights.append((own.prefixes, own.model, max(share, _LEAST_SHARE)))
+        for store, model, share in weights:
+            store.most_bytes = int((most or 0) * share / sum(weight for *_, weight in weights))
             store.shares = most != 0
-        self.stores = [store for store, _ in weights]
+            if model.pool is not None:
+                model.pool.reclaim_from(store)
+        self.stores = [store for store, *_ in weights]
         # Who wants to see the rows of all tokens of a prompt has to see them computed.
         if any(each.features is not None and each.features.of_prompts for each in members.values()):
             self._own.shares = False

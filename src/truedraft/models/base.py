@@ -22,6 +22,10 @@ from truedraft.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from truedraft.models.lm_head import LmHead
 
+Choose: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+"""Chooses a token of each row from logits `[rows, vocab]` and some numbers `[rows]`: ids `[rows]`, and distributions
+`[rows, vocab]` that they were drawn from, if any. It waits for nothing, and its ids exist whatever the logits are."""
+
 HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
 """For vectors `[rows, head_width]`, so many heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
 
@@ -118,6 +122,7 @@ class LanguageModel(Reader, ABC):
         failure: why it cannot run, in a sentence, where its weights are made late and could not be, or a process that
             runs a part of it has ended; None while it can.
         warmups: forwards so far that took longer than others of their shape will, as those that record a CUDA graph.
+        records_chains: whether `forward_chains` can be asked.
     """
 
     device: torch.device
@@ -135,6 +140,7 @@ class LanguageModel(Reader, ABC):
     pool: CachePool | None = None
     failure: str | None = None
     warmups: int = 0
+    records_chains: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -214,6 +220,27 @@ class LanguageModel(Reader, ABC):
             UnsupportedModelError: the model shows none.
         """
         raise UnsupportedModelError(f"{self.name} shows no vectors of single layers; load it with fast_paths=False")
+
+    def forward_chains(
+        self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Several forwards in one: behind each segment a chain of tokens is chosen, each by what is there before it.
+
+        All tokens but the last of each chain are written behind the segment's, as further uncommitted ones.
+
+        Args:
+            segments: chains, one for each request, with logits wanted at the last token.
+            levels: tokens to choose behind each.
+            choose: a function of its arguments alone, at the top of a module: recordings are told apart by it.
+            numbers: `[requests, levels]` each, which it is given beside the logits.
+
+        Returns:
+            Ids `[requests, levels]`, and the distributions `[requests, levels, vocab]`; both on the device.
+
+        Raises:
+            UnsupportedModelError: the model records no chains.
+        """
+        raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 
     def quantized(self, bits: int) -> LanguageModel:
         """This model with linear weights of so many bits, to draft for itself.

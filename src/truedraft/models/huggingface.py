@@ -22,7 +22,7 @@ from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import ForwardOutput, HeadRun, LanguageModel, Segment
+from truedraft.models.base import Choose, ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.multimodal import placeholders_of, senses_of
 from truedraft.models.packed_linear import PackedLinear
@@ -208,6 +208,17 @@ class HuggingFaceModel(LanguageModel):
     @torch.inference_mode()
     def forward_showing(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
         return self._forward(segments, layers)
+
+    @property
+    def records_chains(self) -> bool:  # type: ignore[override]
+        return self._backend.records_chains
+
+    @in_inference_mode
+    def forward_chains(
+        self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        with self._lock:
+            return self._backend.forward_chains(segments, levels, choose, numbers, self.vocab_size)
 
     def _on_torch_threads(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
         with torch_on_all_threads():

@@ -41,7 +41,7 @@ def test_replayed_chains_are_what_the_page_says(name: str) -> None:
 @pytest.mark.parametrize("options", [{"nodes": 9}, {"branching": (3, 2, 1)}], ids=["likeliest", "branching"])
 @pytest.mark.parametrize("name", ["as published", "fewer ids", "EAGLE-3.1"])
 def test_replayed_trees_are_those_of_its_modules(name: str, options: dict[str, Any]) -> None:
-    """Also of several requests at once, which come and go, so that slots move."""
+    """Also of several requests at once, which come and go, so that pages change hands."""
     prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=40)
     seen = {}
     for kind in (Direct, Replayed):

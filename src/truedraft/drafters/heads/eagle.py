@@ -91,9 +91,9 @@ class Eagle3Runner:
         config = self._head.config
         return GraphPairs(
             self._read,
-            lambda positions: self._table.reach(positions - 1 + config.rope_start),
+            self._table,
+            config.rope_start,
             (1 + config.more_layers, config.kv_heads, config.head),
-            config.heads // config.kv_heads,
             (config.width, config.merged * config.width),
             self._head.norm.weight,
             config.most_positions,

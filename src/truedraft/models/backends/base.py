@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from truedraft.cache import CachePool
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.base import ForwardOutput, HeadRun, Segment
+from truedraft.models.base import Choose, ForwardOutput, HeadRun, Segment
 from truedraft.models.packing import ForwardPlan
 
 
@@ -38,6 +38,7 @@ class Backend(ABC):
         failure: why it runs no more, in a sentence; None while it does.
         rows_vary: whether a row's last bits may hang on the tokens behind it, whatever a few small forwards show.
         warmups: forwards so far that took longer than others of their shape will.
+        records_chains: whether `forward_chains` can be asked.
     """
 
     fast_paths: tuple[str, ...]
@@ -53,6 +54,7 @@ class Backend(ABC):
     failure: str | None = None
     rows_vary: bool = False
     warmups: int = 0
+    records_chains: bool = False
 
     def new_pool(self, limit: int) -> CachePool:
         """Where the model's requests get their caches; called once.
@@ -105,6 +107,16 @@ class Backend(ABC):
         parts = zip(*((each.logits, each.hidden, *each.layers) for each in outputs), strict=True)
         logits, hidden, *shown = map(in_order, parts)
         return ForwardOutput(logits, hidden, tuple(shown))
+
+    def forward_chains(
+        self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `LanguageModel.forward_chains`; logits are cut to `vocab` ids.
+
+        Raises:
+            UnsupportedModelError: this backend records no chains.
+        """
+        raise UnsupportedModelError("this forward records no chains")
 
     @abstractmethod
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:

@@ -1,46 +1,50 @@
 """Forwards of Llama-like decoders as CUDA graphs, recorded once for each bucket of shapes and replayed.
 
 The backend says which requests run together; `batch` rounds their shape up to a bucket and carries the few numbers of
-a forward to addresses that stay; `Decoder` is the forward, a function of those addresses alone; `replay` runs it as
-it is, or records and replays it.
+a forward to addresses that stay; `Decoder` is the forward, a function of those addresses alone; `attention` is its part
+that reads pages; `replay` runs it as it is, or records and replays it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, scaled_dot_product_attention
+from torch.nn.functional import embedding, linear
 
-from truedraft.cache import CachePool
-from truedraft.cache.arena import Arena, ArenaPool, ArenaSlot
+from truedraft.cache import CachePool, PagePool, Pages, PageTable
+from truedraft.core.tree import chain_shape
 from truedraft.errors import CacheError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
-from truedraft.models.backends.graphs.batch import ArenaBatch, Bucket, Inputs, PlacedSegment, additive_mask, visible
-from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
-from truedraft.models.base import ForwardOutput, Segment
-from truedraft.models.llama import Linears, Llama
+from truedraft.models.backends.graphs.attention import gathered_attention
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
+from truedraft.models.base import Choose, ForwardOutput, Segment
+from truedraft.models.llama import Linears, Llama, RotaryTable
 from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan
 
-_MOST_SHARED_TOKENS = 64
+_MOST_RECORDED_TOKENS = 64
+"""New tokens of one request, beyond which a forward is not recorded: it is a part of a prompt, bound by arithmetic."""
+_MOST_RECORDED_ROWS = 1024
+"""Of one recording; a batch with more runs in parts."""
 
 
 class GraphBackend(Backend):
     """Runs Llama-like decoders on a GPU: a step's forward is one replay of a CUDA graph.
 
-    Segments of up to 64 tokens run together, padded to a bucket. Longer ones, which are parts of prompts, are bound
-    by arithmetic, so each runs by itself, unpadded and unrecorded, by the same function. A forward copies one block
-    of numbers and the tokens to the device, and waits for nothing.
+    Segments of up to 64 tokens run together, packed and padded to a bucket. Longer ones, which are parts of prompts,
+    run unpadded and unrecorded, by the same function. A forward copies one block of numbers and the tokens to the
+    device, and waits for nothing.
 
     Rows of one bucket run through the same kernels. Rows of different buckets may differ by rounding, so tokens with
     and without speculation may differ where two logits nearly tie; a report prints such places. A key that is NaN or
-    infinite makes every row of its own request NaN in that forward, not only its descendants: kernels multiply what is
-    masked with 0. Later forwards do not see it once it was rolled back.
+    infinite may make every row of its own request NaN in that forward, not only its descendants. Later forwards do not
+    see it once it was rolled back.
 
     Args:
         llama: one that `fits`. Its model stays usable, as views of weights that were merged; none is there twice.
@@ -52,17 +56,19 @@ class GraphBackend(Backend):
         self._decoder = Decoder(llama)
         if recorder is None and self._device.type == "cuda":
             recorder = CudaGraphs(self._device)
+        self._pages = Pages(*self._decoder.page_shape, self._dtype, self._device)
         self._runner = Runner(self._forward, self._inputs, recorder)
-        self._placed = self._over(0)  # without a slot, until a pool is asked for
+        self._paged = PagedForward(self._pages, self._runner, self._decoder.patterns, self._decoder.rotary)
         self.least_rows = 1
         self.shown_layers = len(llama.layers)
-        self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "one arena of keys")
+        self.records_chains = recorder is not None
+        self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "pages of keys")
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
 
     @staticmethod
     def fits(llama: Llama) -> bool:
-        """Whether a decoder's layers are of one shape, so that they share an arena, and rotate whole heads alike."""
+        """Whether a decoder's layers are of one shape, so that they share pages, and rotate whole heads alike."""
         heads = {(layer.head, layer.heads, layer.kv_heads) for layer in llama.layers}
         one_rotation = len(llama.rotaries) == 1 and llama.rotaries[0].width == llama.layers[0].head
         return llama.is_dense and len(heads) == 1 and one_rotation and llama.scale == 1.0
@@ -72,21 +78,23 @@ class GraphBackend(Backend):
         return self._runner.warmups
 
     @property
-    def arena(self) -> Arena:
+    def pages(self) -> Pages:
         """Where keys and values of all requests lie."""
-        return self._placed.arena
-
-    def _over(self, limit: int) -> ArenaForward:
-        arena = Arena(*self._decoder.arena_shape, self._dtype, self._device, limit)
-        return ArenaForward(arena, self._runner, self._decoder.patterns, self._decoder.reach)
+        return self._pages
 
     def new_pool(self, limit: int) -> CachePool:
-        self._placed = self._over(limit)
-        return ArenaPool(self._placed.arena, limit)
+        return PagePool(self._pages, limit)
 
     def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
-        logits, hidden, *shown = self._placed.run(segments, tuple(layers))
+        logits, hidden, *shown = self._paged.run(segments, tuple(layers))
         return ForwardOutput(logits, hidden, tuple(shown))
+
+    def forward_chains(
+        self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
+    ) -> tuple[Tensor, Tensor | None]:
+        chains = Chains(self._decoder, self._pages, self._inputs, choose, vocab)
+        ids, *probs = self._paged.run_chains(segments, levels, chains, numbers)
+        return ids, probs[0] if probs else None
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         """Run a plan that was made elsewhere, of which only the segments are used."""
@@ -97,27 +105,34 @@ class GraphBackend(Backend):
         return self._decoder.unembed(vectors)
 
     def _inputs(self, bucket: Bucket) -> Inputs:
-        return Inputs(bucket, len(self._decoder.patterns), self._placed.arena.nowhere, self._device)
+        return Inputs(bucket, len(self._decoder.patterns), self._device)
 
     def _forward(self, inputs: Inputs, layers: Layers) -> Outputs:
-        return self._decoder.forward(inputs, self._placed.arena, layers)
+        return self._decoder.forward(inputs, self._pages, layers)
 
 
-class ArenaForward:
-    """Forwards of segments whose caches lie in an arena: those of up to 64 tokens together, longer ones each alone.
+class PagedForward:
+    """Forwards of segments whose caches lie in pages: those of up to 64 tokens together, longer ones each alone.
 
     Args:
-        arena: of the caches.
+        pages: of the caches.
         runner: runs what was laid out.
         patterns: different reaches of attention.
-        reach: is told how many positions there may be.
+        rotary: table of positions, which grows when texts do.
+        start: added to all positions.
     """
 
     def __init__(
-        self, arena: Arena, runner: Runner, patterns: Sequence[AttentionPattern], reach: Callable[[int], None]
+        self,
+        pages: Pages,
+        runner: Runner,
+        patterns: Sequence[AttentionPattern],
+        rotary: RotaryTable,
+        start: int = 0,
     ) -> None:
-        self.arena = arena
-        self._runner, self._patterns, self._reach = runner, patterns, reach
+        self.pages = pages
+        self._runner, self._patterns = runner, patterns
+        self._rotary, self._start = rotary, start
 
     def run(self, segments: Sequence[Segment], layers: Layers = (), vectors: Tensor | None = None) -> Outputs:
         """Rows of all segments, in their order.
@@ -128,50 +143,138 @@ class ArenaForward:
             vectors: `[total, width]` that stand beside the tokens, where any do.
 
         Raises:
-            CacheError: a cache is not of this arena.
+            CacheError: a cache is not in these pages, or there are none left.
         """
-        for segment in segments:
-            segment.cache.reserve(len(segment.shape), segment.written)
-        arena = self.arena
-        with arena.lock:
-            arena.close_gaps()
-            self._reach(arena.capacity)
-            beside = (
-                [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
-            )
-            placed = [
-                PlacedSegment(segment, self._slot_of(segment), own)
-                for segment, own in zip(segments, beside, strict=True)
-            ]
-            for part in placed:
-                arena.clean(part.slot, part.end)
-            return self._run(placed, layers)
+        beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
+        with self.pages.lock:
+            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
+            for segment in segments:
+                segment.cache.reserve(len(segment.shape), segment.written)
+            self._rotary.reach(max(part.end for part in parts) - 1 + self._start)
+            groups = _groups([part.count for part in parts])
+            outputs = [self._run([parts[number] for number in group], layers) for group in groups]
+        if len(groups) == 1:
+            return outputs[0]
+        rows: dict[int, Outputs] = {}  # by segment
+        for group, output in zip(groups, outputs, strict=True):
+            counts = [len(segments[number].rows) for number in group]
+            rows.update(zip(group, zip(*(each.split(counts) for each in output), strict=True), strict=True))
+        return tuple(torch.cat(each) for each in zip(*(rows[number] for number in range(len(parts))), strict=True))
 
-    def _run(self, placed: Sequence[PlacedSegment], layers: Layers) -> Outputs:
-        arena, patterns = self.arena, self._patterns
-        short = [part for part in placed if part.count <= _MOST_SHARED_TOKENS]
-        together = ArenaBatch.shared(short, arena.capacity, patterns) if short else None
-        outputs = () if together is None else self._runner.run(together, arena.generation, layers)
-        if len(short) == len(placed):
-            return outputs
-        rows: dict[int, Outputs] = {}  # by slot
-        for part in placed:
-            if part.count > _MOST_SHARED_TOKENS:
-                rows[part.slot] = self._runner.run_once(ArenaBatch.lone(part, arena.capacity, patterns), layers)
-        counts = [len(part.segment.rows) for part in short]
-        each = zip(*(output.split(counts) for output in outputs), strict=True)
-        rows.update(zip([part.slot for part in short], each, strict=True))
-        return tuple(torch.cat(parts) for parts in zip(*(rows[part.slot] for part in placed), strict=True))
+    def run_chains(
+        self, segments: Sequence[Segment], levels: int, chains: Chains, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        """Forwards behind each other, of which each chooses the tokens of the next; see `Chains`."""
+        with self.pages.lock:
+            following: list[list[Segment]] = [[] for _ in range(levels - 1)]
+            nothing = torch.empty(0, dtype=torch.int64)  # what is fed to these is chosen on the device
+            for segment in segments:
+                cache, count = segment.cache, len(segment.shape)
+                cache.reserve(count + levels - 1, segment.written)
+                for level, own in enumerate(following, count):
+                    own.append(Segment(cache, nothing, chain_shape(level + 1), (0,), written=level))
+            batches = []
+            for each in (list(segments), *following):
+                parts = [PagedSegment(segment, self._table_of(segment)) for segment in each]
+                batches.append(PagedBatch.recorded(parts, self._patterns))
+            self._rotary.reach(max(part.end for part in batches[-1].parts) - 1 + self._start)
+            addresses = self.pages.generation, self._rotary.table.data_ptr()
+            shape = batches[0].bucket, chains.shape(batches, numbers)
+            return self._runner.run_work(shape, chains.work(batches, numbers), addresses)
 
-    def _slot_of(self, segment: Segment) -> int:
-        slot = segment.cache.storage
-        if not isinstance(slot, ArenaSlot) or slot.arena is not self.arena:
+    def _run(self, parts: Sequence[PagedSegment], layers: Layers) -> Outputs:
+        if max(part.count for part in parts) > _MOST_RECORDED_TOKENS:
+            return self._runner.run_once(PagedBatch.exact(parts, self._patterns), layers)
+        addresses = self.pages.generation, self._rotary.table.data_ptr()
+        return self._runner.run(PagedBatch.recorded(parts, self._patterns), addresses, layers)
+
+    def _table_of(self, segment: Segment) -> PageTable:
+        table = segment.cache.storage
+        if not isinstance(table, PageTable) or table.pages is not self.pages:
             raise CacheError("this cache was made by another model; take one with this model's new_cache()")
-        return slot.place
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Forwards that are recorded together: tokens which one chooses are fed to the next on the device.
+
+    Attributes:
+        decoder: runs each.
+        pages: of the caches.
+        inputs: makes those of a bucket.
+        choose: chooses tokens.
+        vocab: ids that exist.
+    """
+
+    decoder: Decoder
+    pages: Pages
+    inputs: Callable[[Bucket], Inputs]
+    choose: Choose
+    vocab: int
+
+    def shape(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Hashable:
+        """What its operations depend on, beside the bucket of the first forward."""
+        return self.choose, tuple(batch.bucket for batch in batches[1:]), len(batches), len(numbers)
+
+    def work(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Work[tuple[list[Inputs], list[Tensor]]]:
+        """All forwards, of one row of each request from the second on.
+
+        Args:
+            batches: of each forward.
+            numbers: `[requests, levels]` each, of what is chosen.
+        """
+        requests = len(batches[0].parts)
+        rows = 1 << (requests - 1).bit_length()  # of each forward but the first, padding included
+
+        def make() -> tuple[list[Inputs], list[Tensor]]:
+            return [self.inputs(batch.bucket) for batch in batches], [
+                each.new_zeros(len(batches), rows) for each in numbers
+            ]
+
+        def load(held: tuple[list[Inputs], list[Tensor]]) -> None:
+            for inputs, batch in zip(held[0], batches, strict=True):
+                inputs.load(batch)
+            for memory, given in zip(held[1], numbers, strict=True):
+                memory[:, :requests].copy_(given.t())
+
+        def forward(held: tuple[list[Inputs], list[Tensor]]) -> Outputs:
+            chosen: list[Tensor] = []
+            drawn: list[Tensor] = []
+            for level, inputs in enumerate(held[0]):
+                if level:
+                    inputs.numbers.tokens.copy_(chosen[-1])
+                logits = self.decoder.forward(inputs, self.pages)[0][:rows, : self.vocab]
+                ids, probs = self.choose(logits, *(each[level] for each in held[1]))
+                chosen.append(ids)
+                drawn += [] if probs is None else [probs]
+            return torch.stack(chosen, 1), *([torch.stack(drawn, 1)] if drawn else [])
+
+        return Work(make, load, forward, requests)
+
+
+def _groups(counts: Sequence[int]) -> list[list[int]]:
+    """Which segments run together, by their new tokens: long ones each alone, of others no more than a recording holds.
+
+    >>> _groups([3, 300, 1]), _groups([64] * 17)[1]
+    ([[0, 2], [1]], [16])
+    """
+    groups: list[list[int]] = []
+    long = [[number] for number, count in enumerate(counts) if count > _MOST_RECORDED_TOKENS]
+    rows = 0
+    for number, count in enumerate(counts):
+        if count > _MOST_RECORDED_TOKENS:
+            continue
+        rows += count
+        if not groups or rows > _MOST_RECORDED_ROWS:
+            groups.append([])
+            rows = count
+        groups[-1].append(number)
+    return groups + long
 
 
 class Decoder:
-    """A loaded decoder over an arena, as a function of fixed addresses: nothing in it waits for the device.
+    """A loaded decoder over pages, as a function of fixed addresses: nothing in it waits for the device.
 
     Which operations run depends on the bucket alone, never on a number in it, so it can be recorded as a CUDA graph.
     Weights stay where they are, or move once into a common block of which the model's own layers become views.
@@ -181,30 +284,26 @@ class Decoder:
 
     Attributes:
         patterns: the different ones of its layers.
-        arena_shape: attention calls, key/value heads and width of a head, as an `Arena` wants them.
+        rotary: table of positions.
+        page_shape: attention calls, key/value heads and width of a head, as `Pages` want them.
     """
 
     def __init__(self, llama: Llama) -> None:
         self.patterns = llama.patterns
         self._embedding = llama.embedding
-        (self._rotary,) = llama.rotaries
+        (self.rotary,) = llama.rotaries
         self._layers = [layer.with_products(_Product.of) for layer in llama.layers]
         self._norm = llama.norm
         self._lm_head = _Product.of((llama.lm_head,))
         first = llama.layers[0]
-        self._group = first.heads // first.kv_heads
-        self.arena_shape = (len(llama.layers), first.kv_heads, first.head)
+        self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
 
-    def reach(self, positions: int) -> None:
-        """Make the table of positions hold so many; it moves when it grows."""
-        self._rotary.reach(positions - 1)
-
-    def forward(self, inputs: Inputs, arena: Arena, layers: Layers = ()) -> Outputs:
+    def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
         """One forward.
 
         Args:
             inputs: loaded.
-            arena: keys and values, with room for the new tokens, clean behind them.
+            pages: keys and values, with room for the new tokens.
             layers: whose output is shown.
 
         Returns:
@@ -212,15 +311,13 @@ class Decoder:
             gives, likewise; padding included.
         """
         numbers = inputs.numbers
-        x = embedding(numbers.tokens.index_select(0, numbers.source), self._embedding)  # [rows, width]
-        rotation = self._rotary.at(numbers.positions)
-        masks = {
-            pattern: additive_mask(visible(inputs, number), self._group, x.dtype)
-            for number, pattern in enumerate(self.patterns)
-        }
+        x = embedding(numbers.tokens, self._embedding)  # [rows, width]
+        rotation = self.rotary.at(numbers.positions)
+        attend = gathered_attention(inputs, pages, x.dtype)
         shown = {}
         for call, layer in enumerate(self._layers):
-            x = layer.run(x, rotation, partial(attend, arena, call, inputs, masks[layer.pattern], layer.scaling))
+            pattern = self.patterns.index(layer.pattern)
+            x = layer.run(x, rotation, partial(attend, call, pattern, layer.scaling))
             if call in layers:
                 shown[call] = x.index_select(0, numbers.wanted)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, numbers.wanted))
@@ -254,36 +351,3 @@ class _Product:
         """`residual`, to which the product was added in one kernel."""
         residual.addmm_(x, self.weight.t())
         return residual if self.bias is None else residual.add_(self.bias)
-
-
-def attend(
-    arena: Arena, call: int, inputs: Inputs, mask: Tensor, scaling: float, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
-    """Attention of all requests at once, over an arena that takes the new keys and values.
-
-    Query heads that share a key head are rows of one product: no kernel need know of groups, and keys are read once
-    for all of them.
-
-    Args:
-        arena: keys and values of all requests.
-        call: which attention call of the forward this is.
-        inputs: where the new tokens go.
-        mask: `[requests, 1, tokens * group, span]`, added to the scores.
-        scaling: factor on the products.
-        query: `[requests * tokens, heads, head]`.
-        key: `[requests * tokens, kv_heads, head]`.
-        value: likewise.
-
-    Returns:
-        `[requests * tokens, heads * head]`.
-    """
-    for rows, new in zip(arena.rows(call), (key, value), strict=True):
-        rows.index_copy_(0, inputs.numbers.target, new)
-    bucket = inputs.bucket
-    slots = slice(bucket.slot, bucket.slot + bucket.requests)
-    keys, values = (each[slots, : bucket.span].transpose(1, 2) for each in arena.entries(call))
-    requests, kv_heads, _, head = keys.shape
-    group = query.shape[1] // kv_heads
-    rows = query.view(requests, -1, kv_heads, group, head).transpose(1, 2).reshape(requests, kv_heads, -1, head)
-    mixed = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-    return mixed.reshape(requests, kv_heads, -1, group, head).transpose(1, 2).reshape(query.shape[0], -1)

@@ -1,8 +1,9 @@
-"""The inputs of a forward over the arena: its shape, and where each token is and what it sees.
+"""The inputs of a forward over pages: its shape, and where each token is and what it sees.
 
-A forward's shape is rounded up to a `Bucket`, so that few different ones occur and each need be recorded only once.
-`ArenaBatch` says where the tokens of its segments are and what they see, in a few numbers for each; `Inputs` carries
-these to addresses that stay; `visible` and `additive_mask` make the attention mask of them on the device.
+Tokens of all requests are packed one behind another, without padding between requests. The shape of short ones, which
+decode, is rounded up to a `Bucket`, so that few different ones occur and each need be recorded only once. `PagedBatch`
+says where the tokens of its segments are and what they see, in a few numbers for each; `Inputs` carries these to
+addresses that stay; `attention` reads them on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from truedraft.cache.arena import SPAN_STEP
+from truedraft.cache.pages import PAGE, PageTable, pages_for
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape
 from truedraft.models.attention import AttentionPattern
@@ -27,8 +28,11 @@ from truedraft.models.base import Segment
 
 WORD_BITS = 64
 """Nodes of a tree that one number tells about."""
+LEAST_SPAN = 256
+"""Positions of a request that recorded forwards look at."""
 
-_LONE_SPAN_STEP = 64  # attention kernels want masks whose rows start at multiples of 16 bytes
+_TILES = (1, 4, 16, 64)
+_SPAN_STEP = 64  # of what is not recorded; attention kernels want masks whose rows start at multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,47 +40,52 @@ class Bucket:
     """The shape of a forward. Forwards of equal buckets run the same kernels at the same addresses.
 
     Attributes:
-        slot: the arena's first slot that takes part.
-        requests: slots from there on that take part; some may have nothing to do.
-        tokens: new tokens of each request, padding included.
-        span: keys of each request that are looked at.
+        requests: that take part; some may have nothing to do.
+        tokens: most new tokens of a request.
+        rows: new tokens of all requests, padding included.
+        span: positions of each request that are looked at, a multiple of the size of a page.
         words: numbers of 64 bits that say which nodes of a tree a token sees; 0 where all are chains.
         wanted: rows that get logits, padding included.
     """
 
-    slot: int
     requests: int
     tokens: int
+    rows: int
     span: int
     words: int
     wanted: int
 
+    @classmethod
+    def recorded(cls, requests: int, tokens: int, rows: int, end: int, nodes: int) -> Bucket:
+        """Of requests that decode, every number a power of two.
+
+        Args:
+            requests: how many there are.
+            tokens: most new tokens of one.
+            rows: new tokens of all.
+            end: most tokens of one once the forward has run.
+            nodes: nodes of the largest tree, uncommitted ones of earlier forwards included; 0 where all are chains.
+        """
+        span, rows = max(_power(end), LEAST_SPAN), _power(rows)
+        words = _power(-(-nodes // WORD_BITS)) if nodes else 0
+        return cls(_power(requests), _power(tokens), rows, span, words, rows)
+
+    @classmethod
+    def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, wanted: int) -> Bucket:
+        """Nothing rounded but the span; arguments as above, and how many rows get logits."""
+        span = -(-end // _SPAN_STEP) * _SPAN_STEP
+        return cls(requests, tokens, rows, span, -(-nodes // WORD_BITS), wanted)
+
     @property
-    def rows(self) -> int:
-        """Tokens of the whole forward, padding included."""
-        return self.requests * self.tokens
+    def tile(self) -> int:
+        """Rows of one request that attention works on together."""
+        return next((size for size in _TILES if self.tokens <= size), _TILES[-1])
 
-
-def shared_bucket(slots: int, tokens: int, end: int, nodes: int, capacity: int) -> Bucket:
-    """The bucket of requests that run together, every number a power of two (the span: or all there is).
-
-    Args:
-        slots: the highest slot that takes part, plus 1.
-        tokens: most new tokens of a request.
-        end: most tokens of a request once the forward has run.
-        nodes: nodes of the largest tree, uncommitted ones of earlier forwards included; 0 where all are chains.
-        capacity: of a slot.
-    """
-    requests, tokens = _power(slots), _power(tokens)
-    span = min(capacity, _power(max(end, SPAN_STEP)))
-    words = _power(-(-nodes // WORD_BITS)) if nodes else 0
-    return Bucket(0, requests, tokens, span, words, requests * tokens)
-
-
-def lone_bucket(slot: int, tokens: int, end: int, nodes: int, wanted: int) -> Bucket:
-    """The bucket of one long request that runs by itself, nothing rounded but the span; arguments as above."""
-    span = -(-end // _LONE_SPAN_STEP) * _LONE_SPAN_STEP
-    return Bucket(slot, 1, tokens, span, -(-nodes // WORD_BITS), wanted)
+    @property
+    def tiles(self) -> int:
+        """Tiles that hold the rows, however they are shared out among the requests."""
+        most = -(-self.tokens // self.tile)
+        return min(self.requests * most, self.requests + self.rows // self.tile)
 
 
 def _power(number: int) -> int:
@@ -92,44 +101,53 @@ HostNumbers = NDArray[Any]
 class Numbers(Generic[Array]):
     """The numbers, all int64, on the host or on the device.
 
-    A row is a token of a request: row `request * tokens + i`. Rows without a token are padding; what they compute is
+    A row is a new token; rows of a request follow each other. Rows without a token are padding; what they compute is
     never looked at.
 
     Attributes:
-        tokens: `[rows]`: the pack of tokens, one request's behind another's; then numbers without meaning.
-        source: `[rows]`: where in the pack of tokens a row's token is.
-        positions: `[rows]`.
-        target: `[rows]`: the arena's row that takes the token's key and value.
+        tokens: `[rows]`.
+        positions: `[rows]`, by which heads are rotated.
+        target: `[rows]`: row of the pages that takes the token's key and value.
         wanted: `[wanted]`: rows that get logits.
         length: `[requests]`: committed tokens.
-        until: `[rows]`: the token sees its request's slots below this, and
-        path: `[patterns, rows, words]`: of the uncommitted nodes those whose bit is set here.
-        first: `[patterns, rows]`: of the slots below `until` only those from here on are in reach of a pattern.
+        end: `[requests]`: tokens once the forward has run.
+        until: `[rows]`: the token sees its request's key/value positions below this, and
+        path: `[patterns, rows, words]`: of the uncommitted nodes, which lie behind the committed tokens, those whose
+            bit is set here.
+        first: `[patterns, rows]`: of the positions below `until` only those from here on are in reach of a pattern.
+        table: `[requests, span / PAGE]`: pages of each request.
+        tiles: `[tiles, 3]`: of each its request, its first row, and its rows; 0 rows where it is padding.
+        source: `[requests, tokens]`: the row of a request's token number so-and-so; any where it has fewer.
+        place: `[rows]`: the reverse, among `requests * tokens`.
     """
 
     tokens: Array
-    source: Array
     positions: Array
     target: Array
     wanted: Array
     length: Array
+    end: Array
     until: Array
     path: Array
     first: Array
+    table: Array
+    tiles: Array
+    source: Array
+    place: Array
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedSegment:
-    """A segment, and the slot of its request.
+class PagedSegment:
+    """A segment, and the block table of its request.
 
     Attributes:
         segment: as given.
-        slot: of the arena.
+        table: of its cache.
         vectors: `[new, width]` that stand beside its tokens, where a forward reads any.
     """
 
     segment: Segment
-    slot: int
+    table: PageTable
     vectors: Tensor | None = None
 
     @property
@@ -154,38 +172,28 @@ class PlacedSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaBatch:
+class PagedBatch:
     """Segments that run together.
 
     Attributes:
         parts: the segments.
-        bucket: a shape that holds them.
-        capacity: of the arena's slots.
         patterns: different reaches of attention in the model.
+        bucket: a shape that holds them.
     """
 
-    parts: Sequence[PlacedSegment]
-    bucket: Bucket
-    capacity: int
+    parts: Sequence[PagedSegment]
     patterns: Sequence[AttentionPattern]
+    bucket: Bucket
 
     @classmethod
-    def shared(cls, parts: Sequence[PlacedSegment], capacity: int, patterns: Sequence[AttentionPattern]) -> ArenaBatch:
-        """Any segments, padded to each other."""
-        bucket = shared_bucket(
-            slots=max(part.slot for part in parts) + 1,
-            tokens=max(part.count for part in parts),
-            end=max(part.end for part in parts),
-            nodes=max(part.nodes for part in parts),
-            capacity=capacity,
-        )
-        return cls(parts, bucket, capacity, patterns)
+    def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
+        """In a bucket that many batches share."""
+        return cls(parts, patterns, Bucket.recorded(*_sizes(parts)))
 
     @classmethod
-    def lone(cls, part: PlacedSegment, capacity: int, patterns: Sequence[AttentionPattern]) -> ArenaBatch:
-        """One segment without padding."""
-        bucket = lone_bucket(part.slot, part.count, part.end, part.nodes, len(part.segment.rows))
-        return cls((part,), bucket, capacity, patterns)
+    def exact(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
+        """Without padding."""
+        return cls(parts, patterns, Bucket.exact(*_sizes(parts), wanted=sum(len(part.segment.rows) for part in parts)))
 
     @property
     def wanted(self) -> int:
@@ -198,33 +206,42 @@ class ArenaBatch:
 
     def write(self, numbers: Numbers[HostNumbers]) -> None:
         """Say where each token is and what it sees; see `Numbers`."""
-        packed = wanted = 0
-        for part in self.parts:
-            request = part.slot - self.bucket.slot
-            first_row = request * self.bucket.tokens
-            rows = slice(first_row, first_row + part.count)
-            asked = part.segment.rows
-            numbers.source[rows] = np.arange(packed, packed + part.count)
-            numbers.wanted[wanted : wanted + len(asked)] = [first_row + row for row in asked]
-            numbers.length[request] = part.length
+        row = wanted = tile = 0
+        for request, part in enumerate(self.parts):
+            rows, asked = slice(row, row + part.count), part.segment.rows
+            numbers.wanted[wanted : wanted + len(asked)] = [row + each for each in asked]
+            numbers.length[request], numbers.end[request] = part.length, part.end
+            pages = pages_for(part.end)
+            numbers.table[request, :pages] = part.table.table[:pages]
+            numbers.source[request, : part.count] = range(rows.start, rows.stop)
+            first = request * self.bucket.tokens
+            numbers.place[rows] = range(first, first + part.count)
+            for start in range(0, part.count, self.bucket.tile):
+                numbers.tiles[tile] = request, row + start, min(self.bucket.tile, part.count - start)
+                tile += 1
             self._write_rows(part, numbers, rows)
-            packed += part.count
-            wanted += len(asked)
+            row, wanted = rows.stop, wanted + len(asked)
 
-    def _write_rows(self, part: PlacedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
+    def _write_rows(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
         shape, written, length = part.segment.shape, part.segment.written, part.length
-        slots = np.arange(length + written, part.end)
+        places = np.arange(length + written, part.end)
         chain = shape.is_chain
-        positions = slots if chain else length - 1 + np.array(shape.depths[written:])
+        positions = places if chain else length - 1 + np.array(shape.depths[written:])
         numbers.positions[rows] = positions
-        numbers.target[rows] = part.slot * self.capacity + slots
-        numbers.until[rows] = slots + 1 if chain else length
+        numbers.target[rows] = part.table.rows(length + written, part.end)
+        numbers.until[rows] = places + 1 if chain else length
         for number, pattern in enumerate(self.patterns):
             first = [pattern.first(position) for position in positions.tolist()]
             numbers.first[number, rows] = first
             if not chain:
                 dropped = tuple(max(0, each - length) for each in first)
                 numbers.path[number, rows] = path_bits(shape, written, dropped, self.bucket.words)
+
+
+def _sizes(parts: Sequence[PagedSegment]) -> tuple[int, int, int, int, int]:
+    """Requests, most tokens, all tokens, furthest end, and most nodes, as a bucket is made of."""
+    counts = [part.count for part in parts]
+    return len(parts), max(counts), sum(counts), max(part.end for part in parts), max(part.nodes for part in parts)
 
 
 @lru_cache(maxsize=1024)
@@ -254,32 +271,28 @@ class Inputs:
     Args:
         bucket: the shape.
         patterns: different reaches of attention in the model.
-        nowhere: the arena's row for what is not wanted.
         device: of the model.
         vectors: for one row `[width]`, of what stands beside tokens; None where nothing does.
 
     Attributes:
         bucket: as given.
         numbers: on the device.
-        vectors: `[rows, width]`, packed as the tokens are; None where nothing stands beside these.
+        vectors: `[rows, width]`; None where nothing stands beside tokens.
     """
 
-    def __init__(
-        self, bucket: Bucket, patterns: int, nowhere: int, device: torch.device, vectors: Tensor | None = None
-    ) -> None:
+    def __init__(self, bucket: Bucket, patterns: int, device: torch.device, vectors: Tensor | None = None) -> None:
         self.bucket = bucket
         self._shapes = _shapes(bucket, patterns)
-        self._nowhere = nowhere
         self._flat = torch.zeros(sum(map(math.prod, self._shapes)), dtype=torch.int64, device=device)
         self.numbers: Numbers[Tensor] = _split(self._flat, self._shapes)
         self.vectors = None if vectors is None else vectors.new_zeros(bucket.rows, len(vectors))
 
-    def load(self, batch: ArenaBatch) -> None:
+    def load(self, batch: PagedBatch) -> None:
         """Fill in a batch of this bucket."""
-        # Page-locked, so that the copy is only queued; torch gives the block out again once it was read.
+        # Page-locked, so that the copy is only queued; torch gives the block out again once it was read. Rows of
+        # padding have the target 0, which lies in the scratch page.
         host = torch.zeros(self._flat.shape, dtype=torch.int64, pin_memory=self._flat.is_cuda)
         numbers: Numbers[HostNumbers] = _split(host.numpy(), self._shapes)
-        numbers.target.fill(self._nowhere)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)
         on_device: list[tuple[int, Tensor]] = []
@@ -300,17 +313,21 @@ class Inputs:
 
 def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
     """Shapes of the numbers, in the order of their names."""
-    rows = (bucket.rows,)
+    rows, requests = (bucket.rows,), (bucket.requests,)
     shapes = {
         "tokens": rows,
-        "source": rows,
         "positions": rows,
         "target": rows,
         "wanted": (bucket.wanted,),
-        "length": (bucket.requests,),
+        "length": requests,
+        "end": requests,
         "until": rows,
         "path": (patterns, bucket.rows, bucket.words),
         "first": (patterns, bucket.rows),
+        "table": (bucket.requests, bucket.span // PAGE),
+        "tiles": (bucket.tiles, 3),
+        "source": (bucket.requests, bucket.tokens),
+        "place": rows,
     }
     return [shapes[field.name] for field in fields(Numbers)]
 
@@ -324,38 +341,3 @@ def _split(flat: Any, shapes: list[tuple[int, ...]]) -> Numbers[Any]:
         parts.append(flat[start:end].reshape(shape))
         start = end
     return Numbers(*parts)
-
-
-def visible(inputs: Inputs, pattern: int) -> Tensor:
-    """Which keys each token sees under a pattern: bool `[requests, tokens, span]`, by slots of its request.
-
-    In a chain these are the slots below the token's own, from the first in reach on. In a tree slots are not
-    positions, so the host says by bits which uncommitted nodes are on the token's path and in reach.
-    """
-    bucket, numbers = inputs.bucket, inputs.numbers
-    shape = (bucket.requests, bucket.tokens, 1)
-    slot = torch.arange(bucket.span, device=numbers.source.device)
-    seen = (slot >= numbers.first[pattern].view(shape)) & (slot < numbers.until.view(shape))
-    if not bucket.words:
-        return seen
-    node = (slot - numbers.length[:, None])[:, None]  # [requests, 1, span]
-    word = (node // WORD_BITS).clamp(0, bucket.words - 1)
-    path = numbers.path[pattern].view(bucket.requests, bucket.tokens, bucket.words)
-    bit = path.gather(-1, word.expand(-1, bucket.tokens, -1)) >> node.remainder(WORD_BITS) & 1
-    return seen | ((bit == 1) & (node >= 0) & (node < WORD_BITS * bucket.words))
-
-
-def additive_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores, 0 where a key is seen and -inf elsewhere.
-
-    Args:
-        seen: bool `[requests, tokens, span]`.
-        group: query heads that share a key head; they are rows of one product.
-        dtype: of the scores' operands.
-
-    Returns:
-        `[requests, 1, tokens * group, span]`.
-    """
-    requests, tokens, span = seen.shape
-    hidden = ~seen[:, :, None].expand(-1, -1, group, -1).reshape(requests, 1, tokens * group, span)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -9,12 +9,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from truedraft.cache.arena import Arena, ArenaPool
+from truedraft.cache import PagePool, Pages
 from truedraft.models.attention import AttentionPattern, Full
-from truedraft.models.backends.graphs.backend import ArenaForward, attend
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, additive_mask, visible
+from truedraft.models.backends.graphs.attention import gathered_attention
+from truedraft.models.backends.graphs.backend import PagedForward
+from truedraft.models.backends.graphs.batch import Bucket, Inputs
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
 from truedraft.models.base import Segment
+from truedraft.models.llama import RotaryTable
 
 _PATTERNS: tuple[AttentionPattern, ...] = (Full(),)
 
@@ -36,13 +38,13 @@ class ReadPairs(Protocol):
 
 
 class GraphPairs:
-    """Runs a head over an arena of its own, recorded once for each bucket of shapes, as `GraphBackend` runs targets.
+    """Runs a head over pages of its own, recorded once for each bucket of shapes, as `GraphBackend` runs targets.
 
     Args:
         read: the head.
-        reach: is told how many positions there may be.
+        rotary: its table of positions, which grows when texts do.
+        start: added to all positions.
         sizes: attention calls, key/value heads, and width of a head.
-        group: query heads that share a key head.
         widths: of the vectors that it gave, and of the target's, side by side.
         like: a tensor of its dtype on its device.
         limit: tokens of one request.
@@ -55,17 +57,17 @@ class GraphPairs:
     def __init__(
         self,
         read: ReadPairs,
-        reach: Callable[[int], None],
+        rotary: RotaryTable,
+        start: int,
         sizes: tuple[int, int, int],
-        group: int,
         widths: tuple[int, int],
         like: Tensor,
         limit: int,
         recorder: Recorder | None = None,
     ) -> None:
-        self._read, self._group, self._scaling = read, group, sizes[2] ** -0.5
-        self._arena = Arena(*sizes, like.dtype, like.device, limit)
-        self.pool = ArenaPool(self._arena, limit)
+        self._read, self._scaling = read, sizes[2] ** -0.5
+        self._pages = Pages(*sizes, like.dtype, like.device)
+        self.pool = PagePool(self._pages, limit)
         self._runners = [
             Runner(
                 partial(self._forward, observed),
@@ -74,7 +76,7 @@ class GraphPairs:
             )
             for observed, width in zip((False, True), widths, strict=True)
         ]
-        self._forwards = [ArenaForward(self._arena, runner, _PATTERNS, reach) for runner in self._runners]
+        self._forwards = [PagedForward(self._pages, each, _PATTERNS, rotary, start) for each in self._runners]
 
     @property
     def warmups(self) -> int:
@@ -87,16 +89,15 @@ class GraphPairs:
         return given, logits
 
     def _inputs(self, one: Tensor, bucket: Bucket) -> Inputs:
-        return Inputs(bucket, len(_PATTERNS), self._arena.nowhere, one.device, one)
+        return Inputs(bucket, len(_PATTERNS), one.device, one)
 
     def _forward(self, observed: bool, inputs: Inputs, layers: Layers) -> Outputs:
         numbers = inputs.numbers
         assert inputs.vectors is not None
-        mask = additive_mask(visible(inputs, 0), self._group, inputs.vectors.dtype)
+        attend = gathered_attention(inputs, self._pages, inputs.vectors.dtype)
         calls = itertools.count()
 
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(self._arena, next(calls), inputs, mask, self._scaling, query, key, value)
+            return attend(next(calls), 0, self._scaling, query, key, value)
 
-        tokens, vectors = (each.index_select(0, numbers.source) for each in (numbers.tokens, inputs.vectors))
-        return self._read(tokens, numbers.positions, vectors, observed, attention, numbers.wanted)
+        return self._read(numbers.tokens, numbers.positions, inputs.vectors, observed, attention, numbers.wanted)

@@ -1,0 +1,149 @@
+"""Requests whose keys and values lie in reserved pages: they wait for each other, and none fails because of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from support.backends import HostRecorder, graph_backend
+from support.loops import weights
+from support.tiny_models import CONTEXT, VOCAB, noisy_stock, stock
+from truedraft import Engine, SamplingParams
+from truedraft.cache import PAGE, PagePool, PrefixCache
+from truedraft.core.stats import StepRecord
+from truedraft.core.tree import chain_shape
+from truedraft.drafters import DraftModel
+from truedraft.engine import memory
+from truedraft.engine.memory import CacheMemory, gpu_cache_bytes
+from truedraft.errors import OptionError, PromptError
+from truedraft.models.backends.graphs import GraphBackend
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+
+GIB = 1 << 30
+
+
+def recorded(model: PreTrainedModel) -> GraphBackend:
+    return graph_backend(model, HostRecorder())
+
+
+def graphs(noise: float = 0.0) -> HuggingFaceModel:
+    return HuggingFaceModel(noisy_stock("llama", noise) if noise else stock("llama"), None, "graphs", recorded)
+
+
+def pool_of(model: HuggingFaceModel) -> PagePool:
+    assert isinstance(model.pool, PagePool)
+    return model.pool
+
+
+def text(number: int, tokens: int) -> list[int]:
+    return [(7 * place + 13 * number) % (VOCAB - 8) for place in range(tokens)]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "seeded"])
+def test_requests_wait_for_pages_and_answers_are_those_of_each_alone(drafted: bool, options: dict[str, float]) -> None:
+    """Room for three or so of eight; a long one comes last."""
+    target = graphs()
+    prompts = [*(text(number, 20 + number) for number in range(7)), text(9, 200)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **options)  # type: ignore[arg-type]
+    alone = [Engine(target).generate(prompt, params).token_ids for prompt in prompts]
+    drafter = DraftModel(graphs(0.1), 3) if drafted else None
+    limit = pool_of(target).bytes_alone(CONTEXT) * (2 if drafted else 1)
+    engine = Engine(target, drafter, controller="fixed", max_cache_bytes=limit, max_batch=8)
+    pages, records = pool_of(target)._pages, list[StepRecord]()
+    assert pool_of(target).most_bytes == (limit // 2 if drafted else limit)
+    generation, running = pages.generation, []
+    engine.listeners += [records.append, lambda _: running.append(len(engine._scheduler.running))]
+    answers = engine.generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == alone
+    assert all(answer.warnings == () for answer in answers)
+    assert 1 < max(running) < 8
+    assert pages.generation == generation, "nothing moved"
+    assert (pages.held, pool_of(target).lost, engine.check_idle()) == (0, 0, [])
+
+
+def test_who_wrote_further_than_there_is_room_for_gives_it_back_and_goes_on() -> None:
+    target = HuggingFaceModel(weights("grouped heads"), None, "graphs", recorded)
+    prompts, params = [text(number, 30) for number in range(3)], SamplingParams(max_tokens=300, ignore_eos=True)
+    alone = [Engine(target).generate(prompt, params).token_ids for prompt in prompts]
+    engine = Engine(target, max_cache_bytes=pool_of(target).bytes_alone(620))
+    assert [answer.token_ids for answer in engine.generate(prompts, params)] == alone
+    assert engine.preemptions > 0
+
+
+def test_a_request_that_could_never_fit_is_refused_by_what_its_models_pages_hold() -> None:
+    """The draft's pages have their share of the bytes."""
+    target = graphs()
+    engine = Engine(target, DraftModel(graphs(0.1), 3), max_cache_bytes=pool_of(target).bytes_alone(160))
+    with pytest.raises(PromptError, match=r"need [\d,]+ bytes of cache and max_cache_bytes is"):
+        engine.generate(text(1, 100), SamplingParams(max_tokens=40))
+    assert len(engine.generate(text(1, 40), SamplingParams(max_tokens=20, ignore_eos=True)).token_ids) == 20
+
+
+def test_requests_that_begin_alike_hold_those_pages_once() -> None:
+    target = graphs()
+    system, params = text(1, 10 * PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [[*system, *text(number, 9)] for number in range(2, 6)]
+    alone = [Engine(target, prefix_cache_bytes=0).generate(prompt, params).token_ids for prompt in prompts]
+    limit = 3 * pool_of(target).bytes_alone(CONTEXT)
+    engine, held = Engine(target, max_cache_bytes=limit, prefix_cache_bytes=limit), []
+    pages = pool_of(target)._pages
+    engine.listeners.append(lambda _: held.append((len(engine._scheduler.running), pages.held)))
+    assert [answer.token_ids for answer in engine.generate(prompts, params)] == alone
+    # Of the text that all begin with one copy, and three pages or four for each request.
+    assert max(count for _, count in held) <= 10 + 4 * 4 < 4 * 10
+    assert max(running for running, _ in held) == 4
+    assert pages.held == pages.kept >= 10
+    again = engine.generate([*system, 5, 6, 7], params)
+    assert engine.shared_tokens == 3 * len(system) + 128, "blocks of 64 tokens are kept"
+    assert again.token_ids == Engine(target, prefix_cache_bytes=0).generate([*system, 5, 6, 7], params).token_ids
+
+
+def test_an_engine_that_is_gone_holds_no_pages() -> None:
+    target = graphs()
+    pages = pool_of(target)._pages
+    kept = PrefixCache(1 << 20)
+    first = CacheMemory(target, {}, 1 << 20, [kept], requests=1)
+    second = CacheMemory(target, {}, 1 << 20, requests=1)
+    cache = target.begun_cache()
+    target.forward([Segment(cache, torch.arange(70), chain_shape(70), ())])
+    cache.commit(range(70))
+    kept.join(1, cache, list(range(70)))
+    kept.keep(1)
+    kept.leave(1)
+    target.release_cache(cache)
+    assert pages.kept == pages.held == 4 and pages.reserved == 2
+    del first
+    assert (pages.reserved, pages.held) == (1, 0) and pages.count > 0
+    del second
+    assert (pages.reserved, pages.count) == (0, 0)
+
+
+def test_pages_are_no_more_than_all_requests_can_need() -> None:
+    target = graphs()
+    _engine = Engine(target, max_cache_bytes=1 << 34, max_batch=2)
+    most = pool_of(target).most_bytes
+    assert most is not None and most <= pool_of(target).bytes_alone(2 * (CONTEXT + 256) + PAGE)
+
+
+def test_what_a_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.9 of 80 GiB, less 20 in use and 1.5 for what forwards compute; what was reserved before is counted in."""
+    monkeypatch.setattr(memory, "gpu_memory", lambda _: (20 * GIB, 80 * GIB))
+    device = torch.device("cpu")
+    assert gpu_cache_bytes(device, 0.9) == (72 - 20) * GIB - 3 * GIB // 2
+    assert gpu_cache_bytes(device, 0.9, reserved=5 * GIB) == (72 - 15) * GIB - 3 * GIB // 2
+    with pytest.raises(OptionError, match=r"0\.25 of the GPU's 85\.9 GB leaves nothing for keys and values: 21\.5 GB"):
+        gpu_cache_bytes(device, 0.25)
+    engine = Engine(graphs(), gpu_memory_utilization=0.5, max_batch=2)
+    assert engine.max_cache_bytes == (40 - 20) * GIB - 3 * GIB // 2
+    assert Engine(graphs(), max_cache_bytes=4096 * 40, gpu_memory_utilization=0.5).max_cache_bytes == 4096 * 40
+    for wrong in (0, -1, 1.5, True, "much"):
+        with pytest.raises(OptionError, match="gpu_memory_utilization must be above 0 and at most 1, got"):
+            gpu_cache_bytes(device, wrong)  # type: ignore[arg-type]
+
+
+def test_a_processor_has_no_such_limit() -> None:
+    assert gpu_cache_bytes(torch.device("cpu"), 0.9) is None
+    assert Engine(graphs()).max_cache_bytes is None
