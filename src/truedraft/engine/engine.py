@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -467,7 +468,7 @@ class Engine:
 
     def enqueue(self, request: Request) -> None:
         """Queue a request that `prepare` made; any thread may call it."""
-        request.engine = self
+        request.engine = weakref.ref(self)
         self._scheduler.add(request)
 
     def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> list[Request] | Answer:
@@ -494,7 +495,7 @@ class Engine:
         self._settle()
 
     def _check_own(self, request: Request) -> None:
-        if getattr(request, "engine", None) is not self:
+        if not isinstance(request, Request) or request.engine is None or request.engine() is not self:
             raise PromptError("this is no request of this engine; give it what its own submit returned")
 
     def _settle(self) -> None:
