@@ -36,6 +36,7 @@ from support.quantized_folders import (
     grouped,
     packed,
     whole,
+    words,
     write,
 )
 from support.tiny_models import build
@@ -48,7 +49,7 @@ from truedraft.models.backends.native.build import built
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.integer_codes import Layout
-from truedraft.models.quantized import GROUP, StoredWeight
+from truedraft.models.quantized import GROUP, Scheme, StoredWeight
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 IDS = torch.arange(1, 40) * 37 % 190
@@ -173,6 +174,20 @@ def test_a_folder_is_run_by_its_codes(quantise: Callable[[Tensor], Made], said: 
     assert apart.max() < 0.05
 
 
+def without_order(weight: Tensor, **options: Any) -> Made:
+    """As older tools of GPTQ wrote it."""
+    tensors, numbers = gptq(weight, **options)
+    return {end: each for end, each in tensors.items() if end != "g_idx"}, numbers
+
+
+def by_one_scale(weight: Tensor, shape: tuple[int, ...]) -> Made:
+    """As compressed-tensors writes "int-quantized" by the strategy "tensor"."""
+    scale = weight.abs().max() / 100
+    codes = (weight / scale).round() + 7
+    beside = {"weight_scale": scale.view(shape), "weight_zero_point": torch.tensor(7, dtype=torch.int8).view(shape)}
+    return {"weight": codes.to(torch.int8)} | beside, scale * (codes - 7)
+
+
 class Layer(dict[str, Tensor]):
     """`Tensors` that are in memory."""
 
@@ -185,13 +200,20 @@ class Layer(dict[str, Tensor]):
 READERS: list[tuple[Callable[..., Made], Callable[[Any, Layout], StoredWeight], Layout, dict[str, Any]]] = [
     (gptq, integer_codes.gptq, Layout((4,), (32,), zeros_less_one=True), {}),
     (gptq, integer_codes.gptq, Layout((8,), (64,)), {"bits": 8, "group": 64, "first_format": False, "seed": 1}),
+    (gptq, integer_codes.gptq, Layout((4,), (32,), others=True), {"bits": 8, "first_format": False}),
+    (without_order, integer_codes.gptq, Layout((4,), (32,), zeros_less_one=True), {}),
+    (without_order, integer_codes.gptq, Layout((8,), (64,), zeros_less_one=True), {"bits": 8, "group": 64}),
     (awq, integer_codes.awq, Layout((4,), (32,)), {}),
     (packed, integer_codes.packed, Layout((4,), (32,)), {"symmetric": False}),
     (packed, integer_codes.packed, Layout((8,), (64,)), {"bits": 8, "group": 64, "symmetric": False}),
     (packed, integer_codes.packed, Layout((4, 8), (32,), others=True), {"bits": 8, "symmetric": False, "seed": 2}),
     (packed, integer_codes.packed, Layout((4,)), {"group": -1, "dtype": torch.float32}),
+    (packed, integer_codes.packed, Layout((4,), (128, 256, 0)), {"group": -1}),
     (whole, integer_codes.whole, Layout((8,)), {"symmetric": False}),
+    (by_one_scale, integer_codes.whole, Layout((8,)), {"shape": ()}),
+    (by_one_scale, integer_codes.whole, Layout((8,)), {"shape": (1,)}),
     (bitsandbytes_8, integer_codes.of_bitsandbytes, Layout((8,)), {}),
+    (bitsandbytes_8, integer_codes.of_bitsandbytes, Layout((8,)), {"dtype": torch.float16}),
 ]
 
 
@@ -200,17 +222,44 @@ READERS: list[tuple[Callable[..., Made], Callable[[Any, Layout], StoredWeight], 
 def test_a_layer_of_any_size_is_the_numbers_that_were_packed(
     quantise: Any, read: Any, layout: Layout, options: dict[str, Any], out: int, inputs: int
 ) -> None:
-    """Words of zeros and codes that are not full have their padding at the end."""
+    """Words of zeros and codes that are not full have their padding at the end; a zero of 0, less one, is a borrow."""
     if read in (integer_codes.gptq, integer_codes.awq) and (out % 8 or inputs % 32):
         pytest.skip("the format has full words alone")
     if "seed" in options and inputs % layout.groups[0]:
         pytest.skip("groups of 32 in any order are full")
-    tensors, numbers = quantise(torch.randn(out, inputs, generator=torch.Generator().manual_seed(out)), **options)
+    weight = torch.randn(out, inputs, generator=torch.Generator().manual_seed(out))
+    weight[::3] = weight[::3].abs()  # their zeros are 0
+    tensors, numbers = quantise(weight, **options)
     stored = read(Layer(tensors), layout)
     assert stored.shape == (out, inputs)
+    assert (stored.order is not None) == ("seed" in options and inputs > 32)
     assert torch.equal(stored.read().dequantized(), numbers)
     some = torch.tensor([out - 1, 0])
     assert torch.equal(stored.rows(some).dequantized(), numbers[some])
+
+
+@pytest.mark.parametrize(
+    ("bits", "zero", "scale", "scheme"),
+    [
+        (4, 8, 0.5, Scheme.ONE),
+        (4, 8, 0.1, Scheme.WIDE),
+        (4, 7, 0.5, Scheme.ZEROED),
+        (4, 7, 0.1, Scheme.WIDE_ZEROED),
+        (8, 128, 0.5, Scheme.ONE),
+        (8, 8, 0.5, Scheme.ZEROED),
+    ],
+)
+def test_zeros_that_are_middle_codes_and_scales_that_fit_float16_are_kept_in_brief(
+    bits: int, zero: int, scale: float, scheme: Scheme
+) -> None:
+    codes = torch.randint(2**bits, (8, 64), generator=torch.Generator().manual_seed(0))
+    tensors = {"weight_packed": words(codes, bits), "weight_shape": torch.tensor([8, 64])}
+    tensors["weight_zero_point"] = words(torch.full((2, 8), zero), bits).T
+    tensors["weight_scale"] = torch.full((8, 2), scale)
+    layer: Any = Layer(tensors)
+    stored = integer_codes.packed(layer, Layout((bits,), (32,)))
+    assert stored.form == stored.read().form == (bits, scheme)
+    assert torch.equal(stored.read().dequantized(), (codes - zero) * torch.tensor(scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -420,6 +469,13 @@ def with_shape(end: str, *shape: int) -> Callable[[dict[str, Tensor]], Any]:
     return change
 
 
+def with_first(end: str, number: float) -> Callable[[dict[str, Tensor]], Any]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{LAYER}.{end}"].view(-1)[0] = number
+
+    return change
+
+
 def nothing(tensors: dict[str, Tensor]) -> None:
     """Leaves them as they are."""
 
@@ -430,7 +486,11 @@ def nothing(tensors: dict[str, Tensor]) -> None:
         (without("scales"), {}, ModelError, f"layer '{LAYER}' of .* lacks its scales; fetch"),
         (without("qzeros"), {}, ModelError, f"layer '{LAYER}' of .* lacks its qzeros; fetch"),
         (without("qweight"), {}, ModelError, f"lack 1 of the tensors .*, the first '{LAYER}.weight'"),
-        (with_shape("scales", 3, 256), {}, ModelError, r"has qzeros of the shape \[4, 32\] in place of \[3, 32\]"),
+        (with_shape("scales", 3, 256), {}, ModelError, r"has scales of 3 groups, and inputs of groups 1 to 4"),
+        (with_shape("qzeros", 3, 32), {}, ModelError, r"zeros of the shape \[256, 3\], and scales of \[256, 4\]"),
+        (with_first("scales", torch.inf), {}, ModelError, "has scales that are no numbers"),
+        (with_first("scales", torch.nan), {}, ModelError, "has scales that are no numbers"),
+        (with_first("g_idx", -1), {}, ModelError, "has scales of 4 groups, and inputs of groups 0 to 4"),
         (
             with_shape("qweight", 16, 128),
             {},
@@ -508,6 +568,8 @@ def awq_in_bytes(weight: Tensor) -> Made:
     return {end: each if end == "scales" else each.repeat(1, 2) for end, each in tensors.items()}, numbers
 
 
+EIGHT_OR_FOUR = compressed(8, 32)
+EIGHT_OR_FOUR["config_groups"] |= {"group_1": compressed(4, 32)["config_groups"]["group_0"]}
 BROKEN = [
     (gptq, GPTQ, with_shape("scales", 256), ModelError, r"has tensors that do not fit together \(not enough values"),
     (packed, compressed(4, 32), with_shape("weight_shape", 3), ModelError, "has tensors that do not fit together"),
@@ -520,7 +582,15 @@ BROKEN = [
         "with codes of 2 bits, which truedraft",
     ),
     (awq, AWQ, without("qzeros"), ModelError, "lacks its qzeros; fetch"),
-    (awq, AWQ, with_shape("qweight", 64, 32), ModelError, r"has scales of 4 groups, and inputs of groups up to 2"),
+    (awq, AWQ, with_shape("qweight", 64, 32), ModelError, "has scales of 4 groups, and inputs of groups 1 to 2"),
+    (awq, AWQ, with_shape("qzeros", 4, 31), ModelError, r"zeros of the shape \[248, 4\], and scales of \[256, 4\]"),
+    (
+        awq,
+        AWQ,
+        with_shape("scales", 4, 250),
+        ModelError,
+        r"has qweight of the shape \[128, 32\] in place of \[128, 31\]",
+    ),
     (awq, AWQ, with_shape("qweight", 128, 30), ModelError, "has 256 codes in 30 words of 32 bits, and .* says 4 bits"),
     (
         awq,
@@ -540,7 +610,29 @@ BROKEN = [
     (packed, compressed(4, 32), without("weight_scale"), ModelError, "lacks its weight_scale; fetch"),
     (packed, compressed(4, 32), without("weight_shape"), ModelError, "lacks its weight_shape; fetch"),
     (packed, compressed(8, 32), nothing, ModelError, "codes in .* words of 32 bits, and config.json says 8 bits"),
-    (packed, compressed(4, 64), nothing, ModelError, "has scales of . groups, and inputs of groups up to"),
+    (packed, compressed(4, 64), nothing, ModelError, "has scales of . groups, and inputs of groups 1 to"),
+    (
+        partial(packed, group=64),
+        compressed(4, 32),
+        nothing,
+        ModelError,
+        "has scales of . groups, and inputs of groups 1 to",
+    ),
+    (partial(packed, seed=4), compressed(4, 32), with_first("weight_g_idx", -1), ModelError, "inputs of groups 0 to 4"),
+    (
+        packed,
+        compressed(4, 32),
+        with_shape("weight_packed", 255, 16),
+        ModelError,
+        r"has weight_packed of the shape \[255, 16\] in place of \[256, 16\]",
+    ),
+    (
+        packed,
+        EIGHT_OR_FOUR,
+        with_shape("weight_packed", 256, 36),
+        ModelError,
+        "has 128 codes in 36 words of 32 bits, and config.json says 8 or 4 bits",
+    ),
     (
         partial(packed, group=16),
         compressed(4, 16),
@@ -556,6 +648,7 @@ BROKEN = [
         "has scales of 3 outputs in place of 256",
     ),
     (whole, compressed(8, None, "int-quantized"), without("weight_scale"), ModelError, "lacks its weight_scale; fetch"),
+    (bitsandbytes_8, NF4, with_shape("SCB", 3), ModelError, "has scales of 3 outputs in place of 256"),
     (bitsandbytes_8, NF4, without("SCB"), ModelError, "lacks its SCB; fetch"),
     (four_bits, NF4, without("weight.absmax"), ModelError, "lacks its weight.absmax; fetch"),
     (four_bits, NF4, with_shape("weight", 9, 1), ModelError, "has 18 codes and 512 scales for a weight of .256, 128."),

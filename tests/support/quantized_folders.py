@@ -153,12 +153,12 @@ def whole(weight: Tensor, *, symmetric: bool = True, dtype: torch.dtype = torch.
     return tensors | {"input_scale": torch.ones(1)}, made.numbers
 
 
-def bitsandbytes_8(weight: Tensor) -> Made:
+def bitsandbytes_8(weight: Tensor, dtype: torch.dtype = torch.float32) -> Made:
     """As bitsandbytes writes 8 bits."""
-    most = weight.abs().amax(1)
+    most = weight.abs().amax(1).to(dtype)
     codes = (weight * (127.0 / most)[:, None]).round().to(torch.int8)
     tensors = {"weight": codes, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return tensors, (most * 0.007874015718698502)[:, None] * codes
+    return tensors, (most.float() * 0.007874015718698502)[:, None] * codes
 
 
 def fp8(weight: Tensor, block: tuple[int, int] | None, *, end: str = "weight_scale_inv") -> Made:

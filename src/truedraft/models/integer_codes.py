@@ -72,7 +72,6 @@ def gptq(tensors: Tensors, layout: Layout) -> StoredWeight:
     inputs = words * 32 // layout.bits[0] if known is None else len(known)
     bits = _known_bits(tensors, layout, words, inputs)
     _expect(tensors, "qweight", (words, out))
-    _expect(tensors, "qzeros", (groups, out * bits // 32))
     less = tensors["qzeros"]
     zeros = unpacked(less + layout.zeros_less_one * sum(1 << at for at in range(0, 32, bits)), bits).T
     group_of = _in_order(tensors, inputs, layout, groups) if known is None else known
@@ -89,7 +88,6 @@ def awq(tensors: Tensors, layout: Layout) -> StoredWeight:
     if bits != 4:  # engines differ in where they lie in a word
         raise tensors.unread(f"codes of {bits} bits by AWQ")
     _expect(tensors, "qweight", (inputs, out * bits // 32))
-    _expect(tensors, "qzeros", (groups, out * bits // 32))
 
     def in_place(words: Tensor) -> Tensor:
         codes = unpacked(words, bits)
@@ -123,7 +121,7 @@ def whole(tensors: Tensors, layout: Layout) -> StoredWeight:
     out, inputs = tensors.shape("weight")
     scales = _by_output(tensors, tensors["weight_scale"], out)
     written = tensors.get("weight_zero_point")
-    zeros = None if written is None else _by_output(tensors, _from_zero(written), out)
+    zeros = None if written is None else _from_zero(_by_output(tensors, written, out))
     group_of = _by_order(tensors, inputs, layout, scales.shape[1])
     return _grouped(tensors, 8, lambda: _from_zero(tensors["weight"]), scales, zeros, group_of)
 
@@ -132,7 +130,7 @@ def of_bitsandbytes(tensors: Tensors, layout: Layout) -> StoredWeight:
     """A layer of bitsandbytes in 8 bits: weight `[out, in]`, int8, and SCB, 127 times the scale of each output."""
     out, inputs = tensors.shape("weight")
     scales = _by_output(tensors, tensors["SCB"].float() * _ONE_127TH, out)
-    group_of = _in_order(tensors, inputs, layout, 1)
+    group_of = torch.zeros(inputs, dtype=torch.int64)
     return _grouped(tensors, 8, lambda: _from_zero(tensors["weight"]), scales, None, group_of)
 
 
@@ -179,7 +177,7 @@ def _by_output(tensors: Tensors, scales: Tensor, out: int) -> Tensor:
 def _by_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
     """The group of each input, by weight_g_idx where an order was made."""
     given = tensors.get("weight_g_idx")
-    return _in_order(tensors, inputs, layout, groups) if given is None or bool((given < 0).any()) else given
+    return _in_order(tensors, inputs, layout, groups) if given is None or bool((given < 0).all()) else given
 
 
 def _in_order(tensors: Tensors, inputs: int, layout: Layout, groups: int) -> Tensor:
@@ -204,13 +202,14 @@ def _grouped(
     Inputs are put in the order of their groups, where neighbours are of others.
     """
     groups, inputs = scales.shape[1], len(group_of)
-    if int(group_of.min()) != 0 or int(group_of.max()) != groups - 1:
-        raise tensors.broken(f"has scales of {groups} groups, and inputs of groups up to {int(group_of.max()) + 1}")
+    first, last = int(group_of.min()) + 1, int(group_of.max()) + 1
+    if (first, last) != (1, groups):
+        raise tensors.broken(f"has scales of {groups} groups, and inputs of groups {first} to {last}")
     if not bool(torch.isfinite(scales.float()).all()):
         raise tensors.broken("has scales that are no numbers")
-    order = group_of.argsort(stable=True)
-    of_piece = group_of[order][::GROUP].long()
-    if not torch.equal(group_of[order], of_piece.repeat_interleave(GROUP)[:inputs].to(group_of.dtype)):
+    sorted_groups, order = group_of.sort(stable=True)
+    of_piece = sorted_groups[::GROUP]
+    if not torch.equal(sorted_groups, of_piece.repeat_interleave(GROUP)[:inputs]):
         raise tensors.unread(f"groups of inputs that are no multiples of {GROUP}")
     if zeros is not None and (zeros.shape != scales.shape):
         raise tensors.broken(f"has zeros of the shape {list(zeros.shape)}, and scales of {list(scales.shape)}")
