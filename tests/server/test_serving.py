@@ -72,6 +72,19 @@ def test_a_model_that_cannot_answer_is_not_served(
         serve(app, service, options, lambda _: None)
 
 
+def test_the_log_says_how_far_it_is_with_getting_ready(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine, "make_ready", lambda progress: progress(0.25, "tiny"))
+    caplog.set_level("INFO", "truedraft.server")
+    serving.warm_up(engine)
+    assert "making ready" not in caplog.text
+    monkeypatch.setattr(serving, "_TELL_S", 0.0)
+    serving.warm_up(engine)
+    assert "making ready: 25 %, tiny" in caplog.text
+
+
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half:"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import GPU_MEMORY_UTILIZATION, CacheMemory
 from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
 from truedraft.engine.reading import reading_on
+from truedraft.engine.ready import make_ready
 from truedraft.engine.request import Request
 from truedraft.engine.scheduler import Scheduler
 from truedraft.engine.sharing import PrefixSharing
@@ -41,6 +43,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.options import check_whole
+from truedraft.progress import Progress, unwatched
 from truedraft.text.forms import Forms
 from truedraft.theory import TargetCost
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
@@ -221,6 +224,35 @@ class Engine:
             raise TruedraftError("nothing can be measured from inside a step; measure before requests come")
         with self._turns, torch.inference_mode():
             self._times.measure((params or SamplingParams()).greedy)
+            self._memory.settle(self._scheduler.running)
+        self._settle()
+
+    def make_ready(self, tokens: int = 2048, progress: Progress = unwatched) -> None:
+        """Run now what would take long in the first answers: measure, and record the forwards that steps will run.
+
+        On a GPU a shape of forward is recorded when it comes back, which takes 50 to 100 ms. Here made-up requests run
+        those of 1, 2, 4, ... `max_batch` requests with what the drafters' limits let them draft, behind texts of up to
+        256, 512, ... `tokens` tokens; longer ones are recorded as they come. Where nothing is recorded, as on a CPU,
+        only costs are measured. No request, counter or listener notices.
+
+        Args:
+            tokens: of the longest text whose forwards are recorded.
+            progress: is told how much is done, from 0 to 1.
+
+        Raises:
+            OptionError: `tokens` is no whole number of 1 or more.
+            TruedraftError: target or drafter failed, or this was called from inside a step.
+        """
+        check_whole("tokens", tokens, least=1)
+        for params in (SamplingParams(), SamplingParams(temperature=1.0)):
+            self.measure(params)
+        if self._turns.mine:
+            raise TruedraftError("nothing can be made ready from inside a step; do it before requests come")
+        with self._turns, torch.inference_mode():
+            # Beside the longest text there are short ones, and a draft has one of its own.
+            tokens = max(1, min(tokens, self.cache_tokens // 2))
+            drafters, features = list(self.drafter.members.values()), self._drafting.features
+            make_ready(self.target, drafters, features, self.max_batch, tokens, progress)
             self._memory.settle(self._scheduler.running)
         self._settle()
 
@@ -437,7 +469,7 @@ class Engine:
 
     def enqueue(self, request: Request) -> None:
         """Queue a request that `prepare` made; any thread may call it."""
-        request.engine = self
+        request.engine = weakref.ref(self)
         self._scheduler.add(request)
 
     def _prepare_or_refuse(self, prompt: Prompt, params: SamplingParams | None) -> list[Request] | Answer:
@@ -464,7 +496,7 @@ class Engine:
         self._settle()
 
     def _check_own(self, request: Request) -> None:
-        if getattr(request, "engine", None) is not self:
+        if not isinstance(request, Request) or request.engine is None or request.engine() is not self:
             raise PromptError("this is no request of this engine; give it what its own submit returned")
 
     def _settle(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,7 +109,7 @@ class Request:
         self._prefilled: list[int] = []  # places in the answer of tokens that prefill steps gave
         self._drafted: list[tuple[int, tuple[DraftShare, ...]]] = []  # first token of a step, and who drafted in it
         self.closed = False  # whether it is over and its last piece is there
-        self.engine: object = None  # that it was submitted to
+        self.engine: weakref.ref[object] | None = None  # that it was submitted to, which an answer must not keep alive
         self._tokenizer = target.tokenizer
         self._text = TextStream(self._tokenizer, params.stop, params.min_tokens, shown)
         # Most tokens, and those that there is room for, which are no more.

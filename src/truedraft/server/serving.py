@@ -21,6 +21,7 @@ from truedraft.engine import Engine
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import read_bytes
 from truedraft.planning.sizes import made_up_prompt
+from truedraft.progress import Progress
 from truedraft.server.app import build_app
 from truedraft.server.connections import BACKLOG, Connection, Connections, most_connections
 from truedraft.server.front import Front
@@ -31,9 +32,13 @@ from truedraft.server.options import ServerOptions
 from truedraft.server.service import Service
 from truedraft.verification.specs import rule_from_spec
 
+_log = logging.getLogger("truedraft.server")
+
 _LAST_PORT = 65_535
 _WARM_PROMPT, _WARM_TOKENS = 48, 16
 """Tokens of the prompt, and of each answer, before anybody asks."""
+_TELL_S = 5.0
+"""Seconds between lines that say how far the server is with getting ready."""
 _ENDING_S = 5
 """Seconds that answers have to end after what was open was broken off."""
 _LOOK_S = 0.05
@@ -209,7 +214,8 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
 def warm_up(engine: Engine) -> None:
     """Answer before anybody asks, greedily and drawn, so that no client waits for what is made at first use.
 
-    That are compiled kernels, copies of weights, and what steps cost on this machine.
+    That are compiled kernels, copies of weights, recordings of forwards (`Engine.make_ready`), and what steps cost on
+    this machine. Where it takes long the log says how far it has come.
 
     Args:
         engine: that answers; nobody else steps it.
@@ -217,12 +223,25 @@ def warm_up(engine: Engine) -> None:
     Raises:
         TruedraftError: target or drafter failed, so that nobody could be answered.
     """
-    engine.measure()
+    engine.make_ready(progress=_logged())
     prompt = made_up_prompt(engine.target, _WARM_PROMPT)
     for temperature in (0.0, 1.0):
         params = SamplingParams(_WARM_TOKENS, temperature=temperature, ignore_eos=True)
         for _ in engine.stream(prompt, params, scope=engine):  # a scope that no client has: nobody is drafted for by it
             pass
+
+
+def _logged() -> Progress:
+    """Progress that the log tells of every few seconds."""
+    told = time.monotonic()
+
+    def tell(done: float, remark: str) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _TELL_S:
+            told = time.monotonic()
+            _log.info("making ready: %.0f %%, %s", 100.0 * done, remark)
+
+    return tell
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -297,7 +316,7 @@ class _Server(uvicorn.Server):
         while not self._service.is_idle and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
         if not self._service.is_idle:
-            logging.getLogger("truedraft.server").warning("%d requests are broken off", self._service.running)
+            _log.warning("%d requests are broken off", self._service.running)
         self._service.abort()
         # What was answered may still be on its way to a slow reader.
         self.config.timeout_graceful_shutdown = max(int(end - time.monotonic()), 0) + _ENDING_S

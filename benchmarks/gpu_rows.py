@@ -1,0 +1,608 @@
+"""The rows of `gpu.py`: a model padded to 7B, for what drafts bring, and Llama 3.1 8B's shape, for the target alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common import heldout_ids
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.budget import Speculation
+from truedraft.core.stats import StepRecord
+from truedraft.core.tree import chain_shape
+from truedraft.costs import Effort, measure_drafter, read_bandwidth
+from truedraft.drafters import Eagle3
+from truedraft.drafters.base import Drafter
+from truedraft.drafters.specs import from_spec
+from truedraft.engine.answer import Answer
+from truedraft.engine.ready import settle
+from truedraft.heads import Eagle3Config, Eagle3Head
+from truedraft.machine import dtype_name, wait_for
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
+
+Made = TypeVar("Made")
+Found: TypeAlias = tuple[float, Mapping[str, Any]]
+"""The value of a row, and under what conditions it was measured."""
+_GIB = 1 << 30
+_DRAFT_EFFORT = Effort(1.0, 3, 24)
+_LATER = 4  # answers that a first one is held to
+_PROFILED = 8  # steps
+_KERNELS = 10  # that are named
+_COMPARED = (
+    ("one request, greedy", None, 0.0, ">= 2.5"),
+    ("one request at 0.8", None, 0.8, ">= 1.7"),
+    ("8 requests, greedy", 0, 0.0, ">= 1.8"),
+    ("32 requests, greedy", 1, 0.0, ">= 0.98"),
+    ("128 requests, greedy", 2, 0.0, ">= 0.98"),
+)
+"""Name, which of `Sizes.batches` (None is one request after another), temperature, and what is to be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large everything is.
+
+    Attributes:
+        pad_to: what the embedded target is padded to; None leaves it.
+        dtype: of all models.
+        cache_bytes: of keys and values, for the padded model and for the other.
+        read_bytes: that memory reads are measured with.
+        tokens: new ones of an answer of the padded model.
+        prompts: that are answered one by one.
+        batches: requests that are answered together by it: few, many, and very many.
+        layers, width, inner, heads, kv_heads, vocab: of the other model.
+        contexts: that its steps are measured behind.
+        prompt: tokens of each of many prompts.
+        long: tokens of a long prompt.
+        answer: new tokens of each.
+        together: requests that are answered together by it: many, more, and very many.
+        draft_vocab: ids that its EAGLE-3 head guesses.
+    """
+
+    pad_to: str | None
+    dtype: torch.dtype
+    cache_bytes: tuple[int, int]
+    read_bytes: int
+    tokens: int
+    prompts: int
+    batches: tuple[int, int, int]
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    contexts: tuple[int, int, int, int]
+    prompt: int
+    long: int
+    answer: int
+    together: tuple[int, int, int]
+    draft_vocab: int
+
+
+FULL = Sizes(
+    pad_to="7B", dtype=torch.bfloat16, cache_bytes=(16 * _GIB, 24 * _GIB), read_bytes=4 * _GIB,
+    tokens=96, prompts=4, batches=(8, 32, 128),
+    layers=32, width=4096, inner=14336, heads=32, kv_heads=8, vocab=128256,
+    contexts=(512, 2048, 8192, 32768), prompt=512, long=8192, answer=64, together=(64, 128, 256), draft_vocab=32000,
+)  # fmt: skip
+TINY = Sizes(
+    pad_to=None, dtype=torch.float32, cache_bytes=(_GIB // 4, _GIB // 4), read_bytes=1 << 22,
+    tokens=6, prompts=1, batches=(2, 3, 4),
+    layers=4, width=64, inner=96, heads=4, kv_heads=2, vocab=256,
+    contexts=(16, 24, 48, 96), prompt=12, long=48, answer=4, together=(2, 3, 4), draft_vocab=64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        name: of it.
+        unit: of its value.
+        measure: takes the group that it is of.
+        bar: what it should reach.
+    """
+
+    name: str
+    unit: str
+    measure: Callable[[Any], Found]
+    bar: str | None = None
+
+
+class Group(ABC):
+    """Rows of one model, which is loaded when the first of them is measured.
+
+    Args:
+        sizes: how large everything is.
+        device: where it is measured.
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+
+    @classmethod
+    @abstractmethod
+    def rows(cls) -> list[Row]:
+        """In the order in which they are measured."""
+
+    @abstractmethod
+    def load(self) -> LanguageModel:
+        """The model."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Conditions of all rows."""
+        return {"dtype": dtype_name(self.sizes.dtype)}
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes that the device reads in a second."""
+        return read_bandwidth(self.device, size_bytes=self.sizes.read_bytes)
+
+    @cached_property
+    def target(self) -> LanguageModel:
+        self.before = allocated(self.device)
+        return self.load()
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds in which a step's weights are read: no plain step takes less."""
+        return self.target.weight_bytes / self.bandwidth
+
+    def close(self) -> None:
+        """Give everything back."""
+        for name in [name for name in vars(self) if name not in ("sizes", "device", "before")]:
+            del self.__dict__[name]
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def read_rate(self) -> Found:
+        return self.bandwidth / 1e12, {"bytes": self.sizes.read_bytes}
+
+    def floor(self) -> Found:
+        return 1e3 * self.floor_s, {"weight_bytes": self.target.weight_bytes}
+
+    def left(self) -> Found:
+        """What stays allocated when everything is deleted. The last row of a group."""
+        weight_bytes = self.target.weight_bytes
+        loaded = allocated(self.device) - self.before
+        self.close()
+        return (allocated(self.device) - self.before) / _GIB, {
+            "of_gib": loaded / _GIB, "weight_bytes": weight_bytes,
+        }  # fmt: skip
+
+
+class Padded(Group):
+    """The embedded target at the cost of a 7B model: what drafts bring."""
+
+    @classmethod
+    def rows(cls) -> list[Row]:
+        ratios = [
+            Row(f"7B: {system} over plain, {name}", "x", partial(cls.ratio, system, place, heat), bar)
+            for name, place, heat, bar in _COMPARED
+            for system in ("draft", "auto")
+        ]
+        drafts = [
+            ("a draft of 4", "draft,num_speculative_tokens=4", 0.5),
+            ("Medusa, 16 nodes", "medusa,nodes=16", 0.5),
+            ("recurrent head, 16 nodes", "redrafter,nodes=16", 0.8),
+        ]
+        made = [
+            Row(f"7B: making {name}", "ms", partial(cls.drafting, words), f"<= {bar}") for name, words, bar in drafts
+        ]
+        steps = [
+            Row(f"7B: 32 requests with a draft of 4, {part}", "ms", partial(cls.step_part, field))
+            for part, field in (("drafting", "draft_s"), ("target", "target_s"), ("whole step", "total_s"))
+        ]
+        return [
+            Row("memory reads", "TB/s", cls.read_rate),
+            Row("7B: floor of a plain step", "ms", cls.floor),
+            Row("7B: making ready", "s", cls.getting_ready),
+            Row("7B: first answer once ready, over later ones", "x", cls.first, ">= 0.8"),
+            Row("7B: plain, one request", "tokens/s", cls.plain),
+            Row("7B: plain, one request, over the floor", "x", cls.plain_over_floor, ">= 0.80"),
+            *[Row(f"7B: V of {rows} rows", "ms", partial(cls.forward, rows)) for rows in (1, 33)],
+            *ratios,
+            *made,
+            *steps,
+            Row("7B: memory beyond weights, 32 requests of 300 tokens", "GiB", cls.memory),
+            Row("7B: memory left once engine and model are deleted", "GiB", cls.left, "<= 1"),
+        ]
+
+    def load(self) -> LanguageModel:
+        return load_model("embedded:target", device=self.device, dtype=self.sizes.dtype, pad_to=self.sizes.pad_to)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Held-out ones, each as often as it takes with fewer of its tokens."""
+        texts, most = heldout_ids(self.target, 96), max(self.sizes.batches)
+        return [texts[number % len(texts)][: 96 - number // len(texts)] for number in range(most)]
+
+    def engine(self, drafter: Drafter | None, requests: int, controller: str | None = None) -> Engine:
+        cache_bytes = self.sizes.cache_bytes[0]
+        return Engine(
+            self.target, drafter, controller=controller, max_batch=requests, max_cache_bytes=cache_bytes,
+            prefix_cache_bytes=0, entropy=1,
+        )  # fmt: skip
+
+    @cached_property
+    def ready(self) -> tuple[Engine, dict[str, Any]]:
+        """The engine that drafts and answers plainly, and how it became ready."""
+        drafter = from_spec("auto", self.target)
+        engine = self.engine(drafter, max(self.sizes.batches))
+        began = time.perf_counter()
+        engine.make_ready(256)
+        seconds = time.perf_counter() - began
+        recordings = (self.target.warmups + sum(each.warmups for each in drafter.members.values())) // 2
+        for heat in (0.0, 0.8):  # as a server does
+            answered(engine, [self.prompts[-1]], self.params(heat, 16))
+        rates = [self.rate(engine, [self.prompts[0]], 0.0) for _ in range(1 + _LATER)]
+        return engine, {"seconds": seconds, "recordings": recordings, "rates": rates}
+
+    def params(self, heat: float, tokens: int | None = None) -> SamplingParams:
+        return SamplingParams(tokens or self.sizes.tokens, temperature=heat, ignore_eos=True)
+
+    def rate(
+        self, engine: Engine, prompts: Sequence[list[int]], heat: float, only: Sequence[str] | None = None
+    ) -> float:
+        """New tokens a second, prompts included; of some drafters only, or of none."""
+        speculation = None if only is None else Speculation(tuple(only))
+        answers, seconds = answered(engine, prompts, self.params(heat), speculation)
+        return sum(len(each.token_ids) for each in answers) / seconds
+
+    def getting_ready(self) -> Found:
+        _, how = self.ready
+        return how["seconds"], {
+            "recordings": how["recordings"],
+            "drafter": "auto",
+            "max_batch": max(self.sizes.batches),
+        }
+
+    def first(self) -> Found:
+        _, how = self.ready
+        first, *later = how["rates"]
+        return first / median(later), {"tokens_per_s": how["rates"], "drafter": "auto"}
+
+    @cached_property
+    def plain_rates(self) -> list[float]:
+        engine, _ = self.ready
+        return [self.rate(engine, [prompt], 0.0, ()) for prompt in self.prompts[: self.sizes.prompts]]
+
+    def plain(self) -> Found:
+        return median(self.plain_rates), {"tokens": self.sizes.tokens, "each": self.plain_rates}
+
+    def plain_over_floor(self) -> Found:
+        return median(self.plain_rates) * self.floor_s, {"floor_ms": 1e3 * self.floor_s}
+
+    @staticmethod
+    def forward(rows: int, group: Padded) -> Found:
+        """As measured when the engine was made ready."""
+        return 1e3 * group.ready[0].costs.forwards()(rows, [256]), {"rows": rows, "context": 256}
+
+    @cached_property
+    def compared(self) -> dict[tuple[int, float], dict[str, float]]:
+        """Tokens a second of each system, by number of requests and temperature, as far as they were measured."""
+        return {}
+
+    @staticmethod
+    def ratio(system: str, place: int | None, heat: float, group: Padded) -> Found:
+        """A system over plain decoding, in turns."""
+        requests = 1 if place is None else group.sizes.batches[place]
+        rates = group.compared.setdefault((requests, heat), {})
+        if system not in rates:
+            engine, _ = group.ready
+            ways = {"plain": (), "draft": ("draft",), "auto": None}
+            groups = (
+                [[each] for each in group.prompts[: group.sizes.prompts]]
+                if requests == 1
+                else [group.prompts[:requests]]
+            )
+            spent = dict.fromkeys(ways, 0.0)
+            for prompts in groups:
+                for name, only in ways.items():
+                    spent[name] += 1.0 / group.rate(engine, prompts, heat, only)
+            rates.update({name: len(groups) / each for name, each in spent.items()})
+        return rates[system] / rates["plain"], {
+            "requests": requests, "temperature": heat, "tokens": group.sizes.tokens, "tokens_per_s": dict(rates),
+        }  # fmt: skip
+
+    @staticmethod
+    def drafting(words: str, group: Padded) -> Found:
+        return _made_ms(from_spec(words, group.target), group.target)
+
+    @cached_property
+    def drafted_steps(self) -> list[StepRecord]:
+        requests = self.sizes.batches[1]
+        engine = self.engine(from_spec("draft,num_speculative_tokens=4", self.target), requests, "fixed")
+        records: list[StepRecord] = []
+        for _ in range(2):  # what comes up is recorded in the first
+            records.clear()
+            engine.listeners[:] = [records.append]
+            answered(engine, self.prompts[:requests], self.params(0.0))
+        return [each for each in records if len(each.requests) == requests and not each.prefill]
+
+    @staticmethod
+    def step_part(field: str, group: Padded) -> Found:
+        steps = group.drafted_steps
+        return 1e3 * median(getattr(each, field) for each in steps), {
+            "requests": group.sizes.batches[1], "steps": len(steps), "recorded": sum(each.warmup for each in steps),
+        }  # fmt: skip
+
+    def memory(self) -> Found:
+        engine, requests = self.engine(None, self.sizes.batches[1]), self.sizes.batches[1]
+        tokens = self.sizes.tokens if self.device.type == "cpu" else 204
+        answered(engine, self.prompts[:requests], self.params(0.0, tokens))
+        taken = allocated(self.device) - self.before - self.target.weight_bytes
+        return taken / _GIB, {"requests": requests, "max_cache_bytes": engine.max_cache_bytes}
+
+
+class Llama8B(Group):
+    """The shape of Llama 3.1 8B with random weights: what the target itself takes."""
+
+    @classmethod
+    def rows(cls) -> list[Row]:
+        steps = [Row(f"8B: step behind {each:,} tokens", "ms", partial(cls.step, place)) for place, each in
+                 enumerate(FULL.contexts)]  # fmt: skip
+        many = [
+            Row(f"8B: {count} prompts of {tokens}, 64 new tokens", "tokens/s", partial(cls.many, place, part), bar)
+            for count, tokens, place, part, bar in (
+                (64, 256, 0, 2, None),
+                (64, 512, 0, 1, ">= 1,900"),
+                (128, 512, 1, 1, None),
+                (256, 512, 2, 1, ">= 2,400"),
+            )
+        ]
+        alone = [
+            Row(f"8B: decoding steps alone, {count} rows", "tokens/s", partial(cls.alone, place), bar)
+            for count, place, bar in ((64, 0, ">= 6,500"), (256, 2, ">= 12,000"))
+        ]
+        return [
+            Row("8B: floor of a plain step", "ms", cls.floor),
+            *steps,
+            Row("8B: plain step behind 512 tokens, over the floor", "x", cls.over_floor, ">= 0.80"),
+            Row("8B: step behind 32,768 tokens over one behind 512", "x", cls.longest_over_first, "<= 1.4"),
+            Row("8B: kernels of a plain step", "ms", cls.kernels),
+            Row("8B: reading 8,192 tokens", "tokens/s", cls.reading, ">= 25,000"),
+            *many,
+            *alone,
+            Row("8B: 8,192 tokens behind 64 prompts of 512, until all are answered", "s", cls.behind_many),
+            Row("8B: the same, allocated beyond weights and pages", "GiB", cls.beyond, "<= 1.4"),
+            Row("8B: making an EAGLE-3 draft, 16 nodes", "ms", cls.eagle, "<= 1.0"),
+            Row("8B: memory left once engine and model are deleted", "GiB", cls.left, "<= 1"),
+        ]
+
+    def load(self) -> LanguageModel:
+        sizes = self.sizes
+        config = LlamaConfig(
+            vocab_size=sizes.vocab, hidden_size=sizes.width, intermediate_size=sizes.inner,
+            num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+            max_position_embeddings=max(sizes.contexts) + 128, bos_token_id=None, eos_token_id=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, tie_word_embeddings=False,
+        )  # fmt: skip
+        module = made(lambda: LlamaForCausalLM(config), self.device, sizes.dtype)
+        # Its weights can be had again, so no hash is taken of all of them.
+        return HuggingFaceModel(module, None, "Llama 3.1 8B's shape", fastest_backend, lambda: module)
+
+    @cached_property
+    def engine(self) -> Engine:
+        most = max(self.sizes.together)
+        engine = Engine(
+            self.target, max_batch=most, max_cache_bytes=self.sizes.cache_bytes[1], prefix_cache_bytes=0, entropy=1
+        )
+        engine.make_ready(2 * self.sizes.prompt)
+        return engine
+
+    def texts(self, count: int, tokens: int) -> list[list[int]]:
+        """Random prompts, no two alike."""
+        drawn = torch.randint(self.sizes.vocab, (count, tokens), generator=torch.Generator().manual_seed(tokens))
+        return drawn.tolist()
+
+    @cached_property
+    def steps_s(self) -> dict[int, float]:
+        return {}
+
+    def seconds_behind(self, context: int) -> float:
+        """Of a plain step's forward behind a text of zeros, whatever these are worth; the median of some."""
+        if context not in self.steps_s:
+            cache = self.target.new_cache()
+            try:
+                cache.reserve(context)
+                cache.commit(range(context))
+                token = torch.zeros(1, dtype=torch.int64)
+                found = []
+                settle(lambda: self._step_s(cache, token), lambda: self.target.warmups)
+                began = time.perf_counter()
+                while len(found) < 5 or (len(found) < 40 and time.perf_counter() - began < 1.0):
+                    found.append(self._step_s(cache, token))
+            finally:
+                self.target.release_cache(cache)
+            self.steps_s[context] = median(found)
+        return self.steps_s[context]
+
+    def _step_s(self, cache: Any, token: torch.Tensor) -> float:
+        wait_for(self.device)
+        began = time.perf_counter()
+        self.target.forward([Segment(cache, token, chain_shape(1), (0,))]).logits.argmax(dim=-1).tolist()
+        seconds = time.perf_counter() - began
+        cache.commit(())
+        return seconds
+
+    @staticmethod
+    def step(place: int, group: Llama8B) -> Found:
+        context = group.sizes.contexts[place]
+        return 1e3 * group.seconds_behind(context), {"context": context}
+
+    def over_floor(self) -> Found:
+        return self.floor_s / self.seconds_behind(self.sizes.contexts[0]), {"floor_ms": 1e3 * self.floor_s}
+
+    def longest_over_first(self) -> Found:
+        first, *_, last = self.sizes.contexts
+        return self.seconds_behind(last) / self.seconds_behind(first), {"contexts": [first, last]}
+
+    def kernels(self) -> Found:
+        """Milliseconds of all kernels of a step, with those that take most."""
+        activity = torch.profiler.ProfilerActivity
+        on_device = self.device.type == "cuda"
+        self.seconds_behind(self.sizes.contexts[0])
+        cache, token = self.target.new_cache(), torch.zeros(1, dtype=torch.int64)
+        try:
+            cache.reserve(self.sizes.contexts[0])
+            cache.commit(range(self.sizes.contexts[0]))
+            with torch.profiler.profile(activities=[activity.CUDA if on_device else activity.CPU]) as profile:
+                for _ in range(_PROFILED):
+                    self._step_s(cache, token)
+        finally:
+            self.target.release_cache(cache)
+        found = [
+            (event.self_device_time_total if on_device else event.self_cpu_time_total, event.count, event.key)
+            for event in profile.key_averages()
+        ]
+        top = [
+            {"kernel": name[:120], "ms": spent / _PROFILED / 1e3, "calls": calls / _PROFILED}
+            for spent, calls, name in sorted(found, reverse=True)[:_KERNELS]
+        ]
+        return sum(spent for spent, *_ in found) / _PROFILED / 1e3, {"kernels": top}
+
+    def reading(self) -> Found:
+        """Tokens a second until the first new token, the second time that so long a prompt comes."""
+        tokens = self.sizes.long
+        *_, prompt = prompts = self.texts(2, tokens)
+        for each in prompts:
+            _, seconds = answered(self.engine, [each], SamplingParams(1, ignore_eos=True))
+        return len(prompt) / seconds, {"tokens": tokens, "seconds": seconds}
+
+    @staticmethod
+    def many(place: int, part: int, group: Llama8B) -> Found:
+        """New tokens a second, prompts included, which are the usual ones or a part of them."""
+        count, sizes = group.sizes.together[place], group.sizes
+        prompt, params = sizes.prompt // part, SamplingParams(sizes.answer, ignore_eos=True)
+        answers, seconds = answered(group.engine, group.texts(count, prompt), params)
+        rate = sum(len(each.token_ids) for each in answers) / seconds
+        return rate, {"requests": count, "prompt": prompt, "tokens": sizes.answer}
+
+    @staticmethod
+    def alone(place: int, group: Llama8B) -> Found:
+        """Of steps in which all requests write; short prompts and long answers, so that there are some."""
+        count, sizes, engine = group.sizes.together[place], group.sizes, group.engine
+        prompt, answer = sizes.prompt // 4, sizes.answer + count // 2
+        records: list[StepRecord] = []
+        engine.listeners[:] = [records.append]
+        try:
+            answered(engine, group.texts(count, prompt), SamplingParams(answer, ignore_eos=True))
+        finally:
+            engine.listeners.clear()
+        steps = [each.total_s for each in records if len(each.requests) == count and not each.prefill]
+        about = {"requests": count, "prompt": prompt, "tokens": answer, "steps": len(steps)}
+        return count / median(steps), about | {"ms": 1e3 * median(steps)}
+
+    @cached_property
+    def long_behind_many(self) -> tuple[float, int]:
+        """Seconds until all are answered, and the most bytes that were allocated beyond weights and pages."""
+        engine, sizes = self.engine, self.sizes
+        prompts = [*self.texts(sizes.together[0], sizes.prompt), *self.texts(1, sizes.long)]
+        reset_peak(self.device)
+        _, seconds = answered(engine, prompts, SamplingParams(sizes.answer, ignore_eos=True))
+        return seconds, peak(self.device) - self.before - self.target.weight_bytes - engine.cache_bytes
+
+    def behind_many(self) -> Found:
+        return self.long_behind_many[0], {"requests": 1 + self.sizes.together[0], "long": self.sizes.long}
+
+    def beyond(self) -> Found:
+        return self.long_behind_many[1] / _GIB, {"counted": "device" if self.device.type == "cuda" else "resident"}
+
+    def eagle(self) -> Found:
+        sizes = self.sizes
+        config = Eagle3Config(
+            sizes.width, sizes.vocab, (1, sizes.layers // 2, sizes.layers - 1), heads=sizes.heads,
+            kv_heads=sizes.kv_heads, head=sizes.width // sizes.heads, inner=sizes.inner,
+            draft_vocab=sizes.draft_vocab, reach=5,
+        )  # fmt: skip
+        head = made(lambda: Eagle3Head(config), self.device, sizes.dtype)
+        if head.draft_ids is not None:
+            head.draft_ids.copy_(torch.arange(sizes.draft_vocab))
+        return _made_ms(Eagle3(head.requires_grad_(False), nodes=16), self.target)
+
+
+GROUPS: tuple[type[Group], ...] = (Padded, Llama8B)
+
+
+def _made_ms(drafter: Drafter, target: LanguageModel) -> Found:
+    """Milliseconds of its largest greedy proposal for one request."""
+    cost = measure_drafter(drafter, target, effort=_DRAFT_EFFORT)
+    largest = cost.points[-1]
+    return 1e3 * largest.seconds, {"drafter": drafter.name, "levels": largest.depth, "nodes": largest.nodes}
+
+
+def made(make: Callable[[], Made], device: torch.device, dtype: torch.dtype) -> Made:
+    """Something with weights, made where they are to lie and in their dtype."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return make()
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def answered(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    speculation: Speculation | None = None,
+) -> tuple[list[Answer], float]:
+    """Answers to prompts that come together, and the seconds until the last.
+
+    Raises:
+        TruedraftError: one failed.
+    """
+    began = time.perf_counter()
+    requests = [engine.submit(prompt, params, speculation=speculation) for prompt in prompts]
+    try:
+        while not all(request.closed for request in requests):
+            engine.step()
+        wait_for(engine.target.device)
+        seconds = time.perf_counter() - began
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return [answer for request in requests if (answer := request.pieces[-1].answer) is not None], seconds
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU, of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak(device: torch.device) -> int:
+    """Most of them so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin anew where that can be."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,164 @@
+"""What steps will run is recorded beforehand; a fake recorder stands for CUDA graphs."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from drafters.heads.test_eagle import head
+from drafters.heads.test_recorded_pairs import Replayed
+from support.backends import HostRecorder, graph_backend
+from support.layer_heads import target
+from support.tiny_models import VOCAB, noisy_stock, packed, stock
+from truedraft import Engine, SamplingParams
+from truedraft.core.budget import Budget
+from truedraft.core.stats import StepRecord
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.engine import ready
+from truedraft.errors import CacheError, OptionError, TruedraftError
+from truedraft.models.huggingface import HuggingFaceModel
+
+LONG = [[place * step % VOCAB for place in range(90)] for step in (3, 5, 7)]
+"""Prompts of more than the 64 tokens up to which forwards are recorded."""
+
+
+def recorded(module: Any) -> HuggingFaceModel:
+    return HuggingFaceModel(module, None, "graphs", lambda model: graph_backend(model, HostRecorder()))
+
+
+def drafting(prefix_cache_bytes: int | None = None, **options: Any) -> Engine:
+    drafter = DraftModel(recorded(noisy_stock("llama", 0.1)), **options)
+    return Engine(
+        recorded(stock("llama")),
+        drafter,
+        controller="fixed",
+        max_batch=2,
+        entropy=3,
+        prefix_cache_bytes=prefix_cache_bytes,
+    )
+
+
+def test_the_examples_of_its_docstrings() -> None:
+    assert doctest.testmod(ready).failed == 0
+
+
+@pytest.mark.parametrize("options", [{"num_speculative_tokens": 3}, {"branching": (2, 2, 1)}], ids=["chain", "tree"])
+def test_no_answer_waits_for_a_recording_once_all_is_ready(options: dict[str, Any]) -> None:
+    engine = drafting(**options)
+    engine.make_ready(256)
+    records: list[StepRecord] = []
+    engine.listeners.append(records.append)
+    for temperature in (0.0, 1.0):
+        engine.generate(LONG, SamplingParams(max_tokens=40, temperature=temperature))
+    assert any(len(record.requests) == 2 and record.rows > 2 for record in records)
+    # Requests that bring different numbers of rows, as at the end of an answer, are as many kinds as they please.
+    assert not [each for each in records if each.warmup and len({one.rows for one in each.requests}) == 1]
+
+
+def test_a_head_that_reads_pairs_is_made_ready_as_its_target_is() -> None:
+    drafter = Replayed(head())
+    engine = Engine(target("graphs"), drafter, controller="fixed", max_batch=1)
+    engine.make_ready(256)
+    before = engine.target.warmups, drafter.warmups
+    for temperature in (0.0, 1.0):
+        engine.generate(LONG, SamplingParams(max_tokens=40, temperature=temperature))
+    assert (engine.target.warmups, drafter.warmups) == before
+    assert drafter._running[0].pool.in_use == 0
+
+
+def test_nothing_of_it_is_noticed_by_requests() -> None:
+    """Noise, counters, listeners, caches and what is kept of prompts are as in an engine that was not made ready."""
+    params = SamplingParams(max_tokens=24, temperature=1.0)
+    expected = drafting(prefix_cache_bytes=1 << 20).generate(LONG, params)
+    engine = drafting(prefix_cache_bytes=1 << 20)
+    records: list[StepRecord] = []
+    told: list[tuple[float, str]] = []
+    engine.listeners.append(records.append)
+    engine.make_ready(512, lambda *each: told.append(each))
+    draft = engine.drafter.model
+    assert draft is not None
+    assert not records
+    assert engine.target.pool.in_use == draft.pool.in_use == 0
+    assert [store.n_bytes for store in engine._sharing.stores] == [0, 0]
+    assert engine.check_idle() == []
+    assert [each for each, _ in told] == sorted(each for each, _ in told)
+    assert 0.0 < told[0][0] < told[-1][0] == 1.0
+    assert {label for _, label in told} == {"graphs", "draft"}
+    answers = engine.generate(LONG, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+    assert engine.shared_tokens == 0
+
+
+def test_what_is_ready_is_not_made_ready_again() -> None:
+    engine = drafting()
+    engine.make_ready(256)
+    assert engine.drafter.model is not None
+    before = engine.target.warmups, engine.drafter.model.warmups
+    engine.make_ready(256)
+    assert (engine.target.warmups, engine.drafter.model.warmups) == before
+
+
+def test_where_nothing_is_recorded_nothing_is_run_but_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafter = packed("llama"), PromptLookup()
+    rows: list[int] = []
+    forward = model.forward
+
+    def counted(segments: Sequence[Any]) -> Any:
+        rows.append(sum(len(each.tokens) for each in segments))
+        return forward(segments)
+
+    monkeypatch.setattr(model, "forward", counted)
+    monkeypatch.setattr(drafter, "begin", lambda request: pytest.fail("it is asked to draft"))
+    Engine(model, drafter, controller="fixed").make_ready()
+    assert rows == [1]
+
+
+def test_a_drafter_that_fails_is_told_of_and_does_not_stop_it(caplog: pytest.LogCaptureFixture) -> None:
+    engine = drafting()
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("broken")
+
+    engine.drafter.propose = fail  # type: ignore[method-assign]
+    engine.make_ready(256)
+    assert "was not made ready: broken" in caplog.text
+    assert engine.target.pool.in_use == engine.drafter.model.pool.in_use == 0  # type: ignore[union-attr]
+
+
+def test_shapes_that_have_no_room_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(recorded(stock("llama")), max_batch=2)
+    forward = engine.target.forward
+
+    def short(segments: Sequence[Any]) -> Any:
+        if len(segments) > 1:
+            raise CacheError("no pages are left")
+        return forward(segments)
+
+    monkeypatch.setattr(engine.target, "forward", short)
+    engine.make_ready(256)
+    assert "2 requests of 1 rows have no room: no pages are left" in caplog.text
+    assert engine.target.pool.in_use == 0
+    assert [bucket.tokens for bucket in engine.target._backend._runner.buckets] == [64, 32, 16, 8, 4, 2, 1]  # type: ignore[attr-defined]
+
+
+def test_it_is_refused_within_a_step_and_for_no_tokens() -> None:
+    engine = drafting()
+    with pytest.raises(OptionError, match="tokens"):
+        engine.make_ready(0)
+    engine.listeners.append(lambda record: engine.make_ready(256))
+    with pytest.raises(TruedraftError, match="inside a step"):
+        engine.generate(LONG[0], SamplingParams(max_tokens=2))
+
+
+def test_few_requests_with_long_drafts_and_many_with_short_ones_are_ready() -> None:
+    shapes = ready.step_shapes([Budget(8), Budget(3, 4, 20)], 32)
+    assert {each.requests for each in shapes if each.rows == 1} == {1, 2, 4, 8, 16, 32}
+    assert {each.rows for each in shapes if each.tree and each.requests == 1} == {4, 8, 16, 21}
+    assert {each.rows for each in shapes if not each.tree and each.requests == 32} == {1, 2, 4}
+    sizes = [each.requests * each.rows for each in shapes]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 128
