@@ -93,16 +93,16 @@ class Device:
         return steps
 
 
-def record(steps: Sequence[RequestStep], seconds: float, *, warmup: bool = False) -> StepRecord:
-    return StepRecord(tuple(steps), 0.0, seconds, 0.0, seconds, warmup=warmup)
+def record(steps: Sequence[RequestStep], seconds: float, *, settled: bool = True) -> StepRecord:
+    return StepRecord(tuple(steps), 0.0, seconds, 0.0, seconds, settled=settled)
 
 
 def linear(per_token: float, base: float = 0.0, per_row: float = 0.0) -> Callable[[int, int], float]:
     return lambda tokens, rows: base + per_token * tokens + per_row * rows
 
 
-def one_prompt(tokens: int, seconds: float, *, emitted: int = 1, warmup: bool = False) -> StepRecord:
-    return record([RequestStep(0, 0, tokens, prefill=True, emitted=emitted)], seconds, warmup=warmup)
+def one_prompt(tokens: int, seconds: float, *, emitted: int = 1, settled: bool = True) -> StepRecord:
+    return record([RequestStep(0, 0, tokens, prefill=True, emitted=emitted)], seconds, settled=settled)
 
 
 # -------------------------------------------------------------------------------------------- bounds on a device
@@ -171,7 +171,7 @@ def test_after_64_steps_more_is_tried_again() -> None:
 def test_what_says_nothing_changes_nothing() -> None:
     reading = TimedParts()
     for _ in range(100):
-        reading.observe(one_prompt(2048, 9.0, warmup=True))
+        reading.observe(one_prompt(2048, 9.0, settled=False))
         reading.observe(one_prompt(1024, 0.001))  # half as much and less
         reading.observe(record([RequestStep(0, 5, 1, prefill=False, emitted=1)], 9.0))
         reading.observe(one_prompt(2048, 0.001, emitted=0))  # only queued
@@ -192,7 +192,7 @@ def test_queued_steps_count_for_the_one_that_is_waited_for() -> None:
     reading.observe(one_prompt(2048, 4 * LONGEST_S))
     assert reading.tokens(False) == 1024
     reading = TimedParts()
-    reading.observe(one_prompt(2048, 0.001, emitted=0, warmup=True))
+    reading.observe(one_prompt(2048, 0.001, emitted=0, settled=False))
     reading.observe(one_prompt(2048, 9.0))
     assert reading.tokens(False) == 2048
 

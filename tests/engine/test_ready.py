@@ -55,7 +55,7 @@ def test_no_answer_waits_for_a_recording_once_all_is_ready(options: dict[str, An
         engine.generate(LONG, SamplingParams(max_tokens=40, temperature=temperature))
     assert any(len(record.requests) == 2 and record.rows > 2 for record in records)
     # Requests that bring different numbers of rows, as at the end of an answer, are as many kinds as they please.
-    assert not [each for each in records if each.warmup and len({one.rows for one in each.requests}) == 1]
+    assert not [each for each in records if not each.settled and len({one.rows for one in each.requests}) == 1]
 
 
 def test_a_head_that_reads_pairs_is_made_ready_as_its_target_is() -> None:

@@ -178,7 +178,7 @@ class _Queued:
         self.steps += 1
         self.tokens += tokens
         self.seconds += record.total_s
-        self.settled = self.settled and not record.warmup
+        self.settled = self.settled and record.settled
 
 
 def _whole(request: Request) -> int:
