@@ -342,7 +342,8 @@ class Padded(Group):
     def step_part(field: str, group: Padded) -> Found:
         steps = group.drafted_steps
         return 1e3 * median(getattr(each, field) for each in steps), {
-            "requests": group.sizes.batches[1], "steps": len(steps), "recorded": sum(not each.settled for each in steps),
+            "requests": group.sizes.batches[1], "steps": len(steps),
+            "recorded": sum(not each.settled for each in steps),
         }  # fmt: skip
 
     def memory(self) -> Found:
