@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-kernels test-slow test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-kernels test-gpu test-slow test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -286,9 +286,14 @@ bench-busy: $(STAMP)
 bench-deciding: $(STAMP)
 	$(BIN)/python benchmarks/deciding.py --minutes 80 $(DECIDING) > $(RESULTS)/deciding.md
 
-# What `make bench` measures, on a CUDA device at the cost of a 7 B model.
+# Every figure of a GPU, on a CUDA device, four minutes: docs/performance.md. A run that was cut short goes on where it
+# stopped.
 bench-gpu: $(STAMP)
-	$(BIN)/$(BENCH) --device cuda --dtype bfloat16 --drafter draft --drafter medusa --drafter redrafter --limit 8 --max-tokens 128 --pad-to 7B | tail -n 1 > $(RESULTS)/bench_gpu.jsonl
+	$(BIN)/python benchmarks/gpu.py $(GPU)
+
+# The exactness tests of the device.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu -n 0 -rs
 
 check: $(STAMP)
 	$(BIN)/ruff check .

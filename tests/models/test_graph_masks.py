@@ -162,7 +162,8 @@ def test_a_mask_to_add() -> None:
 
 def test_shapes_are_rounded_up() -> None:
     assert Bucket.recorded(1, 1, 1, 20, 0) == Bucket(1, 1, 1, 256, 0, 1)
-    assert Bucket.recorded(3, 5, 9, 257, 0) == Bucket(4, 8, 16, 512, 0, 16)
+    assert Bucket.recorded(3, 5, 9, 257, 0) == Bucket(4, 8, 32, 512, 0, 32)
+    assert Bucket.recorded(9, 5, 19, 257, 0) == Bucket(16, 8, 32, 512, 0, 32)
     assert Bucket.recorded(4, 8, 32, 600, 15) == Bucket(4, 8, 32, 1024, 1, 32)
     assert Bucket.recorded(1, 64, 64, 600, 129) == Bucket(1, 64, 64, 1024, 4, 64)
     assert Bucket.exact(1, 77, 77, 130, 0, wanted=1) == Bucket(1, 77, 77, 192, 0, 1)

@@ -31,6 +31,8 @@ from truedraft.models.packing import ForwardPlan
 
 _MOST_RECORDED_TOKENS = 64
 """New tokens of one request, beyond which a forward is not recorded: it is a part of a prompt, bound by arithmetic."""
+_MOST_TABULATED = 1 << 17
+"""Positions that are tabulated at the start; beyond, the table grows with texts."""
 _MOST_RECORDED_ROWS = 1024
 """Of one recording; a batch with more runs in parts."""
 
@@ -89,6 +91,8 @@ class GraphBackend(Backend):
         return self._pages
 
     def new_pool(self, limit: int) -> CachePool:
+        # It moves where it grows, and recordings are void then.
+        self._decoder.rotary.reach(min(limit, _MOST_TABULATED) - 1)
         return PagePool(self._pages, limit)
 
     def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:

@@ -31,6 +31,7 @@ WORD_BITS = 64
 LEAST_SPAN = 256
 """Positions of a request that recorded forwards look at."""
 
+_ROWS_ALIKE = 64
 _TILES = (1, 4, 16, 64)
 _SPAN_STEP = 64  # of what is not recorded; attention kernels want masks whose rows start at multiples of 16 bytes
 
@@ -66,9 +67,11 @@ class Bucket:
             end: most tokens of one once the forward has run.
             nodes: nodes of the largest tree, uncommitted ones of earlier forwards included; 0 where all are chains.
         """
-        span, rows = max(_power(end), LEAST_SPAN), _power(rows)
+        requests, tokens, span = _power(requests), _power(tokens), max(_power(end), LEAST_SPAN)
+        # Few rows cost a GPU no more than one, so who drafts and who does not makes no other shape.
+        rows = requests * tokens if requests * tokens <= _ROWS_ALIKE else _power(rows)
         words = _power(-(-nodes // WORD_BITS)) if nodes else 0
-        return cls(_power(requests), _power(tokens), rows, span, words, rows)
+        return cls(requests, tokens, rows, span, words, rows)
 
     @classmethod
     def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, wanted: int) -> Bucket:

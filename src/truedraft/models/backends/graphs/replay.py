@@ -256,11 +256,12 @@ class CudaGraphs(Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._aside: torch.cuda.Stream | None = None  # one, for the allocator keeps memory for each
         self._pool: Any = None  # torch names no public type for it
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
         with torch.cuda.device(self._device):
-            aside = torch.cuda.Stream(self._device)
+            aside = self._aside = self._aside or torch.cuda.Stream(self._device)
             aside.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(aside):
                 forward()  # libraries make themselves ready at their first call, which cannot be recorded
