@@ -214,6 +214,22 @@ def test_a_recording_that_failed_leaves_nothing_behind(monkeypatch: pytest.Monke
     assert len(fixture.runner.buckets) == 1
 
 
+def test_what_is_too_large_to_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Fixture()
+    cache = fixture.filled(9)
+    segment, tried = fixture.chain(cache, 1), []
+    expected = fixture.model.forward([segment]).logits
+
+    def short_of_memory(forward: Callable[[], Outputs]) -> Recording:
+        tried.append(forward)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fixture.recorder, "record", short_of_memory)
+    for _ in range(3):
+        assert fixture.model.forward([segment]).logits.equal(expected)
+    assert len(tried) == 1 and fixture.runner.buckets == []
+
+
 class Watch(TorchDispatchMode):
     """Notes each operation with the shapes of its tensors; refuses those that wait for the device."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from truedraft.cache.buffers import Entries, Keeper
 from truedraft.cache.request import CachePool, RequestCache
 from truedraft.core import transfers
+from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
 
 PAGE = 16
@@ -109,7 +110,7 @@ class Pages:
     def _index(self, rows: NDArray[np.int64]) -> Tensor:
         return transfers.upload(rows, self._data.device)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def take(self) -> int:
         """A page with one holder. What it held before is still in it.
 
@@ -171,7 +172,7 @@ class Pages:
         """Where no page is free a keeper is asked to forget some from now on."""
         self._keepers.add(keeper)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def private(self, page: int) -> int:
         """A page with the same entries that nobody else holds: itself, or a copy in its place."""
         with self.lock:
@@ -183,7 +184,7 @@ class Pages:
             self.give_back((page,))
             return copy
 
-    @torch.inference_mode()
+    @in_inference_mode
     def reserve(self, pages: int) -> None:
         """Get so many pages from the system, and no more until `unreserve`; fewer than before where none is held."""
         with self.lock:
@@ -199,7 +200,7 @@ class Pages:
             self.reserved -= 1
             self.shrink()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def shrink(self) -> None:
         """Give the tensor back to the system, if nobody holds a page and none were reserved."""
         with self.lock:
@@ -330,7 +331,7 @@ class PageTable:
         """Rows of its positions `first` to `end` among those of all pages."""
         return rows_of(self.table, first, end)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         end = self._start + keys.shape[1]
         with self.pages.lock:
@@ -364,7 +365,7 @@ class PageTable:
         with self.pages.lock:
             return PageSpan(self.pages, self.table[first // PAGE : pages_for(end)].tolist(), first % PAGE, lasting)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def extend(self, start: int, parts: Sequence[tuple[Entries, int, int]], limit: int) -> None:
         """See `RequestCache.extend`: whole pages are shared, what lies in a part of one is copied."""
         self.check_open()

@@ -91,6 +91,7 @@ class Recordings(Generic[Held]):
         self._recorder = recorder
         self._most = most
         self._seen: set[Hashable] = set()
+        self._too_large: set[Hashable] = set()  # for the device's memory
         self._kept: OrderedDict[Hashable, tuple[Held, Recording]] = OrderedDict()
         self.warmups = 0
 
@@ -105,7 +106,7 @@ class Recordings(Generic[Held]):
         Returns:
             The rows that were asked for, without padding. They belong to the caller.
         """
-        if self._recorder is None:
+        if self._recorder is None or shape in self._too_large:
             return work.run()
         if shape not in self._kept:
             self.warmups += 1
@@ -117,7 +118,11 @@ class Recordings(Generic[Held]):
             inputs, recording = self._kept[shape]
             work.load(inputs)
         else:
-            recording = self._record(shape, work, self._recorder)
+            try:
+                recording = self._record(shape, work, self._recorder)
+            except torch.OutOfMemoryError:  # what is recorded would stay; without that there may be room
+                self._too_large.add(shape)
+                return work.run()
         recording.replay()
         # Copies: the next replay overwrites the outputs, and a drafter may keep them for longer.
         return tuple(each[: work.rows].clone() for each in recording.outputs)
@@ -129,11 +134,13 @@ class Recordings(Generic[Held]):
         self._kept[shape] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
+            self._too_large.clear()  # what was given up has left room
         return recording
 
     def forget(self) -> None:
         """All recordings are void."""
         self._seen.clear()
+        self._too_large.clear()
         if self._kept and self._recorder is not None:
             self._kept.clear()
             self._recorder.forget()
