@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from support.backends import HostRecorder, graph_backend
+from support.backends import HostRecorder, graph_backend, llama_of
 from support.loops import CONFIGS, TREE, apart, assert_equal_up_to_rounding, run_forwards, weights
 from support.pairwise import pairwise
 from support.tiny_models import COUNT, PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
@@ -102,10 +102,14 @@ def test_the_check_at_load_holds_it_to_the_stock_forward() -> None:
 
 
 def test_which_models_fit() -> None:
-    for family, fits in (("llama", True), ("mistral", True), ("qwen3", True), ("gemma3", False), ("gpt2", False)):
+    for family, misfit in (
+        ("llama", None), ("mistral", None), ("qwen3", None), ("gemma3", "its layers rotate heads differently"),
+        ("gpt2", "its layers are not those of Llama"),
+    ):  # fmt: skip
         module = stock(family)
-        llama = Llama.of(module, probe_patterns(module))
-        assert (llama is not None and GraphBackend.fits(llama)) is fits
+        assert GraphBackend.misfit(Llama.of(module, probe_patterns(module))) == misfit
+    for name in ("glm", "phi3, part of a head rotated"):
+        assert GraphBackend.misfit(llama_of(weights(name))) == "it rotates a part of each head"
     module = stock("llama")
     assert not isinstance(HuggingFaceModel(module, None, "cpu", fastest_backend)._backend, GraphBackend)
     assert "CUDA graphs" not in graphs(stock("llama")).fast_paths

@@ -350,9 +350,16 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
     """
     patterns = probe_patterns(model)
     llama = Llama.of(model, patterns)
-    if llama is not None:
-        if llama.device.type == "cuda" and GraphBackend.fits(llama):
+    if model.device.type == "cuda":
+        misfit = GraphBackend.misfit(llama)
+        if llama is not None and misfit is None:
             return GraphBackend(llama)
+        backend = packed_backend({}, True)(model, patterns)
+        backend.note = "; ".join(
+            filter(None, [backend.note, f"its forwards are not recorded as CUDA graphs: {misfit}"])
+        )
+        return backend
+    if llama is not None:
         if NativeBackend.fits(llama):
             return NativeBackend(llama)
         if FusedBackend.fits(llama):

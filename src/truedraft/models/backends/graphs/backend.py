@@ -74,12 +74,29 @@ class GraphBackend(Backend):
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
 
-    @staticmethod
-    def fits(llama: Llama) -> bool:
+    @classmethod
+    def fits(cls, llama: Llama) -> bool:
         """Whether a decoder's layers are of one shape, so that they share pages, and rotate whole heads alike."""
-        heads = {(layer.head, layer.heads, layer.kv_heads) for layer in llama.layers}
-        one_rotation = len(llama.rotaries) == 1 and llama.rotaries[0].width == llama.layers[0].head
-        return llama.is_dense and len(heads) == 1 and one_rotation and llama.scale == 1.0
+        return cls.misfit(llama) is None
+
+    @staticmethod
+    def misfit(llama: Llama | None) -> str | None:
+        """Why a decoder does not fit; None where it does.
+
+        Args:
+            llama: the decoder; None where its layers are not among those that are described.
+        """
+        if llama is None:
+            return "its layers are not those of Llama"
+        if not llama.is_dense:
+            return "it has experts or sinks"
+        if len({(layer.head, layer.heads, layer.kv_heads) for layer in llama.layers}) > 1:
+            return "its layers have different heads"
+        if len(llama.rotaries) > 1:
+            return "its layers rotate heads differently"
+        if llama.rotaries[0].width != llama.layers[0].head:
+            return "it rotates a part of each head"
+        return None if llama.scale == 1.0 else "it scales its embeddings"
 
     @property
     def warmups(self) -> int:  # type: ignore[override]
