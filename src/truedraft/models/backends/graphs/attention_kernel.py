@@ -60,8 +60,7 @@ def paged_attention(
     all that the rows of a tile see may be NaN; between, a value that is not finite makes all of the tile's rows NaN.
 
     Worked example: with pages of 16, position 37 of a request with pages 5, 9, 3 is row 5 of page 3. A row with first
-    37 and until 38 gets the value that lies there; and so does one of a request of length 35 that sees no committed
-    position, and node 2, by the path 0b100.
+    37 and until 38 gets its value, and so does one with until 0 and the path 0b100 behind 35 committed tokens.
 
     Args:
         query: `[rows, heads, width]`, contiguous; overwritten.
@@ -80,18 +79,15 @@ def paged_attention(
     Returns:
         `[rows, heads * width]`, in the memory of `query`; rows of no tile keep their query.
     """
-    rows, heads, width = query.shape
-    _, page, kv_heads, _ = keys.shape
+    (rows, heads, width), (_, page, kv_heads, _) = query.shape, keys.shape
     padded, words = triton.next_power_of_2(width), 2 * path.shape[1]
     block_m, warps = rows_and_warps(tile, heads // kv_heads, padded, query.dtype)
     blocks, splits = triton.cdiv(tile * heads // kv_heads, block_m), triton.cdiv(span, SPLIT)
     joins = splits == 1 or tile > _MOST_SPLIT_TILE or rows * heads * splits * padded * 4 > _MOST_PART_BYTES
     shape = (0,) if joins else (rows, heads, splits)
     parts = query.new_empty((*shape, width), dtype=torch.float32)
-    sums, maxima = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    sums, maxima = query.new_empty((2, *shape), dtype=torch.float32)
     seen = (length, until, first, path.view(torch.int32) if words else until)
-    if not len(tiles):
-        return query.view(rows, heads * width)
     _attend[blocks * kv_heads, len(tiles), 1 if joins else splits](
         query, keys, values, table, tiles, *seen, parts, sums, maxima, table.shape[1], splits, scaling * _LOG2_E,
         heads=heads, kv_heads=kv_heads, width=width, padded=padded, page_size=page, block_m=block_m,
@@ -138,11 +134,57 @@ def _reach(first, until, length, path, row, valid, words: tl.constexpr):
 
 
 @triton.jit
-def _weights(maximum, of_part):
-    """The maximum of what was joined and a part, and what both are worth under it."""
+def _rows_of(tile, block, block_m: tl.constexpr, group: tl.constexpr):
+    """The request of a tile, and of some of its rows times heads: which row, which head of the group, and whether."""
+    m = block * block_m + tl.arange(0, block_m)
+    return tl.load(tile), tl.load(tile + 1) + m // group, m % group, m // group < tl.load(tile + 2)
+
+
+@triton.jit
+def _seen(position, end, first, until, committed, path, row, valid, words: tl.constexpr):
+    """Which positions of a block that ends before `end` each row sees."""
+    seen = (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
+    if words > 0:
+        if end > committed:
+            node = position - committed
+            for word in tl.static_range(words):
+                bits = tl.load(path + row.to(tl.int64) * words + word, mask=valid, other=0)
+                on_path = (bits[:, None] >> (node & 31)[None, :]) & 1
+                seen = seen | ((on_path == 1) & ((node >= 0) & (node // 32 == word))[None, :])
+    return seen
+
+
+@triton.jit
+def _with_block(maximum, weight, mixed, scores, v, ones):
+    """What was mixed so far and a block's values, by its scores, -inf where nothing is seen."""
+    above = tl.maximum(maximum, tl.max(scores, 1))
+    finite = tl.where(above == float("-inf"), 0.0, above)
+    old = tl.exp2(maximum - finite)[:, None]
+    p = tl.exp2(scores - finite[:, None]).to(v.dtype)
+    weight = tl.dot(p, ones, weight * old, input_precision="tf32x3")
+    return above, weight, tl.dot(p, v, mixed * old, input_precision="tf32x3")
+
+
+@triton.jit
+def _with_part(maximum, weight, mixed, of_part, weight_of_part, part):
+    """What was joined so far, and a split."""
     both = tl.maximum(maximum, of_part)
     finite = tl.where(both == float("-inf"), 0.0, both)
-    return both, tl.exp2(maximum - finite), tl.exp2(of_part - finite)
+    old, new = tl.exp2(maximum - finite)[:, None], tl.exp2(of_part - finite)[:, None]
+    return both, tl.fma(weight, old, weight_of_part * new), tl.fma(mixed, old, part * new)
+
+
+@triton.jit
+def _nothing(rows: tl.constexpr, columns: tl.constexpr, padded: tl.constexpr):
+    """The maximum, sums and weighted values of no keys."""
+    maximum = tl.full([rows], float("-inf"), tl.float32)
+    return maximum, tl.zeros([rows, columns], tl.float32), tl.zeros([rows, padded], tl.float32)
+
+
+@triton.jit
+def _over(mixed, weight):
+    """Weighted values over the sum of weights, 0 where there are none."""
+    return mixed / tl.where(weight == 0.0, 1.0, weight)
 
 
 @triton.jit(
@@ -156,35 +198,22 @@ def _attend(
 ):  # fmt: skip
     """Of one tile, one key head, `block_m` of its rows times heads, and one split or all (`joins`).
 
-    Args:
-        parts: `[rows, heads, splits, width]`: weighted values of each split; not written where it joins them, and
-            likewise
-        sums: `[rows, heads, splits]`, of weights, and
-        maxima: of scores, in powers of two.
-        pages: columns of the table.
-        splits: of the bucket.
-        scale: makes powers of two of products.
-        words: of 32 bits.
+    Where splits are not joined at once, each leaves weighted values in `parts [rows, heads, splits, width]`, and in
+    `sums` and `maxima [rows, heads, splits]` the sum of weights and the largest score, as an exponent of 2, which
+    `scale` makes of products. `pages` are columns of the table; `words` have 32 bits.
     """
     group: tl.constexpr = heads // kv_heads
-    kv_head = tl.program_id(0) % kv_heads
-    block = tl.program_id(0) // kv_heads
+    kv_head, block = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     # The last rows of a prompt see most: programs that take long start first.
     tile = tiles + 3 * (tl.num_programs(1) - 1 - tl.program_id(1))
-    count = tl.load(tile + 2)
-    if block * block_m >= count * group:
+    if block * block_m >= tl.load(tile + 2) * group:
         return
-    request = tl.load(tile)
-    m = block * block_m + tl.arange(0, block_m)
-    valid = m // group < count
-    row = tl.load(tile + 1) + m // group
+    request, row, member, valid = _rows_of(tile, block, block_m, group)
     row_first = tl.load(first + row, mask=valid, other=_FAR)
     row_until = tl.load(until + row, mask=valid, other=0)
     committed = tl.load(length + request)
     low, high = _reach(row_first, row_until, committed, path, row, valid, words)
-    begin = low // block_n * block_n
-    end = high
-    split = tl.program_id(2)
+    begin, end, split = low // block_n * block_n, high, tl.program_id(2)
     if not joins:
         begin = tl.maximum(begin, split * split_size)
         end = tl.minimum(end, (split + 1) * split_size)
@@ -192,58 +221,32 @@ def _attend(
             return
 
     d = tl.arange(0, padded)
-    inside = d < width
-    head = row.to(tl.int64) * heads + kv_head * group + m % group  # of all rows
+    head = row.to(tl.int64) * heads + kv_head * group + member  # of all rows
     q_at = query + head[:, None] * width + d[None, :]
-    q_mask = valid[:, None] & inside[None, :]
+    q_mask = valid[:, None] & (d < width)[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
-    ones = tl.full([block_n, 16], 1.0, q.dtype)
-    maximum = tl.full([block_m], float("-inf"), tl.float32)
-    weight = tl.zeros([block_m, 16], tl.float32)  # columns are alike
-    mixed = tl.zeros([block_m, padded], tl.float32)
-    joined_maximum, joined_weight, joined = maximum, weight, mixed
-
+    ones = tl.full([block_n, 16], 1.0, q.dtype)  # makes sums, whose columns are alike
+    maximum, weight, mixed = _nothing(block_m, 16, padded)
+    whole_max, whole_weight, whole = maximum, weight, mixed
     for start in range(begin, end, block_n):
         if joins:
             if start % split_size == 0:
-                joined_maximum, old, new = _weights(joined_maximum, maximum)
-                joined_weight = tl.fma(joined_weight, old[:, None], weight * new[:, None])
-                joined = tl.fma(joined, old[:, None], mixed * new[:, None])
-                maximum = tl.full([block_m], float("-inf"), tl.float32)
-                weight = tl.zeros([block_m, 16], tl.float32)
-                mixed = tl.zeros([block_m, padded], tl.float32)
+                whole_max, whole_weight, whole = _with_part(whole_max, whole_weight, whole, maximum, weight, mixed)
+                maximum, weight, mixed = _nothing(block_m, 16, padded)
         position = start + tl.arange(0, block_n)
         held = (position >= low) & (position < high)
         page = tl.load(table + request * pages + position // page_size, mask=held, other=0)
         at = ((page.to(tl.int64) * page_size + position % page_size) * kv_heads + kv_head) * width
-        mask = held[:, None] & inside[None, :]
+        mask = held[:, None] & (d < width)[None, :]
         k = tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-        seen = (position[None, :] >= row_first[:, None]) & (position[None, :] < row_until[:, None])
-        if words > 0:
-            if start + block_n > committed:
-                node = position - committed
-                for word in tl.static_range(words):
-                    bits = tl.load(path + row.to(tl.int64) * words + word, mask=valid, other=0)
-                    on_path = (bits[:, None] >> (node & 31)[None, :]) & 1
-                    seen = seen | ((on_path == 1) & ((node >= 0) & (node // 32 == word))[None, :])
-        scores = tl.where(seen, scores, float("-inf"))
-        above = tl.maximum(maximum, tl.max(scores, 1))
-        finite = tl.where(above == float("-inf"), 0.0, above)
-        old = tl.exp2(maximum - finite)
+        seen = _seen(position, start + block_n, row_first, row_until, committed, path, row, valid, words)
         v = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0)
-        p = tl.exp2(scores - finite[:, None]).to(v.dtype)
-        weight = tl.dot(p, ones, weight * old[:, None], input_precision="tf32x3")
-        mixed = tl.dot(p, v, mixed * old[:, None], input_precision="tf32x3")
-        maximum = above
+        maximum, weight, mixed = _with_block(maximum, weight, mixed, tl.where(seen, scores, float("-inf")), v, ones)
 
     if joins:
-        joined_maximum, old, new = _weights(joined_maximum, maximum)
-        joined_weight = tl.fma(joined_weight, old[:, None], weight * new[:, None])
-        joined = tl.fma(joined, old[:, None], mixed * new[:, None])
-        total = tl.max(joined_weight, 1)
-        total = tl.where(total == 0.0, 1.0, total)
-        tl.store(q_at, (joined / total[:, None]).to(q.dtype), mask=q_mask)
+        _, whole_weight, whole = _with_part(whole_max, whole_weight, whole, maximum, weight, mixed)
+        tl.store(q_at, _over(whole, tl.max(whole_weight, 1)[:, None]).to(q.dtype), mask=q_mask)
     else:
         place = head * splits + split
         tl.store(maxima + place, maximum, mask=valid)
@@ -273,9 +276,7 @@ def _join(
     d = tl.arange(0, padded)[None, :]
     inside = d < width
     head = row.to(tl.int64) * heads + tl.program_id(1)
-    maximum = tl.full([1], float("-inf"), tl.float32)
-    weight = tl.zeros([1], tl.float32)
-    mixed = tl.zeros([1, padded], tl.float32)
+    maximum, weight, mixed = _nothing(1, 1, padded)
     end = tl.minimum(tl.cdiv(high, split_size), splits)
     for start in range(low // split_size, end, _JOINED_AT_ONCE):
         for number in tl.static_range(_JOINED_AT_ONCE):
@@ -283,10 +284,7 @@ def _join(
             at = head * splits + split
             written = split < end
             of_part = tl.load(maxima + at, mask=written, other=float("-inf"))
-            sum_of_part = tl.load(sums + at, mask=written, other=0.0)
+            weight_of_part = tl.load(sums + at, mask=written, other=0.0)[:, None]
             part = tl.load(parts + at[:, None] * width + d, mask=inside & written[:, None], other=0.0)
-            maximum, old, new = _weights(maximum, of_part)
-            weight = tl.fma(weight, old, sum_of_part * new)
-            mixed = tl.fma(mixed, old[:, None], part * new[:, None])
-    total = tl.where(weight == 0.0, 1.0, weight)
-    tl.store(out + head[:, None] * width + d, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+            maximum, weight, mixed = _with_part(maximum, weight, mixed, of_part, weight_of_part, part)
+    tl.store(out + head[:, None] * width + d, _over(mixed, weight).to(out.dtype.element_ty), mask=inside)
