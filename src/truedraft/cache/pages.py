@@ -62,6 +62,11 @@ class Pages:
         self.lock = threading.RLock()
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensor lies."""
+        return self._data.device
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page, keys and values of all attention calls."""
         return self._data[:, :, 0].nbytes

@@ -8,6 +8,7 @@ that reads pages; `replay` runs it as it is, or records and replays it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -176,7 +177,7 @@ class PagedForward:
             CacheError: a cache is not in these pages, or there are none left.
         """
         beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
-        with self.pages.lock:
+        with self.pages.lock, _on(self.pages.device):
             parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
             for segment in segments:
                 segment.cache.reserve(len(segment.shape), segment.written)
@@ -195,7 +196,7 @@ class PagedForward:
         self, segments: Sequence[Segment], levels: int, chains: Chains, numbers: Sequence[Tensor]
     ) -> Outputs:
         """Forwards behind each other, of which each chooses the tokens of the next; see `Chains`."""
-        with self.pages.lock:
+        with self.pages.lock, _on(self.pages.device):
             following: list[list[Segment]] = [[] for _ in range(levels - 1)]
             nothing = torch.empty(0, dtype=torch.int64)  # what is fed to these is chosen on the device
             for segment in segments:
@@ -281,6 +282,11 @@ class Chains:
             return torch.stack(chosen, 1), *([torch.stack(drawn, 1)] if drawn else [])
 
         return Work(make, load, forward, requests)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Inside it a CUDA device is the current one, on which Triton launches its kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
