@@ -279,7 +279,7 @@ class Service:
         self._admitted = 0
         self._running: list[Stream] = []
         self._work = threading.Event()
-        self._stopped = False
+        self._stopped = self._ended = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mean_s = 1.0  # that a request runs
@@ -309,7 +309,7 @@ class Service:
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive() and not self._ended
 
     @property
     def trouble(self) -> str | None:
@@ -467,7 +467,7 @@ class Service:
                         self._work.wait()
                     self._work.clear()
         finally:  # where the thread ends by a mistake of ours nobody may wait for it
-            self.draining = True
+            self.draining = self._ended = True  # before anybody is told, who may ask for the health at once
             with self._guard:
                 left = [stream for queue in self._waiting.values() for stream in queue] + self._running
             self._tell_all(left, stopping())
