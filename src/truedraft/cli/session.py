@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RULE_HELP = (
     "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
-    "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical[,epsilon=0.09][,delta=0.3]."
+    "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical,epsilon=.09,delta=.3."
 )
 DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
 DRAFTERS_DIR_HELP = "A folder of trained drafters where auto, and kinds without a path, look, too; may be repeated."
