@@ -196,25 +196,8 @@ def test_of_too_many_recordings_the_one_unused_longest_goes() -> None:
     assert len(fixture.recorder.made) == 4
 
 
-def test_a_recording_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    fixture = Fixture()
-    cache = fixture.filled(9)
-    segment = fixture.chain(cache, 1)
-    expected = fixture.model.forward([segment]).logits
-
-    def broken(_: Callable[[], Outputs]) -> Recording:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fixture.recorder, "record", broken)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            fixture.model.forward([segment])
-    assert fixture.runner.buckets == []
-    assert fixture.model.forward([segment]).logits.equal(expected)
-    assert len(fixture.runner.buckets) == 1
-
-
-def test_what_is_too_large_to_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not permitted")])
+def test_what_cannot_be_recorded_runs_as_it_is(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture()
     cache = fixture.filled(9)
     segment, tried = fixture.chain(cache, 1), []
@@ -222,7 +205,7 @@ def test_what_is_too_large_to_be_recorded_runs_as_it_is(monkeypatch: pytest.Monk
 
     def short_of_memory(forward: Callable[[], Outputs]) -> Recording:
         tried.append(forward)
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(fixture.recorder, "record", short_of_memory)
     for _ in range(3):

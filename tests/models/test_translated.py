@@ -20,6 +20,7 @@ from support.backends import HostRecorder, graph_backend
 from support.chi_square import p_value
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.cache import PagePool, Pages
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.token_view import TokenView
@@ -30,7 +31,7 @@ from truedraft.engine import BeamSearch
 from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.translated import TranslatedModel
+from truedraft.models.translated import TranslatedModel, _SpelledCache
 from truedraft.text.tokenizer import Tokenizer
 
 PROMPTS = ["the quick brown fox", "def f(x):\n    return", "naïve café — Übung"]
@@ -294,3 +295,9 @@ def test_forwards_of_the_draft_that_are_recorded_are_counted() -> None:
             cache.rollback(cache.length)
             counts.append(model.warmups)
     assert counts[1:] == [2, 2, 2] and len(recorder.made) == 1
+
+
+def test_a_cache_of_a_translated_draft_lies_in_the_pages_of_its_own() -> None:
+    pool = PagePool(Pages(1, 1, 4, torch.float32, torch.device("cpu")), 64)
+    cache = _SpelledCache(pool.acquire())
+    assert pool.bytes_for([(20, cache)]) == pool.bytes_alone(20)

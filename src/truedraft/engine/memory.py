@@ -104,6 +104,7 @@ class CacheMemory:
         OptionError: the limit is no whole number of 1 or more, or the share leaves nothing.
     """
 
+    limit: int | None = None
     _distinct_pools: Sequence[CachePool] = ()
 
     def __init__(

@@ -144,7 +144,7 @@ class _SpelledCache(RequestCache):
 
     def __init__(self, spelled: RequestCache) -> None:
         # As of a model that carries states: what it holds is not shared by positions.
-        super().__init__(spelled.limit, FamilyState(carries=True))
+        super().__init__(spelled.limit, FamilyState(carries=True), spelled.storage)
         self.spelled = spelled
         self._lengths = [0]  # of the spelled cache behind each committed token
         self._ends: list[int] = []  # of each uncommitted token, the number of its last id among the uncommitted ones

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -13,6 +17,8 @@ from torch import Tensor
 
 from truedraft.core.inference import in_inference_mode
 from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
+
+_log = logging.getLogger(__name__)
 
 Outputs: TypeAlias = tuple[Tensor, ...]
 """Logits `[wanted, ids]`, vectors before the LM head `[wanted, width]`, and what some layers give, each likewise."""
@@ -91,7 +97,7 @@ class Recordings(Generic[Held]):
         self._recorder = recorder
         self._most = most
         self._seen: set[Hashable] = set()
-        self._too_large: set[Hashable] = set()  # for the device's memory
+        self._unrecorded: set[Hashable] = set()  # for recording them failed
         self._kept: OrderedDict[Hashable, tuple[Held, Recording]] = OrderedDict()
         self.warmups = 0
 
@@ -106,7 +112,7 @@ class Recordings(Generic[Held]):
         Returns:
             The rows that were asked for, without padding. They belong to the caller.
         """
-        if self._recorder is None or shape in self._too_large:
+        if self._recorder is None or shape in self._unrecorded:
             return work.run()
         if shape not in self._kept:
             self.warmups += 1
@@ -120,8 +126,9 @@ class Recordings(Generic[Held]):
         else:
             try:
                 recording = self._record(shape, work, self._recorder)
-            except torch.OutOfMemoryError:  # what is recorded would stay; without that there may be room
-                self._too_large.add(shape)
+            except RuntimeError as error:  # such as for lack of memory, which what is recorded would keep
+                _log.warning("a forward is not recorded (%s); it runs operation by operation", error)
+                self._unrecorded.add(shape)
                 return work.run()
         recording.replay()
         # Copies: the next replay overwrites the outputs, and a drafter may keep them for longer.
@@ -134,13 +141,13 @@ class Recordings(Generic[Held]):
         self._kept[shape] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
-            self._too_large.clear()  # what was given up has left room
+            self._unrecorded.clear()  # what was given up has left room
         return recording
 
     def forget(self) -> None:
         """All recordings are void."""
         self._seen.clear()
-        self._too_large.clear()
+        self._unrecorded.clear()
         if self._kept and self._recorder is not None:
             self._kept.clear()
             self._recorder.forget()
@@ -254,6 +261,22 @@ class RecordedFunction:
         return self._recordings.run((*sizes, numbers), work)
 
 
+_CAPTURING = threading.Lock()
+"""CUDA lets one recording of a process be under way at a time."""
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python collects no garbage meanwhile: what an engine that is gone frees would be recorded."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class CudaGraphs(Recorder):
     """Records CUDA graphs, which share one pool of memory: one forward runs at a time.
 
@@ -267,17 +290,20 @@ class CudaGraphs(Recorder):
         self._pool: Any = None  # torch names no public type for it
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        with torch.cuda.device(self._device):
+        with _CAPTURING, _without_collections(), torch.cuda.device(self._device):
             aside = self._aside = self._aside or torch.cuda.Stream(self._device)
-            aside.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(aside):
-                forward()  # libraries make themselves ready at their first call, which cannot be recorded
-            torch.cuda.current_stream(self._device).wait_stream(aside)
+            current = torch.cuda.current_stream(self._device)
+            aside.wait_stream(current)
+            try:
+                with torch.cuda.stream(aside):
+                    forward()  # libraries make themselves ready at their first call, which cannot be recorded
+            finally:
+                current.wait_stream(aside)  # its inputs may be freed behind this
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # Other threads may use the device meanwhile. Torch's own stream for this may be another device's.
+            with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
                 outputs = forward()
         return Recording(outputs, graph.replay)
 
