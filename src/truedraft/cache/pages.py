@@ -354,8 +354,7 @@ class PageTable:
         self.check_open()
         source, target = np.array(moved).T + length
         with self.pages.lock:
-            everything = self.rows(0, int(source[-1]) + 1)
-            self.pages.put(everything[target], self.pages.at(everything[source]))
+            self.pages.put(rows_at(self.table, target), self.pages.at(rows_at(self.table, source)))
 
     def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
         """Copies `[kv_heads, length, width]` of the first keys and values of an attention call."""
@@ -497,6 +496,10 @@ def rows_of(table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]
     >>> rows_of(np.array([5, 2]), 14, 18).tolist()
     [94, 95, 32, 33]
     """
-    positions = np.arange(first, end)
+    return rows_at(table, np.arange(first, end))
+
+
+def rows_at(table: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same of some positions."""
     rows: NDArray[np.int64] = table[positions // PAGE] * PAGE + positions % PAGE
     return rows

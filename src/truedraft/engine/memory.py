@@ -104,8 +104,7 @@ class CacheMemory:
         OptionError: the limit is no whole number of 1 or more, or the share leaves nothing.
     """
 
-    limit: int | None = None
-    _distinct_pools: Sequence[CachePool] = ()
+    _holding: Sequence[CachePool] = ()  # pools whose memory was reserved
 
     def __init__(
         self,
@@ -155,14 +154,14 @@ class CacheMemory:
             share = self.limit * pool.position_bytes // of_all
             most = share if requests is None else requests * pool.bytes_alone(self._longest) + kept
             pool.reserve(min(share, most), spare)
+            self._holding = [*self._holding, pool]
 
     def __del__(self) -> None:
         """The engine is gone: what it kept and reserved is given back, whatever becomes of the models."""
-        if self.limit is not None and self._distinct_pools:
-            for store in self._stores:
-                store.trim(0)
-            for pool in self._distinct_pools:
-                pool.unreserve()
+        for store in self._stores if self._holding else ():
+            store.trim(0)
+        for pool in self._holding:
+            pool.unreserve()
 
     def refuse(self, request: Request) -> None:
         """Refuse a request that could never run, even alone and undrafted.
