@@ -394,7 +394,7 @@ def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool
         backend = _after_packing(lambda model: StockBackend(model, known, beside), fast_paths)(model)
         if backend.fast_paths and multiplies_packed_alone(model):
             backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits
-            backend.any_threads = True
+            backend.any_threads = model.dtype is torch.float32  # see FusedBackend
         return backend
 
     return made

@@ -42,7 +42,7 @@ class FusedBackend(Backend):
         head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
         self._lm_head: PackedLinear | QuantizedLinear = head
         self.least_rows = 4 if llama.dtype is torch.bfloat16 else 2
-        self.any_threads = True
+        self.any_threads = llama.dtype is torch.float32  # bfloat16 is summed by their number on some processors
         self.shown_layers = len(self._layers)
         self.fast_paths = ("packed weights", "fused projections", "one loop over the layers", "tabulated positions")
 

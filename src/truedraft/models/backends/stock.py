@@ -69,7 +69,6 @@ class StockBackend(Backend):
         # Stock kernels treat very short products differently. In float32 four rows cost 1.4 to 1.9 times what one
         # does, so there rows differ in their last bits and the promise is equality up to near ties (see `note`).
         self.least_rows = 1 if model.dtype in (torch.float32, torch.float64) else 4
-        self.any_threads = model.device.type == "cpu" and model.dtype is torch.bfloat16
         self.fast_paths = ()
         self._layers = decoder_layers(model)
         self.shown_layers = len(self._layers)
