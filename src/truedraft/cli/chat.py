@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HELP = """\
 /reset  forget the conversation     /again  answer the last message once more
-/system TEXT  tell the model how to answer     /stats  what speculation did     /quit  or Ctrl-D ends
+/system TEXT  tell the model how to answer     /stats  what speculation did     /exit, /quit or Ctrl-D ends
 Ctrl-C breaks off an answer."""
 _KEY = "TRUEDRAFT_API_KEY"
 _SILENCE_S = 600.0
@@ -46,7 +46,7 @@ class ChatOptions:
     """Options of `truedraft chat`."""
 
     talk: ChatTalk = group("Talk")
-    stack: StackOptions = group("Model and drafter")
+    stack: StackOptions = group("Model and drafter", bare="model")
     sampling: SamplingParams = group("Answer", without=("stop", *TEXT_OPTIONS), max_tokens=512)
     report: ReportOptions = group("Report")
     machine: MachineOptions = group("Machine")
@@ -142,7 +142,7 @@ def _lines(terminal: Terminal) -> Iterator[str]:
         except KeyboardInterrupt:
             terminal.note("Ctrl-D ends the talk")
             continue
-        if line.strip() == "/quit":
+        if line.strip() in ("/exit", "/quit"):
             return
         if line.strip():
             yield line

@@ -35,7 +35,10 @@ class InfoOptions:
     """Options of `truedraft info`."""
 
     model: str | None = option(
-        None, "Say how this model runs, what its forwards cost, and which trained drafters belong to it.", "M"
+        None,
+        "Say how this model runs, what its forwards cost, and which trained drafters belong to it.",
+        "M",
+        bare=True,
     )
     drafters_dir: tuple[Path, ...] = option((), "A folder of trained drafters to list, too; may be repeated.", "DIR")
     report: ReportOptions = group("Report")
