@@ -144,7 +144,7 @@ def test_a_command_works(
         assert extras is not None
         assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
         return
-    if words == ["truedraft", "serve", "--model", "smollm2"]:
+    if words == ["truedraft", "serve", "smollm2"]:
         return  # here and, as a process, by tests/cli/test_serve_and_chat.py
     needed_by(line)
     if words[0] == "curl":
