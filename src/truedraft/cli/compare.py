@@ -31,7 +31,7 @@ from truedraft.bench import (
 from truedraft.cli.explain import explain
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
-from truedraft.cli.report import counts_dict, divergence_words
+from truedraft.cli.report import counts_dict, divergence_words, undrafted_line
 from truedraft.cli.session import StackOptions, encoded
 from truedraft.cli.streams import say, visible
 from truedraft.cli.terminal import print_table
@@ -230,6 +230,8 @@ def compare(
         for each in vocabularies:
             terminal.out.print(visible(each.describe()), soft_wrap=True)
         record["vocabularies"] = [each.as_dict() for each in vocabularies]
+        if undrafted := undrafted_line(engine, comparison.all.speculative.counters or Counters()):
+            terminal.out.print(visible(undrafted), soft_wrap=True)
         decisions = comparison.all.speculative.decisions
         if options.report.explain and decisions is not None:
             explain(decisions, not engine.drafter.limits.is_zero, terminal.out)
@@ -346,7 +348,7 @@ def _print_table(comparison: Comparison, to: Console) -> None:
         [label, *(f"{side.tokens_per_s.median:.1f}" for side in sides)],
         ["target calls", *(f"{each.target_calls:,}" for each in counts)],
         ["mean acceptance length", *(f"{each.mean_acceptance_length:.2f}" for each in counts)],
-        ["acceptance rate", *(f"{each.draft_acceptance_rate:.2f}" if each.draft_tokens else "-" for each in counts)],
+        ["acceptance rate", *(f"{each.draft_acceptance_rate:.2f}" if each.drafted_calls else "-" for each in counts)],
         ["tokens", *(f"{each.emitted_tokens + each.prefill_tokens:,}" for each in counts)],
     ]
     print_table(("", *(side.name for side in sides)), rows, to)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from truedraft.core.budget import Decision
 
 
+PROBE = "probe"
+"""The reason of decisions that are made to learn what they bring."""
+
+
 class WarmsUp(Protocol):
     """Models or drafters: `warmups` counts forwards that took longer than others of their shape will."""
 
@@ -260,6 +264,8 @@ class Counters:
         stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text
             or stop token, or those of a stop text. What was drafted behind them is counted nowhere.
         by_drafter: the counts of each drafter that proposed something, by name.
+        drafted_calls: target calls that judged drafts, those apart that a controller had made to learn from.
+        undrafted: why there were none of these though there is a drafter, in words.
     """
 
     target_calls: int = 0
@@ -275,6 +281,8 @@ class Counters:
     divergence: Divergence | None = None
     stop_tokens: int = 0
     by_drafter: dict[str, DrafterCounters] = field(default_factory=dict)
+    drafted_calls: int = 0
+    undrafted: str | None = None
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -322,6 +330,7 @@ class Counters:
             return
         self.target_calls += 1
         self.draft_tokens += step.nodes
+        self.drafted_calls += bool(step.nodes) and (step.decision is None or step.decision.reason != PROBE)
         self.listed_tokens += step.listed_tokens
         self.accepted_tokens += step.accepted
         self.emitted_tokens += step.emitted

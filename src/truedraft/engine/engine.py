@@ -742,6 +742,7 @@ class Engine:
         self._scheduler.remove(request)
         try:
             if request.cache is not None:
+                self._drafting.explain(request)
                 self._drafting.end(request)
                 self._sharing.end(request)
         except Exception as error:
