@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,15 @@ Command = Callable[[Any], int]
 """A command takes one dataclass of options, and gives its exit status."""
 Read = TypeVar("Read")
 _NOTHING = Group("")
+_ALL = "help_all"
+_FEW = 14
+"""Options of which a command's first help shows all."""
+_FIRST = {
+    "model", "drafter", "prompts", "prompt", "chat", "image", "system", "url", "max_tokens", "temperature", "top_p",
+    "seed", "stop", "json", "compare", "show_drafts", "out", "data", "held_out", "minutes", "steps", "resume", "host",
+    "port", "api_key_file", "served_model_name", "max_batch", "learn", "limit", "runs", "batch", "tokens",
+}  # fmt: skip
+"""Those that it shows where there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,7 @@ class _Parameter:
         default: of this command; `MISSING` where it must be given.
         heading: that it stands under.
         bare: whether its value may also stand alone behind the command.
+        hidden: whether a command's first help leaves it out.
     """
 
     name: str
@@ -42,6 +53,7 @@ class _Parameter:
     default: Any
     heading: str
     bare: bool = False
+    hidden: bool = False
 
     @property
     def typed_name(self) -> str:
@@ -74,7 +86,7 @@ class _Parameter:
         if self.option.name is not None and not self.option.name.startswith("-"):
             told = typer.Argument(**more)
         else:
-            more["rich_help_panel"] = self.heading
+            more |= {"rich_help_panel": self.heading, "hidden": self.hidden}
             if self.option.shown_default is not None and default is not inspect.Parameter.empty:
                 more["show_default"] = self.option.shown_default
             told = typer.Option(self.option.name or self.typed_name, **more)
@@ -109,10 +121,16 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
     """
     kind = next(iter(_types(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
+    hidden = [name for name in parameters if name not in _FIRST] if len(parameters) > _FEW else []
+    must = dataclasses.MISSING
+    parameters |= {
+        name: dataclasses.replace(parameters[name], hidden=parameters[name].default is not must) for name in hidden
+    }
 
     @functools.wraps(run)
     def call(**typed: Any) -> int:
         try:
+            typed.pop(_ALL, None)
             for each in parameters.values():
                 _take_bare(each, typed)
             values = {name: parameters[name].value(given) for name, given in typed.items()}
@@ -124,9 +142,26 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
             raise InterruptedCommandError("interrupted") from error
 
     signature = [declared for each in parameters.values() for declared in each.for_typer()]
+    if hidden:
+        signature.append(_help_all(len(hidden)))
     call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in signature}
     return call
+
+
+def _help_all(hidden: int) -> inspect.Parameter:
+    """The option that shows all others."""
+
+    def show(context: typer.Context, given: bool) -> None:
+        if given:
+            for each in context.command.params:
+                each.hidden = False  # type: ignore[attr-defined]
+            sys.stdout.write(context.get_help())
+            raise typer.Exit
+
+    words = f"Show this message with {hidden} more options."
+    told = typer.Option("--help-all", is_eager=True, callback=show, help=words)
+    return inspect.Parameter(_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, told])
 
 
 def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
