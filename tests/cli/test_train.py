@@ -78,7 +78,7 @@ def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
         return accumulate(*arguments)
 
     out, place = tmp_path / "out", tmp_path / "out" / "work" / "checkpoint.pt"
-    words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL)
+    words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), "--keep-work", *SMALL)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     with monkeypatch.context() as patch:
         patch.setattr(StreamObjective, "accumulate", interrupted)

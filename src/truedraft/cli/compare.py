@@ -36,7 +36,7 @@ from truedraft.cli.session import StackOptions, encoded
 from truedraft.cli.streams import say, visible
 from truedraft.cli.terminal import print_table
 from truedraft.core.params import SamplingParams
-from truedraft.core.stats import Counters
+from truedraft.core.stats import Counters, repeated_ngrams
 from truedraft.engine import Engine
 from truedraft.machine import dtype_name
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
 _ECHOED_CHARACTERS = 600
-_NGRAM = 8
 _SHOWN_DIFFERENCES = 5
 
 
@@ -378,13 +377,3 @@ def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
     text = text if prompt.said is None else f"{prompt.said}\n\n"
     shown = text if len(text) <= _ECHOED_CHARACTERS else "…" + text[-_ECHOED_CHARACTERS:]
     terminal.dim(shown)
-
-
-def repeated_ngrams(token_ids: Sequence[int], size: int = _NGRAM) -> float | None:
-    """Share of n-grams that occurred before in the same tokens; None where there are none.
-
-    >>> repeated_ngrams([1, 2, 1, 2, 1], size=2)
-    0.5
-    """
-    ngrams = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
-    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None

@@ -287,7 +287,7 @@ def _run(
     Raises:
         TruedraftError: it cannot be trained.
     """
-    from truedraft.training.workspace import WORK, TimeBudget
+    from truedraft.training.workspace import WORK, TimeBudget, finish_work
 
     budget = TimeBudget(options.run.minutes)  # before what takes seconds to import
     from truedraft.cli import train_report
@@ -325,6 +325,8 @@ def _run(
         return DONE
     if tracker is not None:
         tracker.finish(result.evaluations)
+    if not job.keep_work:
+        finish_work(job.out)
     train_report.PRINT[kind](terminal, model, result)
     registered = _register(terminal, result.folder)
     status = train_report.kept_promise(terminal, kind, model, result)

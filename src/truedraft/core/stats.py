@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -355,3 +355,13 @@ class Counters:
 
 def _grow(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
+
+
+def repeated_ngrams(token_ids: Sequence[int], size: int = 8) -> float | None:
+    """Share of n-grams that occurred before in the same tokens; None where there are none.
+
+    >>> repeated_ngrams([1, 2, 1, 2, 1], size=2)
+    0.5
+    """
+    ngrams = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
