@@ -334,6 +334,33 @@ def test_within_minutes_it_writes_trains_and_measures_less_and_goes_on_with_what
         train_heads(target_folder, prompts, tmp_path / "two", replace(CONFIG, stage=2), budget=TimeBudget(1))
 
 
+def test_minutes_are_kept_whatever_replaying_takes(target_folder, prompts, tmp_path, monkeypatch):
+    """By a clock that steps of the engine, of training and positions of a replay move on, these by far the most."""
+    now, replayed = [0.0], []
+
+    def takes(owner, name, seconds):
+        plain = getattr(owner, name)
+
+        def slow(*given, **named):
+            now[0] += seconds(*given)
+            return plain(*given, **named)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    def replaying(config, head, lm_head, target, text, follow):
+        replayed.append(len(text.tokens))
+        return 0.05 * len(text.tokens)
+
+    takes(Engine, "step", lambda *_: 0.05)
+    takes(loop_module.TrainingLoop, "_step", lambda *_: 0.5)
+    takes(MedusaTrainingConfig, "calibrate", replaying)
+    monkeypatch.setattr(heads_module, "_LEAST_REPLAYED", 64)
+    budget = TimeBudget(0.5, lambda: now[0])
+    result = train_heads(target_folder, prompts, tmp_path, replace(CONFIG, steps=20), budget=budget)
+    assert now[0] <= 1.1 * 30.0 and result.effort.steps > 1
+    assert len(replayed) == 2 and replayed[0] < 2 * 10 * 16, "a little is replayed first, then what fits"
+
+
 def test_minutes_that_buy_next_to_no_steps_are_refused_before_anything_is_written(
     target_folder, prompts, tmp_path, monkeypatch
 ):
