@@ -12,7 +12,7 @@
  */
 #include <stdint.h>
 #include <string.h>
-#if BF16 || defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -62,11 +62,18 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 #if BF16
 typedef uint16_t element;
 typedef uint32_t cell; /* two neighbouring inputs */
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 #define PER_CELL 2
 static inline lanes widen(halves h) { return (lanes)(__builtin_convertvector(h, words) << 16); }
 static inline lanes load(const element *p) { halves h; memcpy(&h, p, sizeof h); return widen(h); }
+#if defined(__AVX512BF16__)
 static inline halves narrow(lanes v) { return (halves)_mm512_cvtneps_pbh((__m512)v); }
+#else /* ties to even; of what is no number the highest bits, with one that stays */
+static inline halves narrow(lanes v) {
+    const words bits = (words)v, nearest = bits + 0x7fffu + (bits >> 16 & 1u), none = (words)(v != v);
+    return __builtin_convertvector(((nearest & ~none) | ((bits | 0x400000u) & none)) >> 16, halves);
+}
+#endif
 static inline void store(element *p, lanes v) { halves h = narrow(v); memcpy(p, &h, sizeof h); }
 static inline lanes rounded(lanes v) { return widen(narrow(v)); }
 static inline float wide(element x) { const uint32_t bits = (uint32_t)x << 16; float v; memcpy(&v, &bits, sizeof v); return v; }
