@@ -1,7 +1,7 @@
 /* One forward of a Llama-like decoder over many requests with a token tree each, from embedding to logits.
  *
- * Compiled on the user's machine, once for bfloat16 (BF16=1, needs AVX-512 BF16) and once for float32 (BF16=0, any
- * processor: vectors are GNU C's, which the compiler maps to what there is).
+ * Compiled on the user's machine, once for bfloat16 (BF16=1) and once for float32 (BF16=0), for any processor: vectors are
+ * GNU C's, which the compiler maps to what there is.
  *
  * Every sum runs in one fixed order that depends on the row alone: products over k from 0 up, attention over the
  * row's own keys in the order of their positions. So a row's result does not depend, to the last bit, on the other
@@ -16,7 +16,8 @@
 #include <immintrin.h>
 #endif
 
-#ifndef PAIRED
+#if !defined(PAIRED) || !defined(__AVX512BF16__)
+#undef PAIRED
 #define PAIRED 0 /* whether inputs of bfloat16 are multiplied in pairs, by one instruction */
 #endif
 #if !defined(TILES) || !TILES || !defined(__AMX_BF16__) || !defined(__AMX_INT8__) || !defined(__AVX512BW__)
