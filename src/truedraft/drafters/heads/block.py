@@ -40,7 +40,7 @@ class BlockRunner:
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
         self._table = self.head.rotary(self.head.norm.weight)
-        self.device = target.device
+        self.device, self.records = target.device, False
         self.pool = CachePool(head.config.most_positions)
         self.token_bytes = 2 * head.config.kv_heads * head.config.head * head.config.depth * target.dtype.itemsize
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from truedraft.cache import CachePool, RequestCache
+from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.probs import probs_from_logits
@@ -27,13 +29,22 @@ from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter
+from truedraft.drafters.heads.beams import trees_of
 from truedraft.drafters.held import Held
-from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
+from truedraft.drafters.tree_builder import (
+    TreeBuilder,
+    chain_numbers_of,
+    chains_alike,
+    draw_level,
+    judged_if_it_fails,
+)
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads.base import Head
+from truedraft.models.backends.graphs.growth import ChosenChains, Grow, LikeliestNodes
+from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import with_fewer_bits
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import Choose, LanguageModel, Segment
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 BEAMS = 8
@@ -51,6 +62,8 @@ class LevelRunner(Protocol):
     """Where caches of requests come from."""
     token_bytes: int
     """Of a token's keys and values."""
+    records: bool
+    """Whether whole drafts are one recording."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -114,6 +127,7 @@ class LikeliestTree:
         self._scores: list[float] = []  # logs of products
         self._depths: list[int] = []
         self._fed: list[int] = []
+        self._whole: TokenTree | None = None
 
     @property
     def unfed_parents(self) -> Sequence[int]:
@@ -152,8 +166,14 @@ class LikeliestTree:
         tokens = torch.tensor([self._tokens[node] for node in self.open])
         return Segment(self.cache, tokens, shape, range(len(self.open)), written)
 
+    def take_tree(self, tree: TokenTree) -> None:
+        """All of a tree that was found at once; its first nodes are those that a smaller budget would have got."""
+        self._whole, self.open = tree.first(self.budget.nodes), ()
+
     def proposal(self) -> Proposal:
         """The best nodes, the likeliest first."""
+        if self._whole is not None:
+            return Proposal.deterministic(self._whole)
         order = sorted(range(len(self._tokens)), key=lambda node: (-self._scores[node], self._depths[node]))
         kept = order[: self.budget.nodes]
         if not kept:
@@ -357,6 +377,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self.limits = Budget(depth, widest, most, min_probability)
         self._texts: dict[int, LayerText] = {}
         self._ids: DraftIds | None = None
+        self._likeliest_at_once: Grow | None = None
+        self._chains_at_once: dict[Choose, Grow] = {}
         self.held = Held(noted=[self._texts], tokens=self._held_tokens)
 
     def _features(self) -> Features:
@@ -459,9 +481,13 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, device, ranks=self.ranks))
                 trees.append(drawn[-1])
         with judged_if_it_fails(trees):
-            if level := [each for each in chosen if not each.budget.is_zero]:
+            level = [each for each in chosen if not each.budget.is_zero]
+            drawing = [each for each in drawn if not each.budget.is_zero]
+            if self._drafts_at_once:
+                level, drawing = self._choose_at_once(level), self._draw_at_once(drawing)
+            if level:
                 self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
-            if drawing := [each for each in drawn if not each.budget.is_zero]:
+            if drawing:
                 self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]
 
@@ -477,6 +503,50 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         if level := [each for each in paths if not each.budget.is_zero]:
             self._grow(level, partial(follow_texts, ids=self._ids))
         return [torch.stack(each.probs) if each.probs else torch.empty(0, 0) for each in paths]
+
+    @property
+    def _drafts_at_once(self) -> bool:
+        """Whether drafts are one recording, as far as the host need not look at what is drafted meanwhile."""
+        return self._running[0].records
+
+    def _choose_at_once(self, trees: Sequence[LikeliestTree]) -> list[LikeliestTree]:
+        """Find the likeliest trees in one recording; returns those of requests whose options shape logits."""
+        chosen = [tree for tree in trees if tree.request.shaping is None]
+        if chosen:
+            target = self._running[1]
+            beams = min(self._beams, target.vocab_size if self._ids is None else len(self._ids.on_host))
+            if self._likeliest_at_once is None:
+                ids = None if self._ids is None else self._ids.ids
+                self._likeliest_at_once = partial(LikeliestNodes, beams, self.limits.nodes, ids)
+            # A node deeper than there are nodes is not among the best.
+            levels = max(min(tree.budget.depth, tree.budget.nodes) for tree in chosen)
+            limits = np.array([(tree.budget.width, tree.budget.depth) for tree in chosen])
+            numbers = [transfers.upload(limits, target.device)]
+            found = trees_of(*self._run_at_once(chosen, levels, beams, self._likeliest_at_once, numbers))
+            for tree, own in zip(chosen, found, strict=True):
+                tree.take_tree(own)
+        return [tree for tree in trees if tree not in chosen]
+
+    def _draw_at_once(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
+        """Draw chains whose lengths nothing decides, in one recording for each way of drawing; returns the others."""
+        for choose, alike in chains_alike(builders).items():
+            chains, numbers = zip(*alike, strict=True)
+            levels = max(chain.length for chain in chains)
+            whole = None if self._ids is None else self._ids.whole
+            grow = self._chains_at_once.setdefault(choose, partial(ChosenChains, choose, whole))
+            by_kind = chain_numbers_of(numbers, levels, self._running[0].device)
+            tokens, *probs = self._run_at_once(chains, levels, 1, grow, by_kind)
+            for row, chain in enumerate(chains):
+                chain.take_chain(tokens[row], probs[0][row] if probs else None)
+        return [builder for builder in builders if builder.grows]
+
+    def _run_at_once(
+        self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        """Read what trees stand behind and draft them, in one recording; arguments as `GraphPairs.run_trees` has them.
+
+        Where `_drafts_at_once` is never true nobody calls it."""
+        raise NotImplementedError
 
     @abstractmethod
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:

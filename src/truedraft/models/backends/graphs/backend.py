@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from truedraft.models.llama import Linears, Llama, LlamaLayer, RotaryTable
 from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan
 
-_MOST_RECORDED_TOKENS = 64
+MOST_RECORDED_TOKENS = 64
 """New tokens of one request, beyond which a forward is not recorded: it is a part of a prompt, bound by arithmetic."""
 _MOST_TABULATED = 1 << 17
 """Positions that are tabulated at the start; beyond, the table grows with texts."""
@@ -178,11 +179,11 @@ class PagedForward:
         """
         beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
-            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
+            parts = [PagedSegment(each, self.table_of(each), own) for each, own in zip(segments, beside, strict=True)]
             for segment in segments:
                 segment.cache.reserve(len(segment.shape), segment.written)
             self._rotary.reach(max(part.end for part in parts) - 1 + self._start)
-            groups = _groups([part.count for part in parts], together=self._together)
+            groups = groups_of([part.count for part in parts], together=self._together)
             outputs = [self._run([parts[number] for number in group], layers) for group in groups]
         if len(groups) == 1:
             return outputs[0]
@@ -206,20 +207,35 @@ class PagedForward:
                     own.append(Segment(cache, nothing, chain_shape(level + 1), (0,), written=level))
             batches = []
             for each in (list(segments), *following):
-                parts = [PagedSegment(segment, self._table_of(segment)) for segment in each]
+                parts = [PagedSegment(segment, self.table_of(segment)) for segment in each]
                 batches.append(PagedBatch.recorded(parts, self._patterns))
+            return self.run_joined(batches, chains.shape(batches, numbers), chains.work(batches, numbers))
+
+    def run_joined(self, batches: Sequence[PagedBatch], shape: Hashable, work: Work[Any]) -> Outputs:
+        """Several forwards that are recorded together.
+
+        Args:
+            batches: of them, with pages for their tokens; no text is longer than in the last one.
+            shape: what their operations depend on, beside the bucket of the first one.
+            work: that runs them.
+        """
+        with self.pages.lock, _on(self.pages.device):
             self._rotary.reach(max(part.end for part in batches[-1].parts) - 1 + self._start)
             addresses = self.pages.generation, self._rotary.table.data_ptr()
-            shape = batches[0].bucket, chains.shape(batches, numbers)
-            return self._runner.run_work(shape, chains.work(batches, numbers), addresses)
+            return self._runner.run_work((batches[0].bucket, shape), work, addresses)
 
     def _run(self, parts: Sequence[PagedSegment], layers: Layers) -> Outputs:
-        if max(part.count for part in parts) > _MOST_RECORDED_TOKENS:
+        if max(part.count for part in parts) > MOST_RECORDED_TOKENS:
             return self._runner.run_once(PagedBatch.exact(parts, self._patterns), layers)
         addresses = self.pages.generation, self._rotary.table.data_ptr()
         return self._runner.run(PagedBatch.recorded(parts, self._patterns), addresses, layers)
 
-    def _table_of(self, segment: Segment) -> PageTable:
+    def table_of(self, segment: Segment) -> PageTable:
+        """The block table of its cache.
+
+        Raises:
+            CacheError: it is not in these pages.
+        """
         table = segment.cache.storage
         if not isinstance(table, PageTable) or table.pages is not self.pages:
             raise CacheError("this cache was made by another model; take one with this model's new_cache()")
@@ -289,20 +305,20 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
+def groups_of(counts: Sequence[int], *, together: bool) -> list[list[int]]:
     """Which segments run together, by their new tokens: where one is long all of them, or each long one alone; of short
     ones no more than a recording holds.
 
-    >>> _groups([3, 300, 1], together=False), _groups([64] * 17, together=True)[1], _groups([3, 300], together=True)
-    ([[0, 2], [1]], [16], [[0, 1]])
+    >>> groups_of([3, 300, 1], together=False), groups_of([64] * 17, together=True)[1], groups_of([65], together=True)
+    ([[0, 2], [1]], [16], [[0]])
     """
-    if together and max(counts) > _MOST_RECORDED_TOKENS:
+    if together and max(counts) > MOST_RECORDED_TOKENS:
         return [list(range(len(counts)))]
     groups: list[list[int]] = []
-    long = [[number] for number, count in enumerate(counts) if count > _MOST_RECORDED_TOKENS]
+    long = [[number] for number, count in enumerate(counts) if count > MOST_RECORDED_TOKENS]
     rows = 0
     for number, count in enumerate(counts):
-        if count > _MOST_RECORDED_TOKENS:
+        if count > MOST_RECORDED_TOKENS:
             continue
         rows += count
         if not groups or rows > _MOST_RECORDED_ROWS:

@@ -74,6 +74,14 @@ class Bucket:
         return cls(requests, tokens, rows, span, words, rows)
 
     @classmethod
+    def regular(cls, requests: int, tokens: int, end: int, nodes: int) -> Bucket:
+        """Of equally many new tokens of each request; arguments as above. Rows are `[requests, tokens]`, for those of
+        requests that are not there lie behind."""
+        rows = _power(requests) * tokens
+        one = cls.recorded(requests, 1, 1, end, nodes)
+        return cls(one.requests, tokens, rows, one.span, one.words, rows)
+
+    @classmethod
     def exact(cls, requests: int, tokens: int, rows: int, end: int, nodes: int, wanted: int) -> Bucket:
         """Nothing rounded but the span; arguments as above, and how many rows get logits."""
         span = -(-end // _SPAN_STEP) * _SPAN_STEP
@@ -147,11 +155,14 @@ class PagedSegment:
         segment: as given.
         table: of its cache.
         vectors: `[new, width]` that stand beside its tokens, where a forward reads any.
+        read: tokens behind the committed ones that count as committed, too: an earlier forward of the same recording
+            writes them.
     """
 
     segment: Segment
     table: PageTable
     vectors: Tensor | None = None
+    read: int = 0
 
     @property
     def count(self) -> int:
@@ -161,7 +172,7 @@ class PagedSegment:
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return self.segment.cache.length
+        return self.segment.cache.length + self.read
 
     @property
     def end(self) -> int:
@@ -192,6 +203,12 @@ class PagedBatch:
     def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
         """In a bucket that many batches share."""
         return cls(parts, patterns, Bucket.recorded(*_sizes(parts)))
+
+    @classmethod
+    def regular(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
+        """In such a bucket, of parts with equally many new tokens."""
+        requests, tokens, _, end, nodes = _sizes(parts)
+        return cls(parts, patterns, Bucket.regular(requests, tokens, end, nodes))
 
     @classmethod
     def exact(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:

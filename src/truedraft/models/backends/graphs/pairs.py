@@ -1,19 +1,23 @@
-"""Heads that read pairs of a vector and a token, as CUDA graphs: each level that they draft is one replay."""
+"""Heads that read pairs of a vector and a token, as CUDA graphs: a forward is one replay, and so is a whole draft."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from truedraft.cache import PagePool, Pages
+from truedraft.core.tree import shape_of
 from truedraft.models.attention import AttentionPattern, Full
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
-from truedraft.models.backends.graphs.backend import PagedForward
-from truedraft.models.backends.graphs.batch import Bucket, Inputs
+from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS, PagedForward, groups_of
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
+from truedraft.models.backends.graphs.growth import Grow, joined_work, own_bits
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
 from truedraft.models.base import Segment
 from truedraft.models.llama import RotaryTable
@@ -69,13 +73,14 @@ class GraphPairs:
         self._pages = Pages(*sizes, like.dtype, like.device)
         self._attention = attention_for(like.device, sizes[2])
         self.pool = PagePool(self._pages, limit)
+        self._beside = [like.new_zeros(width) for width in widths]
         self._runners = [
             Runner(
                 partial(self._forward, observed),
-                partial(self._inputs, like.new_zeros(width)),
+                partial(self._inputs, self._beside[observed]),
                 CudaGraphs(like.device) if recorder is None else recorder,
             )
-            for observed, width in zip((False, True), widths, strict=True)
+            for observed in (False, True)
         ]
         together = self._attention is not gathered_attention
         self._forwards = [
@@ -92,12 +97,109 @@ class GraphPairs:
         given, logits = self._forwards[observed].run(segments, vectors=vectors)
         return given, logits
 
-    def _inputs(self, one: Tensor, bucket: Bucket) -> Inputs:
-        return Inputs(bucket, len(_PATTERNS), one.device, one)
+    def run_trees(
+        self,
+        segments: Sequence[Segment],
+        vectors: Tensor,
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """Draft whole trees in one recording.
+
+        What it reads of texts, and what is drafted behind, stays uncommitted.
+
+        Args:
+            segments: the next tokens of each text, up to 64, with one wanted row, the last. Or, of a head that guesses
+                ahead, with one for each level, by which all nodes of that go.
+            vectors: `[total, width]`: the target's, beside the tokens.
+            levels: of the trees, 1 or more.
+            beams: open nodes of each, as `Growth` has them.
+            grow: makes the trees.
+            numbers: `[requests, ...]` each, that it is given.
+
+        Returns:
+            What the trees found.
+        """
+        counts = [len(each.tokens) for each in segments]
+        beside = vectors.split(counts)
+        groups = groups_of([min(max(count, beams), MOST_RECORDED_TOKENS) for count in counts], together=False)
+        if len(groups) > 1:
+            parts = [
+                self.run_trees(segments[of], torch.cat(beside[of]), levels, beams, grow, [each[of] for each in numbers])
+                for of in (slice(group[0], group[-1] + 1) for group in groups)
+            ]
+            return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+        ahead = len(segments[0].rows) > 1
+        batches = self._batches(segments, beside, 1 if ahead else levels, beams)
+        buckets = tuple(each.bucket for each in batches)
+
+        def make() -> list[Inputs]:
+            return [self._inputs(None if number else self._beside[True], of) for number, of in enumerate(buckets)]
+
+        run = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)
+        work = joined_work(batches, numbers, make, run)
+        return self._forwards[True].run_joined(batches, (levels, beams, grow, buckets), work)
+
+    def _batches(
+        self, segments: Sequence[Segment], beside: Sequence[Tensor], forwards: int, beams: int
+    ) -> list[PagedBatch]:
+        """Of the text's tokens, then of so many open nodes for each forward more, behind each other."""
+        for segment in segments:
+            segment.cache.reserve(len(segment.tokens) + (forwards - 1) * beams)
+        tables = map(self._forwards[True].table_of, segments)
+        read = [PagedSegment(*each) for each in zip(segments, tables, beside, strict=True)]
+        batches = [PagedBatch.recorded(read, _PATTERNS)]
+        nothing = torch.empty(0, dtype=torch.int64)  # what is fed to these is chosen on the device
+        for written in range(0, (forwards - 1) * beams, beams):
+            # The host knows how deep nodes are, and not which they hang below: see `own_bits`.
+            shape = shape_of(tuple(max(-1, node - beams) for node in range(written + beams)))
+            new = partial(replace, tokens=nothing, shape=shape, rows=range(beams), written=written)
+            opened = [PagedSegment(new(each.segment), each.table, read=each.count) for each in read]
+            batches.append(PagedBatch.regular(opened, _PATTERNS))
+        return batches
+
+    def _levels(self, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """A forward for each level."""
+        first, *later = inputs
+        requests, words = first.bucket.requests, inputs[-1].bucket.words
+        trees = grow(*numbers)
+        vectors, logits = self._rows(first, first.vectors, observed=True)
+        tokens, above = trees.grow(logits[:requests])
+        paths = torch.zeros(requests, words, dtype=torch.int64, device=tokens.device)
+        for level, own in enumerate(later):
+            own.numbers.tokens.copy_(tokens)
+            if words:
+                paths = paths.index_select(0, above) | own_bits(beams, level, words, tokens).repeat(requests, 1)
+                own.numbers.path[0].copy_(paths[:, : own.bucket.words])
+            vectors, logits = self._rows(own, vectors.index_select(0, above), observed=False)
+            tokens, above = trees.grow(logits)
+        return trees.found()
+
+    def _ahead(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """One forward for all levels."""
+        (own,) = inputs
+        trees = grow(*numbers)
+        _, logits = self._rows(own, own.vectors, observed=True)
+        request = torch.arange(own.bucket.requests, device=logits.device)
+        for level in range(levels):
+            # Of requests that are not there any row will do.
+            trees.grow(logits.index_select(0, (request * levels + level).clamp_max(len(logits) - 1)))
+            if not level:
+                request = request.repeat_interleave(beams)
+        return trees.found()
+
+    def _inputs(self, one: Tensor | None, bucket: Bucket) -> Inputs:
+        return Inputs(bucket, len(_PATTERNS), self._pages.device, one)
 
     def _forward(self, observed: bool, inputs: Inputs, layers: Layers) -> Outputs:
+        return self._rows(inputs, inputs.vectors, observed)
+
+    def _rows(self, inputs: Inputs, vectors: Tensor | None, observed: bool) -> tuple[Tensor, Tensor]:
+        """Vectors and logits at the wanted rows of a forward."""
         numbers = inputs.numbers
-        assert inputs.vectors is not None
+        assert vectors is not None
         look = self._attention(inputs, self._pages)
         calls = itertools.count()
 
@@ -106,4 +208,4 @@ class GraphPairs:
             write(inputs, self._pages, call, key, value)
             return look(call, 0, self._scaling, query)
 
-        return self._read(numbers.tokens, numbers.positions, inputs.vectors, observed, attention, numbers.wanted)
+        return self._read(numbers.tokens, numbers.positions, vectors, observed, attention, numbers.wanted)
