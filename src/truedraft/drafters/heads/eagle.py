@@ -261,10 +261,6 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
     A level of the tree is one forward for all requests, in which what the head gave stands for the target's vector.
     """
 
-    @property
-    def warmups(self) -> int:
-        return self._running[0].warmups
-
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         """Read what trees stand behind, then grow them level by level."""
         runner = self._running[0]

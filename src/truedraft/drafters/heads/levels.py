@@ -65,6 +65,10 @@ class LevelRunner(Protocol):
     records: bool
     """Whether whole drafts are one recording."""
 
+    @property
+    def warmups(self) -> int:
+        """Forwards so far that took longer than others of their shape will."""
+
 
 HeadT = TypeVar("HeadT", bound=Head)
 LevelRunnerT = TypeVar("LevelRunnerT", bound=LevelRunner)
@@ -377,9 +381,12 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self.limits = Budget(depth, widest, most, min_probability)
         self._texts: dict[int, LayerText] = {}
         self._ids: DraftIds | None = None
-        self._likeliest_at_once: Grow | None = None
-        self._chains_at_once: dict[Choose, Grow] = {}
+        self._grows: dict[Choose | None, Grow] = {}  # by how they draw; None: the likeliest
         self.held = Held(noted=[self._texts], tokens=self._held_tokens)
+
+    @property
+    def warmups(self) -> int:
+        return self._running[0].warmups
 
     def _features(self) -> Features:
         """What the head reads of the target, as far as is known without it: by default vectors of layers."""
@@ -410,6 +417,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             )
         ids: Any = getattr(self.head, "draft_ids", None)
         self._ids = None if ids is None else DraftIds(ids.to(target.device), target.vocab_size)
+        self._grows = {}
         return self._new_runner(target)
 
     def check(self, target: LanguageModel) -> None:
@@ -515,14 +523,13 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         if chosen:
             target = self._running[1]
             beams = min(self._beams, target.vocab_size if self._ids is None else len(self._ids.on_host))
-            if self._likeliest_at_once is None:
-                ids = None if self._ids is None else self._ids.ids
-                self._likeliest_at_once = partial(LikeliestNodes, beams, self.limits.nodes, ids)
+            ids = None if self._ids is None else self._ids.ids
+            grow = self._grows.setdefault(None, partial(LikeliestNodes, beams, self.limits.nodes, ids))
             # A node deeper than there are nodes is not among the best.
             levels = max(min(tree.budget.depth, tree.budget.nodes) for tree in chosen)
             limits = np.array([(tree.budget.width, tree.budget.depth) for tree in chosen])
             numbers = [transfers.upload(limits, target.device)]
-            found = trees_of(*self._run_at_once(chosen, levels, beams, self._likeliest_at_once, numbers))
+            found = trees_of(*self._run_at_once(chosen, levels, beams, grow, numbers))
             for tree, own in zip(chosen, found, strict=True):
                 tree.take_tree(own)
         return [tree for tree in trees if tree not in chosen]
@@ -533,7 +540,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             chains, numbers = zip(*alike, strict=True)
             levels = max(chain.length for chain in chains)
             whole = None if self._ids is None else self._ids.whole
-            grow = self._chains_at_once.setdefault(choose, partial(ChosenChains, choose, whole))
+            grow = self._grows.setdefault(choose, partial(ChosenChains, choose, whole))
             by_kind = chain_numbers_of(numbers, levels, self._running[0].device)
             tokens, *probs = self._run_at_once(chains, levels, 1, grow, by_kind)
             for row, chain in enumerate(chains):

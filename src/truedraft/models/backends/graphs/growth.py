@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core.top_k import TopK
+from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS, groups_of
 from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs, PagedBatch
 from truedraft.models.backends.graphs.replay import Outputs, Work
 from truedraft.models.base import Choose
@@ -151,6 +152,18 @@ def own_bits(beams: int, level: int, words: int, like: Tensor) -> Tensor:
     node = torch.arange(beams * level, beams * (level + 1), device=like.device)[:, None]
     word = torch.arange(words, device=like.device)
     return torch.where(word == node // WORD_BITS, torch.ones_like(node) << node % WORD_BITS, 0)
+
+
+def in_parts(counts: Sequence[int], run: Callable[[slice], Outputs]) -> Outputs:
+    """Run requests together, or, of more rows than a recording holds, those behind each other in turn.
+
+    Args:
+        counts: rows of each request.
+        run: gives `[requests, ...]` of some of them.
+    """
+    groups = groups_of([min(count, MOST_RECORDED_TOKENS) for count in counts], together=False)
+    parts = [run(slice(group[0], group[-1] + 1)) for group in groups]
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 Loaded: TypeAlias = tuple[list[Inputs], list[Tensor]]

@@ -15,9 +15,9 @@ from truedraft.cache import PagePool, Pages
 from truedraft.core.tree import shape_of
 from truedraft.models.attention import AttentionPattern, Full
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
-from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS, PagedForward, groups_of
+from truedraft.models.backends.graphs.backend import PagedForward
 from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
-from truedraft.models.backends.graphs.growth import Grow, joined_work, own_bits
+from truedraft.models.backends.graphs.growth import Grow, in_parts, joined_work, own_bits
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
 from truedraft.models.base import Segment
 from truedraft.models.llama import RotaryTable
@@ -122,25 +122,20 @@ class GraphPairs:
         Returns:
             What the trees found.
         """
-        counts = [len(each.tokens) for each in segments]
-        beside = vectors.split(counts)
-        groups = groups_of([min(max(count, beams), MOST_RECORDED_TOKENS) for count in counts], together=False)
-        if len(groups) > 1:
-            parts = [
-                self.run_trees(segments[of], torch.cat(beside[of]), levels, beams, grow, [each[of] for each in numbers])
-                for of in (slice(group[0], group[-1] + 1) for group in groups)
-            ]
-            return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+        beside = vectors.split([len(each.tokens) for each in segments])
         ahead = len(segments[0].rows) > 1
-        batches = self._batches(segments, beside, 1 if ahead else levels, beams)
-        buckets = tuple(each.bucket for each in batches)
+        draft = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)
 
-        def make() -> list[Inputs]:
-            return [self._inputs(None if number else self._beside[True], of) for number, of in enumerate(buckets)]
+        def run(of: slice) -> Outputs:
+            batches = self._batches(segments[of], beside[of], 1 if ahead else levels, beams)
+            buckets = tuple(each.bucket for each in batches)
+            besides = self._beside[True], *[None] * (len(buckets) - 1)
+            work = joined_work(
+                batches, [each[of] for each in numbers], lambda: list(map(self._inputs, besides, buckets)), draft
+            )
+            return self._forwards[True].run_joined(batches, (levels, beams, grow, buckets), work)
 
-        run = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)
-        work = joined_work(batches, numbers, make, run)
-        return self._forwards[True].run_joined(batches, (levels, beams, grow, buckets), work)
+        return in_parts([max(len(each.tokens), beams) for each in segments], run)
 
     def _batches(
         self, segments: Sequence[Segment], beside: Sequence[Tensor], forwards: int, beams: int
