@@ -11,20 +11,26 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
 from truedraft.cache import CachePool, PagePool, Pages, PageTable
-from truedraft.core.tree import chain_shape
 from truedraft.errors import CacheError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, tiled_attention, write
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, Numbers, PagedBatch, PagedSegment
+from truedraft.models.backends.graphs.batch import (
+    Bucket,
+    Inputs,
+    Numbers,
+    PagedBatch,
+    PagedSegment,
+    load_in_a_row,
+)
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Choose, ForwardOutput, Segment
 from truedraft.models.llama import Linears, Llama, LlamaLayer, RotaryTable
@@ -121,8 +127,8 @@ class GraphBackend(Backend):
     def forward_chains(
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
     ) -> tuple[Tensor, Tensor | None]:
-        chains = Chains(self._decoder, self._pages, self._inputs, choose, vocab)
-        ids, *probs = self._paged.run_chains(segments, levels, chains, numbers)
+        chains = Chains(self._decoder, self._pages, choose, vocab)
+        ids, *probs = self._paged.run_levels(segments, levels, chains.work, numbers)
         return ids, probs[0] if probs else None
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
@@ -179,11 +185,11 @@ class PagedForward:
         """
         beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
-            parts = [PagedSegment(each, self.table_of(each), own) for each, own in zip(segments, beside, strict=True)]
+            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
             for segment in segments:
                 segment.cache.reserve(len(segment.shape), segment.written)
             self._rotary.reach(max(part.end for part in parts) - 1 + self._start)
-            groups = groups_of([part.count for part in parts], together=self._together)
+            groups = _groups([part.count for part in parts], together=self._together)
             outputs = [self._run([parts[number] for number in group], layers) for group in groups]
         if len(groups) == 1:
             return outputs[0]
@@ -193,36 +199,42 @@ class PagedForward:
             rows.update(zip(group, zip(*(each.split(counts) for each in output), strict=True), strict=True))
         return tuple(torch.cat(each) for each in zip(*(rows[number] for number in range(len(parts))), strict=True))
 
-    def run_chains(
-        self, segments: Sequence[Segment], levels: int, chains: Chains, numbers: Sequence[Tensor]
+    def run_levels(
+        self,
+        segments: Sequence[Segment],
+        levels: int,
+        work: WorkOfLevels,
+        numbers: Sequence[Tensor],
+        beams: int = 1,
+        nodes: int = 0,
+        vectors: Tensor | None = None,
     ) -> Outputs:
-        """Forwards behind each other, of which each chooses the tokens of the next; see `Chains`."""
-        with self.pages.lock, _on(self.pages.device):
-            following: list[list[Segment]] = [[] for _ in range(levels - 1)]
-            nothing = torch.empty(0, dtype=torch.int64)  # what is fed to these is chosen on the device
-            for segment in segments:
-                cache, count = segment.cache, len(segment.shape)
-                cache.reserve(count + levels - 1, segment.written)
-                for level, own in enumerate(following, count):
-                    own.append(Segment(cache, nothing, chain_shape(level + 1), (0,), written=level))
-            batches = []
-            for each in (list(segments), *following):
-                parts = [PagedSegment(segment, self.table_of(segment)) for segment in each]
-                batches.append(PagedBatch.recorded(parts, self._patterns))
-            return self.run_joined(batches, chains.shape(batches, numbers), chains.work(batches, numbers))
-
-    def run_joined(self, batches: Sequence[PagedBatch], shape: Hashable, work: Work[Any]) -> Outputs:
-        """Several forwards that are recorded together.
+        """Forwards behind each other in one recording, of which each chooses what the next is fed.
 
         Args:
-            batches: of them, with pages for their tokens; no text is longer than in the last one.
-            shape: what their operations depend on, beside the bucket of the first one.
-            work: that runs them.
+            segments: what the first is fed.
+            levels: how many forwards.
+            work: what they are.
+            numbers: `[requests, ...]` each, that are read beside.
+            beams: as `PagedBatch.levels` has them.
+            nodes: likewise.
+            vectors: `[total, width]` that stand beside the segments' tokens, where any do.
         """
+        beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
-            self._rotary.reach(max(part.end for part in batches[-1].parts) - 1 + self._start)
+            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
+            for segment in segments:
+                segment.cache.reserve(len(segment.shape) + (levels - 1) * beams, segment.written)
+            self._rotary.reach(max(part.end for part in parts) + (levels - 1) * beams - 1 + self._start)
             addresses = self.pages.generation, self._rotary.table.data_ptr()
-            return self._runner.run_work((batches[0].bucket, shape), work, addresses)
+            rows = [min(max(part.count, beams), MOST_RECORDED_TOKENS) for part in parts]
+            outputs = []
+            for group in _groups(rows, together=self._together):
+                own = slice(group[0], group[-1] + 1)
+                batches = PagedBatch.levels(parts[own], self._patterns, levels, beams, nodes)
+                shape, made = work(batches, [each[own] for each in numbers])
+                outputs.append(self._runner.run_work((batches[0].bucket, shape), made, addresses))
+        return outputs[0] if len(outputs) == 1 else tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def _run(self, parts: Sequence[PagedSegment], layers: Layers) -> Outputs:
         if max(part.count for part in parts) > MOST_RECORDED_TOKENS:
@@ -230,16 +242,15 @@ class PagedForward:
         addresses = self.pages.generation, self._rotary.table.data_ptr()
         return self._runner.run(PagedBatch.recorded(parts, self._patterns), addresses, layers)
 
-    def table_of(self, segment: Segment) -> PageTable:
-        """The block table of its cache.
-
-        Raises:
-            CacheError: it is not in these pages.
-        """
+    def _table_of(self, segment: Segment) -> PageTable:
         table = segment.cache.storage
         if not isinstance(table, PageTable) or table.pages is not self.pages:
             raise CacheError("this cache was made by another model; take one with this model's new_cache()")
         return table
+
+
+WorkOfLevels: TypeAlias = Callable[[Sequence[PagedBatch], Sequence[Tensor]], tuple[Hashable, Work[Any]]]
+"""What their operations depend on, beside the bucket of the first forward, and the forwards; of batches and numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,39 +260,31 @@ class Chains:
     Attributes:
         decoder: runs each.
         pages: of the caches.
-        inputs: makes those of a bucket.
         choose: chooses tokens.
         vocab: ids that exist.
     """
 
     decoder: Decoder
     pages: Pages
-    inputs: Callable[[Bucket], Inputs]
     choose: Choose
     vocab: int
 
-    def shape(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Hashable:
-        """What its operations depend on, beside the bucket of the first forward."""
-        return self.choose, tuple(batch.bucket for batch in batches[1:]), len(batches), len(numbers)
-
-    def work(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Work[tuple[list[Inputs], list[Tensor]]]:
-        """All forwards, of one row of each request from the second on.
+    def work(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> tuple[Hashable, Work[Any]]:
+        """See `WorkOfLevels`.
 
         Args:
             batches: of each forward.
             numbers: `[requests, levels]` each, of what is chosen.
         """
-        requests = len(batches[0].parts)
-        rows = 1 << (requests - 1).bit_length()  # of each forward but the first, padding included
+        requests, rows = batches[0].wanted, batches[0].bucket.wanted
+        buckets = [batch.bucket for batch in batches]
 
         def make() -> tuple[list[Inputs], list[Tensor]]:
-            return [self.inputs(batch.bucket) for batch in batches], [
-                each.new_zeros(len(batches), rows) for each in numbers
-            ]
+            inputs = Inputs.in_a_row(buckets, len(self.decoder.patterns), self.pages.device)
+            return inputs, [each.new_zeros(len(batches), rows) for each in numbers]
 
         def load(held: tuple[list[Inputs], list[Tensor]]) -> None:
-            for inputs, batch in zip(held[0], batches, strict=True):
-                inputs.load(batch)
+            load_in_a_row(held[0], batches)
             for memory, given in zip(held[1], numbers, strict=True):
                 memory[:, :requests].copy_(given.t())
 
@@ -291,13 +294,13 @@ class Chains:
             for level, inputs in enumerate(held[0]):
                 if level:
                     inputs.numbers.tokens.copy_(chosen[-1])
-                logits = self.decoder.forward(inputs, self.pages)[0][:rows, : self.vocab]
+                logits = self.decoder.forward(inputs, self.pages)[0][:, : self.vocab]
                 ids, probs = self.choose(logits, *(each[level] for each in held[1]))
                 chosen.append(ids)
                 drawn += [] if probs is None else [probs]
             return torch.stack(chosen, 1), *([torch.stack(drawn, 1)] if drawn else [])
 
-        return Work(make, load, forward, requests)
+        return (self.choose, len(batches), len(numbers)), Work(make, load, forward, requests)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -305,12 +308,12 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def groups_of(counts: Sequence[int], *, together: bool) -> list[list[int]]:
+def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
     """Which segments run together, by their new tokens: where one is long all of them, or each long one alone; of short
     ones no more than a recording holds.
 
-    >>> groups_of([3, 300, 1], together=False), groups_of([64] * 17, together=True)[1], groups_of([65], together=True)
-    ([[0, 2], [1]], [16], [[0]])
+    >>> _groups([3, 300, 1], together=False), _groups([64] * 17, together=True)[1], _groups([3, 300], together=True)
+    ([[0, 2], [1]], [16], [[0, 1]])
     """
     if together and max(counts) > MOST_RECORDED_TOKENS:
         return [list(range(len(counts)))]

@@ -5,21 +5,22 @@ Rows of a text give keys and values, and see nothing themselves; rows of a block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from truedraft.cache import PagePool, Pages, RequestCache
+from truedraft.core import transfers
 from truedraft.core.tree import chain_shape
 from truedraft.models.attention import AttentionPattern, Full
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
 from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS, PagedForward
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
-from truedraft.models.backends.graphs.growth import Grow, in_parts, joined_work
-from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
+from truedraft.models.backends.graphs.growth import Grow, joined_work
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Segment
 from truedraft.models.llama import RotaryTable
 
@@ -77,7 +78,7 @@ class GraphBlocks:
         self._one = like.new_zeros(width)
         self.pool = PagePool(self._pages, limit)
         recorder = CudaGraphs(like.device) if recorder is None else recorder
-        self._runner = Runner(self._read, partial(self._inputs, self._one), recorder)
+        self._runner = Runner(self._read, self._inputs, recorder)
         together = self._attention is not gathered_attention
         self._paged = PagedForward(self._pages, self._runner, _PATTERNS, rotary, together=together)
 
@@ -97,7 +98,9 @@ class GraphBlocks:
         Returns:
             `[blocks, reach, width]`.
         """
-        return self._in_parts(caches, vectors, anchors, (), None, lambda inputs, _: (self._through(*inputs),))[0]
+        return self._run(
+            caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)
+        )[0]
 
     def run_trees(
         self,
@@ -111,61 +114,37 @@ class GraphBlocks:
     ) -> Outputs:
         """The same, and trees that grow of it; further arguments as `GraphPairs.run_trees` has them."""
         draft = partial(self._trees, levels, beams, grow)
-        return self._in_parts(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
+        return self._run(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
 
-    def _in_parts(
+    def _run(
         self,
         caches: Sequence[RequestCache],
         vectors: Sequence[Tensor],
         anchors: Sequence[int],
         numbers: Sequence[Tensor],
-        shape: object,
+        shape: Hashable,
         draft: Callable[[list[Inputs], list[Tensor]], Outputs],
     ) -> Outputs:
-        """Run a draft of all requests, no more at once than a recording holds."""
         ends = []
         for cache, own in zip(caches, vectors, strict=True):
             if (count := len(own) - 1) >= MOST_RECORDED_TOKENS:
-                segment = Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())
-                self._paged.run([segment], vectors=own[:count])
+                self._paged.run([_text(cache, count)], vectors=own[:count])
                 cache.commit(range(count))
                 own = own[count:]
             ends.append(own)
 
-        def run(of: slice) -> Outputs:
-            batches = self._batches(caches[of], ends[of], anchors[of])
-            context, blocks = (each.bucket for each in batches)
-            work = joined_work(
-                batches,
-                [each[of] for each in numbers],
-                make=lambda: [self._inputs(self._one, context), self._inputs(None, blocks)],
-                forward=draft,
-            )
-            return self._paged.run_joined(batches, (shape, blocks), work)
+        def work(batches: Sequence[PagedBatch], own: Sequence[Tensor]) -> tuple[Hashable, Work[Any]]:
+            return (shape, batches[1].bucket), joined_work(batches, own, self._one, draft)
 
-        found = in_parts([max(len(own), self._block) for own in ends], run)
+        texts = [_text(cache, len(own)) for cache, own in zip(caches, ends, strict=True)]
+        read = [transfers.upload(anchors, self._one.device), *numbers]
+        found = self._paged.run_levels(texts, 2, work, read, beams=self._block, vectors=torch.cat(ends))
         for cache, own in zip(caches, ends, strict=True):
             cache.commit(range(len(own)))
         return found
 
-    def _batches(
-        self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]
-    ) -> list[PagedBatch]:
-        """Of the texts, and of the blocks."""
-        texts, blocks = [], []
-        for cache, own, anchor in zip(caches, vectors, anchors, strict=True):
-            count, unknown = len(own), torch.zeros(self._block, dtype=torch.int64)
-            cache.reserve(count + self._block)
-            unknown[0] = anchor
-            segment = Segment(cache, unknown[:0], chain_shape(count), ())
-            table = self._paged.table_of(segment)
-            texts.append(PagedSegment(segment, table, own))
-            block = Segment(cache, unknown, chain_shape(self._block), ())
-            blocks.append(PagedSegment(block, table, read=count))
-        return [PagedBatch.recorded(texts, _PATTERNS), PagedBatch.regular(blocks, _PATTERNS)]
-
-    def _inputs(self, one: Tensor | None, bucket: Bucket) -> Inputs:
-        return Inputs(bucket, len(_PATTERNS), self._pages.device, one)
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        return Inputs(bucket, len(_PATTERNS), self._pages.device, self._one)
 
     def _read(self, inputs: Inputs, layers: Layers) -> Outputs:
         """Texts alone."""
@@ -177,8 +156,9 @@ class GraphBlocks:
         assert inputs.vectors is not None
         return self._head.context_keys(inputs.vectors, inputs.numbers.positions)
 
-    def _through(self, text: Inputs, blocks: Inputs) -> Tensor:
-        """Texts and blocks: what enters the LM head."""
+    def _through(self, inputs: list[Inputs], anchors: Tensor) -> Tensor:
+        """Texts, and blocks behind them: what enters the LM head."""
+        text, blocks = inputs
         numbers = blocks.numbers
         numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
         look, keys = self._attention(blocks, self._pages), self._keys(text)
@@ -188,15 +168,20 @@ class GraphBlocks:
             write(blocks, self._pages, call, key, value)
             return look(call, 0, self._scaling, query)
 
-        return self._head.leaving(numbers.tokens.view(-1, self._block)[:, 0], numbers.positions, attend)
+        return self._head.leaving(anchors, numbers.positions, attend)
 
     def _trees(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
         """All levels of trees, of which each has a row of the block."""
-        x, trees = self._through(*inputs), grow(*numbers)
-        tokens, state = inputs[1].numbers.tokens.view(-1, self._block)[:, 0], None
+        tokens, *own = numbers
+        x, trees, state = self._through(inputs, tokens), grow(*own), None
         for level in range(levels):
-            own = x[:, level]
-            logits, state = self._head.guess(own if level == 0 else own.repeat_interleave(beams, 0), tokens, state)
+            of_level = x[:, level].repeat_interleave(beams if level else 1, 0)
+            logits, state = self._head.guess(of_level, tokens, state)
             tokens, above = trees.grow(logits)
             state = state.index_select(0, above)
         return trees.found()
+
+
+def _text(cache: RequestCache, count: int) -> Segment:
+    """So many more of its tokens, which nobody reads: vectors stand for them."""
+    return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())

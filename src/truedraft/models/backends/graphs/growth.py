@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core.top_k import TopK
-from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS, groups_of
-from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs, PagedBatch
+from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs, PagedBatch, load_in_a_row
 from truedraft.models.backends.graphs.replay import Outputs, Work
 from truedraft.models.base import Choose
 
@@ -154,46 +153,29 @@ def own_bits(beams: int, level: int, words: int, like: Tensor) -> Tensor:
     return torch.where(word == node // WORD_BITS, torch.ones_like(node) << node % WORD_BITS, 0)
 
 
-def in_parts(counts: Sequence[int], run: Callable[[slice], Outputs]) -> Outputs:
-    """Run requests together, or, of more rows than a recording holds, those behind each other in turn.
-
-    Args:
-        counts: rows of each request.
-        run: gives `[requests, ...]` of some of them.
-    """
-    groups = groups_of([min(count, MOST_RECORDED_TOKENS) for count in counts], together=False)
-    parts = [run(slice(group[0], group[-1] + 1)) for group in groups]
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
-
-
-Loaded: TypeAlias = tuple[list[Inputs], list[Tensor]]
-
-
 def joined_work(
     batches: Sequence[PagedBatch],
     numbers: Sequence[Tensor],
-    make: Callable[[], list[Inputs]],
+    vectors: Tensor,
     forward: Callable[[list[Inputs], list[Tensor]], Outputs],
-) -> Work[Loaded]:
-    """Several forwards as one.
+) -> Work[tuple[list[Inputs], list[Tensor]]]:
+    """Forwards behind each other, of which the first reads vectors beside tokens.
 
     Args:
-        batches: of each.
+        batches: of each forward.
         numbers: `[requests, ...]` each, that are read beside.
-        make: makes the inputs of each.
-        forward: computes rows of requests, padding included, from inputs and numbers.
+        vectors: for one row of the first one, `[width]`.
+        forward: computes from inputs and numbers of requests, padding included.
     """
-    requests, padded = len(batches[0].parts), batches[0].bucket.requests
+    requests, buckets = len(batches[0].parts), [batch.bucket for batch in batches]
 
-    def load(held: Loaded) -> None:
-        for inputs, batch in zip(held[0], batches, strict=True):
-            inputs.load(batch)
+    def make() -> tuple[list[Inputs], list[Tensor]]:
+        inputs = Inputs.in_a_row(buckets, len(batches[0].patterns), vectors.device, vectors)
+        return inputs, [each.new_zeros(buckets[0].requests, *each.shape[1:]) for each in numbers]
+
+    def load(held: tuple[list[Inputs], list[Tensor]]) -> None:
+        load_in_a_row(held[0], batches)
         for memory, given in zip(held[1], numbers, strict=True):
             memory[:requests].copy_(given)
 
-    return Work(
-        make=lambda: (make(), [each.new_zeros(padded, *each.shape[1:]) for each in numbers]),
-        load=load,
-        forward=lambda held: forward(*held),
-        rows=requests,
-    )
+    return Work(make, load, lambda held: forward(*held), requests)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from truedraft.cache import PagePool, Pages
-from truedraft.core.tree import shape_of
 from truedraft.models.attention import AttentionPattern, Full
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
 from truedraft.models.backends.graphs.backend import PagedForward
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment
-from truedraft.models.backends.graphs.growth import Grow, in_parts, joined_work, own_bits
-from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
+from truedraft.models.backends.graphs.growth import Grow, joined_work, own_bits
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Segment
 from truedraft.models.llama import RotaryTable
 
@@ -122,52 +120,31 @@ class GraphPairs:
         Returns:
             What the trees found.
         """
-        beside = vectors.split([len(each.tokens) for each in segments])
         ahead = len(segments[0].rows) > 1
         draft = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)
 
-        def run(of: slice) -> Outputs:
-            batches = self._batches(segments[of], beside[of], 1 if ahead else levels, beams)
-            buckets = tuple(each.bucket for each in batches)
-            besides = self._beside[True], *[None] * (len(buckets) - 1)
-            work = joined_work(
-                batches, [each[of] for each in numbers], lambda: list(map(self._inputs, besides, buckets)), draft
-            )
-            return self._forwards[True].run_joined(batches, (levels, beams, grow, buckets), work)
+        def work(batches: Sequence[PagedBatch], own: Sequence[Tensor]) -> tuple[Hashable, Work[Any]]:
+            shape = levels, beams, grow, tuple(each.bucket for each in batches)
+            return shape, joined_work(batches, own, self._beside[True], draft)
 
-        return in_parts([max(len(each.tokens), beams) for each in segments], run)
-
-    def _batches(
-        self, segments: Sequence[Segment], beside: Sequence[Tensor], forwards: int, beams: int
-    ) -> list[PagedBatch]:
-        """Of the text's tokens, then of so many open nodes for each forward more, behind each other."""
-        for segment in segments:
-            segment.cache.reserve(len(segment.tokens) + (forwards - 1) * beams)
-        tables = map(self._forwards[True].table_of, segments)
-        read = [PagedSegment(*each) for each in zip(segments, tables, beside, strict=True)]
-        batches = [PagedBatch.recorded(read, _PATTERNS)]
-        nothing = torch.empty(0, dtype=torch.int64)  # what is fed to these is chosen on the device
-        for written in range(0, (forwards - 1) * beams, beams):
-            # The host knows how deep nodes are, and not which they hang below: see `own_bits`.
-            shape = shape_of(tuple(max(-1, node - beams) for node in range(written + beams)))
-            new = partial(replace, tokens=nothing, shape=shape, rows=range(beams), written=written)
-            opened = [PagedSegment(new(each.segment), each.table, read=each.count) for each in read]
-            batches.append(PagedBatch.regular(opened, _PATTERNS))
-        return batches
+        forwards = 1 if ahead else levels
+        nodes = (forwards - 1) * beams if beams > 1 else 0
+        return self._forwards[True].run_levels(segments, forwards, work, numbers, beams, nodes, vectors)
 
     def _levels(self, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
         """A forward for each level."""
         first, *later = inputs
-        requests, words = first.bucket.requests, inputs[-1].bucket.words
-        trees = grow(*numbers)
+        trees, words = grow(*numbers), inputs[-1].bucket.words
         vectors, logits = self._rows(first, first.vectors, observed=True)
-        tokens, above = trees.grow(logits[:requests])
-        paths = torch.zeros(requests, words, dtype=torch.int64, device=tokens.device)
+        tokens, above = trees.grow(logits)
+        paths = torch.zeros(len(logits), words, dtype=torch.int64, device=tokens.device)
         for level, own in enumerate(later):
             own.numbers.tokens.copy_(tokens)
             if words:
-                paths = paths.index_select(0, above) | own_bits(beams, level, words, tokens).repeat(requests, 1)
-                own.numbers.path[0].copy_(paths[:, : own.bucket.words])
+                paths = paths.index_select(0, above) | own_bits(beams, level, words, tokens).repeat(
+                    first.bucket.requests, 1
+                )
+                own.numbers.path[0].copy_(paths)
             vectors, logits = self._rows(own, vectors.index_select(0, above), observed=False)
             tokens, above = trees.grow(logits)
         return trees.found()
@@ -177,15 +154,11 @@ class GraphPairs:
         (own,) = inputs
         trees = grow(*numbers)
         _, logits = self._rows(own, own.vectors, observed=True)
-        request = torch.arange(own.bucket.requests, device=logits.device)
-        for level in range(levels):
-            # Of requests that are not there any row will do.
-            trees.grow(logits.index_select(0, (request * levels + level).clamp_max(len(logits) - 1)))
-            if not level:
-                request = request.repeat_interleave(beams)
+        for level, of_level in enumerate(logits.unflatten(0, (-1, levels)).unbind(1)):
+            trees.grow(of_level.repeat_interleave(beams, 0) if level else of_level)
         return trees.found()
 
-    def _inputs(self, one: Tensor | None, bucket: Bucket) -> Inputs:
+    def _inputs(self, one: Tensor, bucket: Bucket) -> Inputs:
         return Inputs(bucket, len(_PATTERNS), self._pages.device, one)
 
     def _forward(self, observed: bool, inputs: Inputs, layers: Layers) -> Outputs:
