@@ -40,7 +40,7 @@ def drafter(name: str, recorder: Recorder | None, **options: Any) -> Any:
         def _new_runner(self, model: LanguageModel) -> Any:
             self.recorder = recorder
             self._mask = self.head.mask_hidden[0] if base is PEagle else None
-            return run(self.head, model, self.recorder)
+            return run(self.head, model, self.recorder, self._replaced(model))
 
     return Noted(peagle_head(draft_vocab=40) if name == "P-EAGLE" else level_head(name), **options)
 

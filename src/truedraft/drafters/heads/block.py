@@ -31,6 +31,7 @@ class BlockRunner:
         head: of the target's width and vocabulary.
         target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
         recorder: makes the recordings that it is replayed from; None: nothing is recorded.
+        before: of the same sizes and target, whose pages it goes on with.
 
     Attributes:
         head: the copy.
@@ -40,21 +41,29 @@ class BlockRunner:
         records: whether whole drafts are one recording.
     """
 
-    def __init__(self, head: BlockHead, target: LanguageModel, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        head: BlockHead,
+        target: LanguageModel,
+        recorder: Recorder | None = None,
+        before: BlockRunner | None = None,
+    ) -> None:
         self.head = running(head, target)
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
         self._table = self.head.rotary(self.head.norm.weight)
         self.device = target.device
-        self._graphs = None if recorder is None else self._recorded(recorder)
+        self._graphs: GraphBlocks | None = None
+        if recorder is not None:
+            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
         self.records = self._graphs is not None
         self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
         self.token_bytes = 2 * head.config.kv_heads * head.config.head * head.config.depth * target.dtype.itemsize
 
-    def _recorded(self, recorder: Recorder) -> GraphBlocks:
+    def _recorded(self, recorder: Recorder, before: GraphBlocks | None) -> GraphBlocks:
         config, like = self.head.config, self.head.norm.weight
         sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
-        return GraphBlocks(self, self._table, config.block, sizes, width, like, config.most_positions, recorder)
+        return GraphBlocks(self, self._table, config.block, sizes, width, like, config.most_positions, recorder, before)
 
     @property
     def warmups(self) -> int:
@@ -182,7 +191,11 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
         if recorder is None and target.device.type == "cuda":
             told = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
             self.note = "; ".join(filter(None, [self.head.record.note, told]))
-        return BlockRunner(self.head, target, recorder)
+        return BlockRunner(self.head, target, recorder, self._replaced(target))
+
+    @property
+    def _most_drafted(self) -> int:
+        return self.head.config.block
 
     @property
     def _drafts_at_once(self) -> bool:

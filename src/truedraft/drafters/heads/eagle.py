@@ -79,6 +79,7 @@ class Eagle3Runner:
         head: of the target's width and vocabulary.
         target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
         recorder: makes the recordings that it is replayed from; None is CUDA graphs on a CUDA device, else none.
+        before: of the same sizes and target, whose pages it goes on with.
 
     Attributes:
         device: where it computes.
@@ -88,13 +89,21 @@ class Eagle3Runner:
         native: runs it in C; None where that cannot.
     """
 
-    def __init__(self, head: Eagle3Head, target: LanguageModel, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        head: Eagle3Head,
+        target: LanguageModel,
+        recorder: Recorder | None = None,
+        before: Eagle3Runner | None = None,
+    ) -> None:
         self._head = own = copied(head, target)
         self._target = target
         self._table = own.rotary(own.norm.weight)
         self._scoring = Scoring(head.config.head**-0.5)
         self.device = target.device
-        self._graphs = self._recorded(recorder) if recorder is not None or self.device.type == "cuda" else None
+        self._graphs: GraphPairs | None = None
+        if recorder is not None or self.device.type == "cuda":
+            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
         bits = 0 if self._graphs is not None else bits_for(own)
         self.native = None if self._graphs is not None else _native(own, self._table, bits)
         if self.native is None and self._graphs is None:
@@ -105,7 +114,7 @@ class Eagle3Runner:
         entries = 2 * head.config.kv_heads * head.config.head * (1 + head.config.more_layers)
         self.token_bytes = entries * target.dtype.itemsize
 
-    def _recorded(self, recorder: Recorder | None) -> GraphPairs:
+    def _recorded(self, recorder: Recorder | None, before: GraphPairs | None) -> GraphPairs:
         config = self._head.config
         return GraphPairs(
             self._read,
@@ -116,6 +125,7 @@ class Eagle3Runner:
             self._head.norm.weight,
             config.most_positions,
             recorder,
+            before,
         )
 
     @property
@@ -339,7 +349,7 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
     name: ClassVar[str] = "eagle"
 
     def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
-        return Eagle3Runner(self.head, target)
+        return Eagle3Runner(self.head, target, before=self._replaced(target))
 
     def _likeliest(self, logits: Tensor, count: int) -> TopK:
         native = self._running[0].native

@@ -30,7 +30,7 @@ from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.beams import trees_of
-from truedraft.drafters.held import Held
+from truedraft.drafters.held import HeadCaches, Held
 from truedraft.drafters.tree_builder import (
     TreeBuilder,
     chain_numbers_of,
@@ -380,6 +380,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self._chooses, self._beams = nodes is not None, beams
         self.limits = Budget(depth, widest, most, min_probability)
         self._texts: dict[int, LayerText] = {}
+        self._caches: dict[int, RequestCache] = {}
         self._ids: DraftIds | None = None
         self._grows: dict[Choose | None, Grow] = {}  # by how they draw; None: the likeliest
         self.held = Held(noted=[self._texts], tokens=self._held_tokens)
@@ -424,14 +425,31 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         super().check(target)
         read = len(self.features.layers) if self.features is not None else 0
         unread = max(read, 1) * target.head_width * target.dtype.itemsize
-        self.held.request_bytes, self.held.token_bytes = 0, self._running[0].token_bytes + unread
+        runner = self._running[0]
+        self.held.request_bytes, self.held.token_bytes = 0, unread + (0 if runner.records else runner.token_bytes)
+        self.held.heads = self._heads()
 
     def with_head(self, head: HeadT) -> Self:
         other = super().with_head(head)
-        other._texts = {}
+        other._texts, other._caches = {}, {}
         own = self.held
         other.held = Held([], [other._texts], own.request_bytes, own.token_bytes, other._held_tokens)
+        other.held.heads = other._heads()
         return other
+
+    def _heads(self) -> list[HeadCaches]:
+        """Its caches, where they lie in one block."""
+        runner = self._running[0]
+        return [HeadCaches(runner.pool, self._caches, self._most_drafted)] if runner.records else []
+
+    @property
+    def _most_drafted(self) -> int:
+        """Tokens that are written behind a text at the most."""
+        return max(self.limits.nodes, self.limits.depth * (self._beams if self._chooses else 1))
+
+    def _replaced(self, target: LanguageModel) -> LevelRunnerT | None:
+        """The runner of other weights beside the same target, whose pages a new one goes on with."""
+        return self._runner if target is self._runs_with else None
 
     def _held_tokens(self) -> int:
         """Tokens that keys or vectors are held of."""
@@ -452,7 +470,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return Hint(behind=text.behind + 1, confident=self.limits.width == 1)
 
     def begin(self, request: DraftRequest) -> None:
-        self._texts[request.id] = LayerText(self._running[0].pool.acquire())
+        cache = self._caches[request.id] = self._running[0].pool.acquire()
+        self._texts[request.id] = LayerText(cache)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Drop what was drafted, and keep the vectors of tokens that stay."""
@@ -464,9 +483,10 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 text.unread.append(vectors)
 
     def end(self, request: DraftRequest) -> None:
-        text = self._texts.pop(request.id, None)
-        if text is not None:
-            self._running[0].pool.release(text.cache)
+        self._texts.pop(request.id, None)
+        cache = self._caches.pop(request.id, None)
+        if cache is not None:
+            self._running[0].pool.release(cache)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]

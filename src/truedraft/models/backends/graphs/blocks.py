@@ -56,6 +56,7 @@ class GraphBlocks:
         like: a tensor of its dtype on its device.
         limit: tokens of one request.
         recorder: makes recordings; None is CUDA graphs.
+        before: of the same sizes, whose pages it goes on with.
 
     Attributes:
         pool: where caches of requests come from.
@@ -71,12 +72,13 @@ class GraphBlocks:
         like: Tensor,
         limit: int,
         recorder: Recorder | None = None,
+        before: GraphBlocks | None = None,
     ) -> None:
         self._head, self._block, self._scaling = head, block, sizes[2] ** -0.5
-        self._pages = Pages(*sizes, like.dtype, like.device)
+        self._pages: Pages = Pages(*sizes, like.dtype, like.device) if before is None else before._pages
         self._attention = attention_for(like.device, sizes[2])
         self._one = like.new_zeros(width)
-        self.pool = PagePool(self._pages, limit)
+        self.pool: PagePool = PagePool(self._pages, limit) if before is None else before.pool
         recorder = CudaGraphs(like.device) if recorder is None else recorder
         self._runner = Runner(self._read, self._inputs, recorder)
         together = self._attention is not gathered_attention

@@ -51,6 +51,7 @@ class GraphPairs:
         like: a tensor of its dtype on its device.
         limit: tokens of one request.
         recorder: makes recordings; None is CUDA graphs.
+        before: of the same sizes, whose pages it goes on with.
 
     Attributes:
         pool: where caches of requests come from.
@@ -66,11 +67,12 @@ class GraphPairs:
         like: Tensor,
         limit: int,
         recorder: Recorder | None = None,
+        before: GraphPairs | None = None,
     ) -> None:
         self._read, self._scaling = read, sizes[2] ** -0.5
-        self._pages = Pages(*sizes, like.dtype, like.device)
+        self._pages: Pages = Pages(*sizes, like.dtype, like.device) if before is None else before._pages
         self._attention = attention_for(like.device, sizes[2])
-        self.pool = PagePool(self._pages, limit)
+        self.pool: PagePool = PagePool(self._pages, limit) if before is None else before.pool
         self._beside = [like.new_zeros(width) for width in widths]
         self._runners = [
             Runner(
