@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from drafters.heads.test_recorded_drafts import drafter as recorded_drafter
 from support.backends import HostRecorder, graph_backend
+from support.layer_heads import target as layer_target
 from support.loops import weights
 from support.tiny_models import CONTEXT, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
@@ -99,6 +101,34 @@ def test_requests_that_begin_alike_hold_those_pages_once() -> None:
     again = engine.generate([*system, 5, 6, 7], params)
     assert engine.shared_tokens == 3 * len(system) + 128, "blocks of 64 tokens are kept"
     assert again.token_ids == Engine(target, prefix_cache_bytes=0).generate([*system, 5, 6, 7], params).token_ids
+
+
+@pytest.mark.parametrize(("name", "options"), [("EAGLE-3", {"nodes": 9, "beams": 3}), ("DFlash", {})])
+def test_pages_of_heads_are_reserved_beside_the_targets(name: str, options: dict[str, int]) -> None:
+    """Where they have no room for all, requests wait or are not drafted for; nothing grows or moves."""
+    target, drafter = layer_target("graphs"), recorded_drafter(name, HostRecorder(), **options)
+    prompts = [*(text(number, 20 + number) for number in range(4)), text(9, 200)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    alone = [Engine(target).generate(prompt, params).token_ids for prompt in prompts]
+    of_target = pool_of(target)
+    drafter.check(target)
+    (heads,) = drafter.held.heads
+    assert isinstance(heads.pool, PagePool)
+    room = of_target.position_bytes + heads.pool.position_bytes
+    engine = Engine(target, drafter, controller="fixed", max_cache_bytes=room * (CONTEXT + 64), max_batch=8)
+    pages, moved, seen = heads.pool._pages, heads.pool._pages.generation, list[tuple[int, int]]()
+    assert pages.reserved == 1
+    assert heads.pool.most_bytes == heads.pool.bytes_alone(CONTEXT + 64), "its share, by what a token takes"
+    engine.listeners.append(lambda _: seen.append((drafter.held.n_bytes, pages.held * pages.page_bytes)))
+    answers = engine.generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == alone
+    assert all(answer.warnings == () for answer in answers)
+    assert sum(answer.stats.draft_tokens for answer in answers) > 20
+    assert pages.generation == moved and max(held for _, held in seen) > 0
+    assert all(0 < held <= told for told, held in seen if held), "and vectors beside"
+    assert (pages.held, heads.pool.lost, engine.check_idle()) == (0, 0, [])
+    with_new = drafter.with_head(drafter.head)
+    assert with_new._running[0].pool is heads.pool, "other weights go on with the same pages"
 
 
 def test_an_engine_that_is_gone_holds_no_pages() -> None:

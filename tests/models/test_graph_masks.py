@@ -148,7 +148,7 @@ def test_a_later_forward_of_chains_is_the_one_that_segments_would_ask_for(level:
         )
         later = count + level - 1
         told.append(PagedSegment(Segment(cache, tokens[:1], chain_shape(later + 1), (0,), later), part.table))
-    batches = PagedBatch.chains(parts, PATTERNS, 4)
+    batches = PagedBatch.levels(parts, PATTERNS, 4)
     inputs = Inputs.in_a_row([batch.bucket for batch in batches], len(PATTERNS), CPU)
     load_in_a_row(inputs, batches)
     assert inputs[0].bucket == Bucket(8, 4, 32, 256, 0, 8), "one row of each is wanted, and there is room for all"
@@ -157,6 +157,35 @@ def test_a_later_forward_of_chains_is_the_one_that_segments_would_ask_for(level:
     for field in fields(expected):
         if field.name != "tokens":
             assert getattr(found, field.name).equal(getattr(expected, field.name)), field.name
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_later_forward_of_trees_is_the_one_that_segments_would_ask_for(level: int) -> None:
+    """But for whom nodes hang below, which the device knows; two are open at each level."""
+    parts = batch_of([(5, chain_shape(10), 6), (90, chain_shape(8), 7), (0, chain_shape(9), 6)]).parts  # with room
+    for part in parts:
+        part.segment.cache.rollback(part.segment.cache.length)
+    read = []
+    for part, count in zip(parts, (4, 1, 3), strict=True):
+        segment = Segment(part.segment.cache, torch.arange(count), chain_shape(count), (count - 1,))
+        read.append(PagedSegment(segment, part.table))
+    batches = PagedBatch.levels(read, PATTERNS[:1], 4, beams=2, nodes=6)
+    inputs = Inputs.in_a_row([batch.bucket for batch in batches], 1, CPU)
+    load_in_a_row(inputs, batches)
+    assert [each.bucket for each in inputs[1:]] == [Bucket(4, 2, 8, 256, 1, 8)] * 3
+    told = []
+    for part in read:
+        cache, count = part.segment.cache, len(part.segment.tokens)
+        cache.reserve(count + 6)
+        cache.commit(range(count))
+        shape = TreeShape((-1, -1, 0, 1, 2, 3)[: 2 * level])
+        told.append(PagedSegment(Segment(cache, torch.arange(2), shape, (0, 1), 2 * level - 2), part.table))
+    expected = Inputs(batches[level].bucket, 1, CPU)
+    expected.load(PagedBatch.recorded(told, PATTERNS[:1]))
+    for field in fields(expected.numbers):
+        if field.name not in ("tokens", "path"):
+            found = getattr(inputs[level].numbers, field.name)
+            assert found.equal(getattr(expected.numbers, field.name)), field.name
 
 
 def test_tiles_hold_each_row_once() -> None:

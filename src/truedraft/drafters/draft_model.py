@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,13 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.sibling_chains import SiblingChains
-from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
+from truedraft.drafters.tree_builder import (
+    TreeBuilder,
+    chain_numbers_of,
+    chains_alike,
+    draw_level,
+    judged_if_it_fails,
+)
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
 from truedraft.models.base import Choose, LanguageModel, Segment
 
@@ -145,17 +150,9 @@ class DraftModel(Drafter):
 
     def _draft_chains(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
         """Draft whole chains whose lengths nothing decides, each in one recording; returns the builders of others."""
-        others: list[TreeBuilder] = []
-        alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
-        for builder in builders:
-            choose, numbers = builder.drawing.choose(builder.request.params), builder.chain_numbers()
-            if choose is None or numbers is None:
-                others.append(builder)
-            else:
-                alike.setdefault(choose, []).append((builder, numbers))
-        for choose, chains in alike.items():
+        for choose, chains in chains_alike(builders).items():
             self._draft_alike(choose, *zip(*chains, strict=True))
-        return others
+        return [builder for builder in builders if builder.grows]
 
     def _draft_alike(
         self, choose: Choose, builders: Sequence[TreeBuilder], numbers: Sequence[Sequence[Sequence[float]]]
@@ -164,11 +161,8 @@ class DraftModel(Drafter):
         batch = [builder.request for builder in builders]
         while any(self._missed(request) > FEW for request in batch):
             self._read(batch, whole=False)
-        levels, device = max(builder.length for builder in builders), self.model.device
-        by_kind = [
-            transfers.upload(np.array([[*own, *own[-1:] * (levels - len(own))] for own in kind]), device)
-            for kind in zip(*numbers, strict=True)
-        ]
+        levels = max(builder.length for builder in builders)
+        by_kind = chain_numbers_of(numbers, levels, self.model.device)
         segments = self._segments(batch, whole=True)
         tokens, probs = self.model.forward_chains(segments, levels, choose, by_kind)
         for row, (builder, segment) in enumerate(zip(builders, segments, strict=True)):

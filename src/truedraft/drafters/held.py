@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from truedraft.cache import PrefixCache, RequestCache
+from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.models.base import LanguageModel
 
 
@@ -36,6 +36,25 @@ class ModelCaches:
         return replace(self, drafted=self.drafted + self.per_token * tokens)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadCaches:
+    """The caches of a head that drafts, where all lie in one block.
+
+    Attributes:
+        pool: where they come from.
+        caches: by id of request.
+        drafted: most tokens in a cache beyond those of a request.
+    """
+
+    pool: CachePool
+    caches: Mapping[int, RequestCache]
+    drafted: int
+
+    def most(self, tokens: int) -> int:
+        """Most tokens in the cache of a request of so many, drafted ones included."""
+        return tokens + self.drafted
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """All that a drafter holds for requests; what it keeps of earlier ones is counted apart (`PrefixCache`).
@@ -48,6 +67,7 @@ class Held:
         tokens: how many tokens there are such bytes of now, of all requests.
         beside: bytes that it holds in another process.
         in_target: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
+        heads: caches of its heads, beside `token_bytes`.
     """
 
     models: Sequence[ModelCaches] = ()
@@ -57,6 +77,7 @@ class Held:
     tokens: Callable[[], int] = lambda: 0
     beside: int = 0
     in_target: bool = False
+    heads: Sequence[HeadCaches] = ()
 
     @property
     def requests(self) -> set[int]:
@@ -69,6 +90,7 @@ class Held:
     @property
     def n_bytes(self) -> int:
         """Bytes that are held now."""
-        caches = [cache for each in self.models for cache in list(each.caches.values())]  # a step may run
+        owners: list[ModelCaches | HeadCaches] = [*self.models, *self.heads]
+        caches = [cache for each in owners for cache in list(each.caches.values())]  # a step may run
         noted = self.request_bytes * len(self.requests) + self.token_bytes * self.tokens()
         return self.beside + noted + sum(cache.n_bytes for cache in caches)

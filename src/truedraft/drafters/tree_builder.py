@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import DraftIds, OpenNode, drawing_for, existing, fetch_children
-from truedraft.models.base import Segment
+from truedraft.models.base import Choose, Segment
 
 
 class TreeBuilder:
@@ -217,6 +218,26 @@ class TreeBuilder:
         if not self.on_device:
             return torch.tensor(tokens)
         return torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+
+
+def chains_alike(
+    builders: Sequence[TreeBuilder],
+) -> dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]]:
+    """Chains that may be drafted at once and the numbers that draw them, by how they are drawn."""
+    alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
+    for builder in builders:
+        choose, numbers = builder.drawing.choose(builder.request.params), builder.chain_numbers()
+        if choose is not None and numbers is not None:
+            alike.setdefault(choose, []).append((builder, numbers))
+    return alike
+
+
+def chain_numbers_of(numbers: Sequence[Sequence[Sequence[float]]], levels: int, device: torch.device) -> list[Tensor]:
+    """Numbers `[kinds, depth]` of chains as tensors `[chains, levels]` of each kind; what is too short is filled up."""
+    return [
+        transfers.upload(np.array([[*own, *own[-1:] * (levels - len(own))] for own in kind]), device)
+        for kind in zip(*numbers, strict=True)
+    ]
 
 
 def _reads_paths(request: DraftRequest) -> bool:

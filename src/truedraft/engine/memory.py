@@ -18,6 +18,7 @@ from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.core.tree import chain_shape
 from truedraft.costs.measuring import most_held
 from truedraft.drafters.base import Drafter
+from truedraft.drafters.held import HeadCaches, ModelCaches
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, PromptError
 from truedraft.machine import gpu_memory, in_bytes
@@ -120,15 +121,16 @@ class CacheMemory:
         self._members = members
         self._reserved = 0  # for running requests and what drafters hold for them
         self._changed = False  # since memory was shared out
-        drafts = [own.model for each in members.values() for own in each.held.models]
-        models = [target, *drafts]
+        models = [target, *(own.model for each in members.values() for own in each.held.models)]
+        heads = [own for each in members.values() for own in each.held.heads]
         self._pools = {id(model): _pool_of(model) for model in models}  # several models may share one
-        distinct = list({id(pool): pool for pool in self._pools.values()}.values())
+        pools = [*self._pools.values(), *(own.pool for own in heads)]
+        distinct = list({id(pool): pool for pool in pools}.values())
         if self.limit is None:
             self.limit = gpu_cache_bytes(target.device, utilization, sum(each.most_bytes or 0 for each in distinct))
         self._stores = prefixes
         if self.limit is not None:
-            drafted = sum(each.limits.nodes for each in members.values())
+            drafted = sum(each.limits.nodes for each in members.values()) + sum(own.drafted for own in heads)
             self._longest = max(model.context_length for model in models) + drafted + _AHEAD
             for model in models:
                 pool = self._pools[id(model)]
@@ -286,9 +288,14 @@ class CacheMemory:
         for each in held:
             drafter, request = self._members[each.drafter], each.request
             beside += drafter.held.request_bytes + drafter.held.token_bytes * request.granted
-            for own in drafter.held.models:
-                caches[id(self._pools[id(own.model)])].append((own.most(request.granted), own.caches.get(request.id)))
+            for pool, own in self._caches_of(drafter):
+                caches[id(pool)].append((own.most(request.granted), own.caches.get(request.id)))
         return {0: beside} | {id(pool): pool.bytes_for(caches[id(pool)]) for pool in self._distinct_pools}
+
+    def _caches_of(self, drafter: Drafter) -> list[tuple[CachePool, ModelCaches | HeadCaches]]:
+        """What a drafter holds in caches, and the pool of each."""
+        held = drafter.held
+        return [(self._pools[id(own.model)], own) for own in held.models] + [(own.pool, own) for own in held.heads]
 
     def bound(self, request: Request) -> None:
         """Keep the caches of a request to what was reserved for them; they are empty."""
@@ -303,7 +310,7 @@ class CacheMemory:
 
     def bound_drafter(self, request: Request, name: str) -> None:
         """The same for what one drafter holds for it."""
-        for own in self._members[name].held.models:
+        for _, own in self._caches_of(self._members[name]):
             if request.id in own.caches:
                 own.caches[request.id].limit_to(own.most(request.granted))
 

@@ -157,9 +157,9 @@ class Leaving:
     added: Tensor
     state: Tensor
 
-    def at(self, rows: Sequence[int]) -> Leaving:
-        """Some of the rows."""
-        return Leaving(self.x[rows], self.before[rows], self.added[rows], self.state[rows])
+    def at(self, rows: Tensor) -> Leaving:
+        """Some of the rows, by their numbers `[rows]`."""
+        return Leaving(*(each.index_select(0, rows) for each in (self.x, self.before, self.added, self.state)))
 
 
 class BlockHead(LayerHead):
@@ -212,7 +212,7 @@ class BlockHead(LayerHead):
             embed: ids to embeddings, by the target.
         """
         ids = anchors[:, None].repeat(1, self.config.block)
-        ids[:, 1:] = self.config.mask_id
+        ids[:, 1:].fill_(self.config.mask_id)
         embedded: Tensor = (self.embed_tokens or embed)(ids.flatten())
         return embedded.to(self.norm.weight.dtype).view(*ids.shape, -1)
 

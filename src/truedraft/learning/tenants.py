@@ -34,6 +34,7 @@ class Tenants(Drafter):
             noted=[self._drafts],
             request_bytes=base.held.request_bytes,
             token_bytes=base.held.token_bytes,
+            heads=base.held.heads,  # where those of tenants have theirs, too
             tokens=lambda: sum(each.held.tokens() for each in {*self._drafts.values()}),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -13,8 +13,11 @@ from truedraft.cache.buffers import key_span
 from truedraft.core import transfers
 from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree, running
 from truedraft.errors import OptionError
-from truedraft.heads.block import BlockHead, DFlashHead, DSparkHead, Leaving
+from truedraft.heads.block import Attend, BlockHead, DFlashHead, DSparkHead, Leaving
 from truedraft.models.attention import Blocked, ChainLayout, Scoring
+from truedraft.models.backends.graphs.blocks import GraphBlocks
+from truedraft.models.backends.graphs.growth import Grow
+from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.base import LanguageModel
 from truedraft.options import check_share
 
@@ -27,22 +30,81 @@ class BlockRunner:
     Args:
         head: of the target's width and vocabulary.
         target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
+        recorder: makes the recordings that it is replayed from; None: nothing is recorded.
+        before: of the same sizes and target, whose pages it goes on with.
 
     Attributes:
         head: the copy.
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        records: whether whole drafts are one recording.
     """
 
-    def __init__(self, head: BlockHead, target: LanguageModel) -> None:
+    def __init__(
+        self,
+        head: BlockHead,
+        target: LanguageModel,
+        recorder: Recorder | None = None,
+        before: BlockRunner | None = None,
+    ) -> None:
         self.head = running(head, target)
         self._target = target
         self._scoring = Scoring(head.config.head**-0.5)
         self._table = self.head.rotary(self.head.norm.weight)
         self.device = target.device
-        self.pool = CachePool(head.config.most_positions)
+        self._graphs: GraphBlocks | None = None
+        if recorder is not None:
+            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
+        self.records = self._graphs is not None
+        self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
         self.token_bytes = 2 * head.config.kv_heads * head.config.head * head.config.depth * target.dtype.itemsize
+
+    def _recorded(self, recorder: Recorder, before: GraphBlocks | None) -> GraphBlocks:
+        config, like = self.head.config, self.head.norm.weight
+        sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
+        return GraphBlocks(self, self._table, config.block, sizes, width, like, config.most_positions, recorder, before)
+
+    @property
+    def warmups(self) -> int:
+        """Drafts so far that took longer than others of their shape will."""
+        return 0 if self._graphs is None else self._graphs.warmups
+
+    def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `ReadBlocks`."""
+        return self.head.context_keys(self.head.context([vectors]), self._table.at(positions))
+
+    def leaving(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `ReadBlocks`."""
+        return self.head.vectors(self.head.inputs(anchors, self._target.embed), self._table.at(positions), attend)
+
+    def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `ReadBlocks`."""
+        leaving = self.behind(x, tokens, state)
+        return self.logits(leaving), leaving.state
+
+    @torch.inference_mode()
+    def run_trees(
+        self,
+        caches: Sequence[RequestCache],
+        vectors: Sequence[Tensor],
+        anchors: Sequence[int],
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """See `GraphBlocks.run_trees`."""
+        assert self._graphs is not None
+        return self._graphs.run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
+
+    @torch.inference_mode()
+    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
+        """See `GraphBlocks.run`."""
+        if self._graphs is not None:
+            return self._graphs.run(caches, vectors, anchors)
+        self.read(caches, [each.chunk(self.head.config.merged, dim=-1) for each in vectors])
+        return self.draft(caches, transfers.upload(anchors, self.device))
 
     @torch.inference_mode()
     def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:
@@ -125,25 +187,45 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     _least = 0.0  # of the product of the confidence head's probabilities
 
     def _new_runner(self, target: LanguageModel) -> BlockRunner:
-        return BlockRunner(self.head, target)
+        recorder = self._recorder(target)
+        if recorder is None and target.device.type == "cuda":
+            told = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
+            self.note = "; ".join(filter(None, [self.head.record.note, told]))
+        return BlockRunner(self.head, target, recorder, self._replaced(target))
+
+    @property
+    def _most_drafted(self) -> int:
+        return self.head.config.block
+
+    @property
+    def _drafts_at_once(self) -> bool:
+        return super()._drafts_at_once and self._least == 0.0
+
+    def _run_at_once(
+        self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        texts = [self._texts[tree.request.id] for tree in trees]
+        caches, vectors = [text.cache for text in texts], [text.vectors() for text in texts]
+        anchors = [tree.request.tokens[-1] for tree in trees]
+        return self._running[0].run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         runner = self._running[0]
         texts = [self._texts[tree.request.id] for tree in level]
-        caches = [text.cache for text in texts]
-        runner.read(caches, [text.vectors().chunk(self.head.config.merged, dim=-1) for text in texts])
-        tokens = transfers.upload([tree.request.tokens[-1] for tree in level], runner.device)
-        x = runner.draft(caches, tokens)
+        anchors = [tree.request.tokens[-1] for tree in level]
+        x = runner.run([text.cache for text in texts], [text.vectors() for text in texts], anchors)
+        tokens = transfers.upload(anchors, runner.device)
         block = {tree: number for number, tree in enumerate(level)}
         state: Tensor | None = None
         alive = [1.0] * len(level)  # that the target comes to each open node, by the confidence head
         for slot in range(self.limits.depth):
-            of = [block[tree] for tree in level for _ in tree.open]
-            leaving = runner.behind(x[of, slot], tokens, state)
+            of = transfers.upload([block[tree] for tree in level for _ in tree.open], x.device)
+            leaving = runner.behind(x[:, slot].index_select(0, of), tokens, state)
             if self._least > 0.0:
                 alive = [before * own for before, own in zip(alive, runner.chances(leaving), strict=True)]
                 kept = [row for row, survival in enumerate(alive) if survival >= self._least]
-                level, leaving, alive = _kept(level, kept), leaving.at(kept), [alive[row] for row in kept]
+                level, alive = _kept(level, kept), [alive[row] for row in kept]
+                leaving = leaving.at(transfers.upload(kept, x.device))
                 if not level:
                     return
             rows = {each: row for row, each in enumerate((own, node) for own in level for node in own.open)}
@@ -152,7 +234,8 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
                 return
             tokens, parents = _opened(level, runner.device)
             above = [rows[each] for each in parents]
-            state, alive = leaving.state[above], [alive[row] for row in above]
+            state = leaving.state.index_select(0, transfers.upload(above, x.device))
+            alive = [alive[row] for row in above]
 
 
 def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from truedraft.cache import CachePool, RequestCache
+from truedraft.cache import CachePool
+from truedraft.core import transfers
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.levels import LevelDrafter, LikeliestTree, Tree, bits_for, copied, packed
@@ -21,8 +22,10 @@ from truedraft.heads.base import Head
 from truedraft.heads.eagle import Eagle3Head
 from truedraft.heads.layers import Attend
 from truedraft.models.attention import Full, Scoring
+from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS
+from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.pairs import GraphPairs
-from truedraft.models.backends.graphs.replay import Recorder
+from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.backends.native.pairs import NativePairs
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
@@ -38,18 +41,31 @@ class PairRunner(Protocol):
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        records: whether whole drafts are one recording.
         warmups: forwards so far that took longer than others of their shape will.
     """
 
     device: torch.device
     pool: CachePool
     token_bytes: int
+    records: bool
 
     @property
     def warmups(self) -> int: ...
 
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
         """Read pairs of vectors and tokens; see `Eagle3Runner.forward`."""
+
+    def run_trees(
+        self,
+        segments: Sequence[Segment],
+        vectors: Tensor,
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """Where whole drafts are one recording: see `GraphPairs.run_trees`."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -63,31 +79,42 @@ class Eagle3Runner:
         head: of the target's width and vocabulary.
         target: whose embeddings it reads and whose LM head it ends in, where it has none of its own.
         recorder: makes the recordings that it is replayed from; None is CUDA graphs on a CUDA device, else none.
+        before: of the same sizes and target, whose pages it goes on with.
 
     Attributes:
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        records: whether whole drafts are one recording.
         native: runs it in C; None where that cannot.
     """
 
-    def __init__(self, head: Eagle3Head, target: LanguageModel, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        head: Eagle3Head,
+        target: LanguageModel,
+        recorder: Recorder | None = None,
+        before: Eagle3Runner | None = None,
+    ) -> None:
         self._head = own = copied(head, target)
         self._target = target
         self._table = own.rotary(own.norm.weight)
         self._scoring = Scoring(head.config.head**-0.5)
         self.device = target.device
-        self._graphs = self._recorded(recorder) if recorder is not None or self.device.type == "cuda" else None
+        self._graphs: GraphPairs | None = None
+        if recorder is not None or self.device.type == "cuda":
+            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
         bits = 0 if self._graphs is not None else bits_for(own)
         self.native = None if self._graphs is not None else _native(own, self._table, bits)
         if self.native is None and self._graphs is None:
             packed(own, bits)
         self._run = self._by_modules if self.native is None else self.native.run_pairs
+        self.records = self._graphs is not None
         self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
         entries = 2 * head.config.kv_heads * head.config.head * (1 + head.config.more_layers)
         self.token_bytes = entries * target.dtype.itemsize
 
-    def _recorded(self, recorder: Recorder | None) -> GraphPairs:
+    def _recorded(self, recorder: Recorder | None, before: GraphPairs | None) -> GraphPairs:
         config = self._head.config
         return GraphPairs(
             self._read,
@@ -98,6 +125,7 @@ class Eagle3Runner:
             self._head.norm.weight,
             config.most_positions,
             recorder,
+            before,
         )
 
     @property
@@ -120,13 +148,26 @@ class Eagle3Runner:
             of no more ids than the target has.
         """
         if self._graphs is not None:
-            x, logits = self._graphs.run(segments, vectors, observed)
-            return x, logits[:, : self._target.vocab_size]
+            return self._graphs.run(segments, vectors, observed)
         plan = ForwardPlan.of(segments, self.device, 1)
         if start := self._head.config.rope_start:
             plan = replace(plan, positions=plan.positions + start, furthest=plan.furthest + start)
         x, logits = self._run(plan, self._embed(plan.tokens[0]), vectors, observed)
         return x, logits[:, : self._target.vocab_size]
+
+    @torch.inference_mode()
+    def run_trees(
+        self,
+        segments: Sequence[Segment],
+        vectors: Tensor,
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """See `GraphPairs.run_trees`."""
+        assert self._graphs is not None
+        return self._graphs.run_trees(segments, vectors, levels, beams, grow, numbers)
 
     def _by_modules(
         self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool
@@ -139,7 +180,8 @@ class Eagle3Runner:
         self, tokens: Tensor, positions: Tensor, vectors: Tensor, observed: bool, attention: Attend, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         positions = positions + self._head.config.rope_start
-        return self._through(self._embed(tokens), positions, vectors, observed, attention, rows)
+        x, logits = self._through(self._embed(tokens), positions, vectors, observed, attention, rows)
+        return x, logits[:, : self._target.vocab_size]
 
     def _through(
         self, embedded: Tensor, positions: Tensor, vectors: Tensor, observed: bool, attention: Attend, rows: Tensor
@@ -229,10 +271,6 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
     A level of the tree is one forward for all requests, in which what the head gave stands for the target's vector.
     """
 
-    @property
-    def warmups(self) -> int:
-        return self._running[0].warmups
-
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         """Read what trees stand behind, then grow them level by level."""
         runner = self._running[0]
@@ -242,34 +280,67 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
             level = grow(level, logits)
             if level:
                 above = [rows[own, parent] for own in level for parent in own.unfed_parents]
-                vectors, logits = runner.forward([own.segment() for own in level], vectors[above], False)
+                vectors = vectors.index_select(0, transfers.upload(above, vectors.device))
+                vectors, logits = runner.forward([own.segment() for own in level], vectors, False)
 
-    def _behind(self, tree: TreeBuilder | LikeliestTree) -> tuple[Tensor, Tensor]:
-        """Tokens and vectors that are read behind a tree's text in the same forward, and dropped then: none."""
+    def _behind(self, levels: int) -> tuple[Tensor, Tensor]:
+        """Tokens and vectors that are read behind the text of a tree of so many levels in the same forward, and
+        dropped then: none."""
         return torch.empty(0, dtype=torch.int64), torch.empty(0)
 
     def _catch_up(self, trees: Sequence[TreeBuilder | LikeliestTree]) -> tuple[Tensor, Tensor]:
         """Read pairs of vectors and the tokens behind them; what the runner gives at the last of each, and behind."""
-        runner = self._running[0]
-        last: list[tuple[RequestCache, Tensor, Tensor]] = []  # what the joint forward reads of each
-        for tree in trees:
-            text, request = self._texts[tree.request.id], tree.request
-            tokens = torch.tensor(request.tokens[-text.behind :])
-            *parts, end = zip(tokens.split(_READ_TOKENS), text.vectors().split(_READ_TOKENS), strict=True)
-            for ids, own in parts:
-                runner.forward([Segment(text.cache, ids, chain_shape(len(ids)), ())], own, True)
-                text.cache.commit(range(len(ids)))
-            last.append((text.cache, *end))
-        segments, vectors = [], []
-        for (cache, ids, own), tree in zip(last, trees, strict=True):
-            more, below = self._behind(tree)
-            count = len(ids) + len(more)
-            segments.append(Segment(cache, torch.cat([ids, more]), chain_shape(count), range(len(ids) - 1, count)))
-            vectors += [own, below] if len(more) else [own]
-        found = runner.forward(segments, torch.cat(vectors), True)
-        for cache, ids, _ in last:
-            cache.commit(range(len(ids)))
+        segments, vectors = self._ends(trees, list(map(levels_of, trees)))
+        found = self._running[0].forward(segments, vectors, True)
+        _commit_texts(segments)
         return found
+
+    def _run_at_once(
+        self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        segments, vectors = self._ends(trees, [levels] * len(trees), MOST_RECORDED_TOKENS)
+        found = self._running[0].run_trees(segments, vectors, levels, beams, grow, numbers)
+        _commit_texts(segments)
+        return found
+
+    def _ends(
+        self, trees: Sequence[TreeBuilder | LikeliestTree], levels: Sequence[int], most: int = _READ_TOKENS
+    ) -> tuple[list[Segment], Tensor]:
+        """What a forward reads of texts, their last pairs and what is behind, and the vectors `[total, ...]` beside.
+
+        Args:
+            trees: that stand behind the texts.
+            levels: of each.
+            most: pairs of a text in that forward; of a longer one those before are read here.
+        """
+        segments: list[Segment] = []
+        beside: list[Tensor] = []
+        for tree, deep in zip(trees, levels, strict=True):
+            text, request = self._texts[tree.request.id], tree.request
+            tokens, vectors = torch.tensor(request.tokens[-text.behind :]), text.vectors()
+            while len(tokens) > most:
+                part = min(len(tokens) - 1, _READ_TOKENS)
+                segment = Segment(text.cache, tokens[:part], chain_shape(part), ())
+                self._running[0].forward([segment], vectors[:part], True)
+                text.cache.commit(range(part))
+                tokens, vectors = tokens[part:], vectors[part:]
+            more, below = self._behind(deep)
+            count = len(tokens) + len(more)
+            rows = range(len(tokens) - 1, count)
+            segments.append(Segment(text.cache, torch.cat([tokens, more]), chain_shape(count), rows))
+            beside += [vectors, below] if len(more) else [vectors]
+        return segments, torch.cat(beside)
+
+
+def _commit_texts(segments: Sequence[Segment]) -> None:
+    """Keep the pairs up to the first wanted one: what is behind was not in the text."""
+    for segment in segments:
+        segment.cache.commit(range(segment.rows[0] + 1))
+
+
+def levels_of(tree: TreeBuilder | LikeliestTree) -> int:
+    """Depths at which a tree can have nodes."""
+    return min(tree.budget.depth, tree.budget.nodes)
 
 
 class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
@@ -278,7 +349,7 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
     name: ClassVar[str] = "eagle"
 
     def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
-        return Eagle3Runner(self.head, target)
+        return Eagle3Runner(self.head, target, before=self._replaced(target))
 
     def _likeliest(self, logits: Tensor, count: int) -> TopK:
         native = self._running[0].native

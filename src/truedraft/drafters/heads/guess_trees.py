@@ -155,7 +155,9 @@ class GuessTrees:
                 alike.setdefault((self.wanted(params, budget), self._calibration(params)), []).append(row)
         for rows in fixed.values():
             tree = self._fitting(*requests[rows[0]])
-            own = guesses.ids if len(rows) == len(requests) else guesses.ids[:, rows]
+            own = guesses.ids
+            if len(rows) < len(requests):
+                own = own.index_select(1, transfers.upload(rows, own.device))
             tokens = tree.fill(own.transpose(1, 2)).t().contiguous()  # [requests, nodes]
             found.update(zip(rows, (TokenTree(each, tree.shape) for each in tokens), strict=True))
         if alike:

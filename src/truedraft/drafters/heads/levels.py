@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from truedraft.cache import CachePool, RequestCache
+from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.probs import probs_from_logits
@@ -27,13 +29,22 @@ from truedraft.core.tree import TokenTree, path_to, shape_of
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter
-from truedraft.drafters.held import Held
-from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
+from truedraft.drafters.heads.beams import trees_of
+from truedraft.drafters.held import HeadCaches, Held
+from truedraft.drafters.tree_builder import (
+    TreeBuilder,
+    chain_numbers_of,
+    chains_alike,
+    draw_level,
+    judged_if_it_fails,
+)
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads.base import Head
+from truedraft.models.backends.graphs.growth import ChosenChains, Grow, LikeliestNodes
+from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import is_fastest, native_linears
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import Choose, LanguageModel, Segment
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 BEAMS = 8
@@ -51,6 +62,12 @@ class LevelRunner(Protocol):
     """Where caches of requests come from."""
     token_bytes: int
     """Of a token's keys and values."""
+    records: bool
+    """Whether whole drafts are one recording."""
+
+    @property
+    def warmups(self) -> int:
+        """Forwards so far that took longer than others of their shape will."""
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -114,6 +131,7 @@ class LikeliestTree:
         self._scores: list[float] = []  # logs of products
         self._depths: list[int] = []
         self._fed: list[int] = []
+        self._whole: TokenTree | None = None
 
     @property
     def unfed_parents(self) -> Sequence[int]:
@@ -152,8 +170,14 @@ class LikeliestTree:
         tokens = torch.tensor([self._tokens[node] for node in self.open])
         return Segment(self.cache, tokens, shape, range(len(self.open)), written)
 
+    def take_tree(self, tree: TokenTree) -> None:
+        """All of a tree that was found at once; its first nodes are those that a smaller budget would have got."""
+        self._whole, self.open = tree.first(self.budget.nodes), ()
+
     def proposal(self) -> Proposal:
         """The best nodes, the likeliest first."""
+        if self._whole is not None:
+            return Proposal.deterministic(self._whole)
         order = sorted(range(len(self._tokens)), key=lambda node: (-self._scores[node], self._depths[node]))
         kept = order[: self.budget.nodes]
         if not kept:
@@ -358,8 +382,14 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self._chooses, self._beams = nodes is not None, beams
         self.limits = Budget(depth, widest, most, min_probability)
         self._texts: dict[int, LayerText] = {}
+        self._caches: dict[int, RequestCache] = {}
         self._ids: DraftIds | None = None
+        self._grows: dict[Choose | None, Grow] = {}  # by how they draw; None: the likeliest
         self.held = Held(noted=[self._texts], tokens=self._held_tokens)
+
+    @property
+    def warmups(self) -> int:
+        return self._running[0].warmups
 
     def _features(self) -> Features:
         """What the head reads of the target, as far as is known without it: by default vectors of layers."""
@@ -390,20 +420,38 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             )
         ids: Any = getattr(self.head, "draft_ids", None)
         self._ids = None if ids is None else DraftIds(ids.to(target.device), target.vocab_size)
+        self._grows = {}
         return self._new_runner(target)
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
         read = len(self.features.layers) if self.features is not None else 0
         unread = max(read, 1) * target.head_width * target.dtype.itemsize
-        self.held.request_bytes, self.held.token_bytes = 0, self._running[0].token_bytes + unread
+        runner = self._running[0]
+        self.held.request_bytes, self.held.token_bytes = 0, unread + (0 if runner.records else runner.token_bytes)
+        self.held.heads = self._heads()
 
     def with_head(self, head: HeadT) -> Self:
         other = super().with_head(head)
-        other._texts = {}
+        other._texts, other._caches = {}, {}
         own = self.held
         other.held = Held([], [other._texts], own.request_bytes, own.token_bytes, other._held_tokens)
+        other.held.heads = other._heads()
         return other
+
+    def _heads(self) -> list[HeadCaches]:
+        """Its caches, where they lie in one block."""
+        runner = self._running[0]
+        return [HeadCaches(runner.pool, self._caches, self._most_drafted)] if runner.records else []
+
+    @property
+    def _most_drafted(self) -> int:
+        """Tokens that are written behind a text at the most."""
+        return max(self.limits.nodes, self.limits.depth * (self._beams if self._chooses else 1))
+
+    def _replaced(self, target: LanguageModel) -> LevelRunnerT | None:
+        """The runner of other weights beside the same target, whose pages a new one goes on with."""
+        return self._runner if target is self._runs_with else None
 
     def _held_tokens(self) -> int:
         """Tokens that keys or vectors are held of."""
@@ -424,7 +472,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return Hint(behind=text.behind + 1, confident=self.limits.width == 1)
 
     def begin(self, request: DraftRequest) -> None:
-        self._texts[request.id] = LayerText(self._running[0].pool.acquire())
+        cache = self._caches[request.id] = self._running[0].pool.acquire()
+        self._texts[request.id] = LayerText(cache)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Drop what was drafted, and keep the vectors of tokens that stay."""
@@ -436,9 +485,10 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 text.unread.append(vectors)
 
     def end(self, request: DraftRequest) -> None:
-        text = self._texts.pop(request.id, None)
-        if text is not None:
-            self._running[0].pool.release(text.cache)
+        self._texts.pop(request.id, None)
+        cache = self._caches.pop(request.id, None)
+        if cache is not None:
+            self._running[0].pool.release(cache)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -461,9 +511,13 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 drawn.append(TreeBuilder(text.cache, request, within, own, self.branching, device, ranks=self.ranks))
                 trees.append(drawn[-1])
         with judged_if_it_fails(trees):
-            if level := [each for each in chosen if not each.budget.is_zero]:
+            level = [each for each in chosen if not each.budget.is_zero]
+            drawing = [each for each in drawn if not each.budget.is_zero]
+            if self._drafts_at_once:
+                level, drawing = self._choose_at_once(level), self._draw_at_once(drawing)
+            if level:
                 self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
-            if drawing := [each for each in drawn if not each.budget.is_zero]:
+            if drawing:
                 self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]
 
@@ -479,6 +533,49 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         if level := [each for each in paths if not each.budget.is_zero]:
             self._grow(level, partial(follow_texts, ids=self._ids))
         return [torch.stack(each.probs) if each.probs else torch.empty(0, 0) for each in paths]
+
+    @property
+    def _drafts_at_once(self) -> bool:
+        """Whether drafts are one recording, as far as the host need not look at what is drafted meanwhile."""
+        return self._running[0].records
+
+    def _choose_at_once(self, trees: Sequence[LikeliestTree]) -> list[LikeliestTree]:
+        """Find the likeliest trees in one recording; returns those of requests whose options shape logits."""
+        chosen = [tree for tree in trees if tree.request.shaping is None]
+        if chosen:
+            target = self._running[1]
+            beams = min(self._beams, target.vocab_size if self._ids is None else len(self._ids.on_host))
+            ids = None if self._ids is None else self._ids.ids
+            grow = self._grows.setdefault(None, partial(LikeliestNodes, beams, self.limits.nodes, ids))
+            # A node deeper than there are nodes is not among the best.
+            levels = max(min(tree.budget.depth, tree.budget.nodes) for tree in chosen)
+            limits = np.array([(tree.budget.width, tree.budget.depth) for tree in chosen])
+            numbers = [transfers.upload(limits, target.device)]
+            found = trees_of(*self._run_at_once(chosen, levels, beams, grow, numbers))
+            for tree, own in zip(chosen, found, strict=True):
+                tree.take_tree(own)
+        return [tree for tree in trees if tree not in chosen]
+
+    def _draw_at_once(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
+        """Draw chains whose lengths nothing decides, in one recording for each way of drawing; returns the others."""
+        for choose, alike in chains_alike(builders).items():
+            chains, numbers = zip(*alike, strict=True)
+            levels = max(chain.length for chain in chains)
+            whole = None if self._ids is None else self._ids.whole
+            grow = self._grows.setdefault(choose, partial(ChosenChains, choose, whole))
+            by_kind = chain_numbers_of(numbers, levels, self._running[0].device)
+            tokens, *probs = self._run_at_once(chains, levels, 1, grow, by_kind)
+            for row, chain in enumerate(chains):
+                chain.take_chain(tokens[row], probs[0][row] if probs else None)
+        return [builder for builder in builders if builder.grows]
+
+    def _run_at_once(
+        self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
+    ) -> Outputs:
+        """Read what trees stand behind and draft them, in one recording; arguments as `GraphPairs.run_trees` has them.
+
+        Where `_drafts_at_once` is never true nobody calls it."""
+        raise NotImplementedError
 
     @abstractmethod
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:

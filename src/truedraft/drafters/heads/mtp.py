@@ -18,6 +18,7 @@ from truedraft.core.tree import chain_shape, shape_of
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.drafters.heads.eagle import PairDrafter
 from truedraft.heads.mtp import MtpHead
+from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.base import LanguageModel, Segment
 
 _BEGINNING = "The best way to learn a language is to"
@@ -76,9 +77,11 @@ class MtpRunner:
         returns: which of its own go round, by the norm behind it.
         scores: mean log-probability of the target's own tokens for each choice, of those that it reads and then of
             those that go round.
+        records: whether whole drafts are one recording: they are not.
         warmups: forwards so far that took longer than others of their shape will: none.
     """
 
+    records = False
     warmups = 0
 
     def __init__(self, head: MtpHead, target: LanguageModel) -> None:
@@ -98,6 +101,10 @@ class MtpRunner:
         """As `Eagle3Runner.forward`; what it gave and what was observed are read alike."""
         own, logits = self._run(segments, vectors)
         return own[self.returns], logits
+
+    def run_trees(self, *_: object) -> Outputs:
+        """Whole drafts are not one recording."""
+        raise NotImplementedError
 
     def _run(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         tokens = torch.cat([each.tokens.to(self.device) for each in segments])

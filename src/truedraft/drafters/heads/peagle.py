@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.drafters.heads.eagle import Eagle3, Eagle3Runner
-from truedraft.drafters.heads.levels import LikeliestTree, Tree
-from truedraft.drafters.tree_builder import TreeBuilder
+from truedraft.drafters.heads.eagle import Eagle3, Eagle3Runner, levels_of
+from truedraft.drafters.heads.levels import Tree
 from truedraft.heads.peagle import PEagleHead
 from truedraft.models.base import LanguageModel
 
@@ -34,20 +33,15 @@ class PEagle(Eagle3):
         self._mask = self.head.mask_hidden[0].to(target.device, target.dtype)  # [1, layers * width]
         return runner
 
-    def _behind(self, tree: TreeBuilder | LikeliestTree) -> tuple[Tensor, Tensor]:
-        masks = _levels(tree) - 1
+    def _behind(self, levels: int) -> tuple[Tensor, Tensor]:
+        masks = levels - 1
         return torch.full((masks,), self.head.config.mask_token), self._mask.expand(masks, -1)
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         """Read what trees stand behind and the masks, then grow them level by level."""
         _, logits = self._catch_up(level)
-        ahead = dict(zip(level, logits.split(list(map(_levels, level))), strict=True))
+        ahead = dict(zip(level, logits.split(list(map(levels_of, level))), strict=True))
         depth = 0
         while level:
             rows = [ahead[own][depth : depth + 1].expand(len(own.open), -1) for own in level]
             level, depth = grow(level, torch.cat(rows)), depth + 1
-
-
-def _levels(tree: TreeBuilder | LikeliestTree) -> int:
-    """Depths at which a tree can have nodes."""
-    return min(tree.budget.depth, tree.budget.nodes)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from truedraft.models.llama import Linears, Llama, LlamaLayer, RotaryTable
 from truedraft.models.packed_linear import joined
 from truedraft.models.packing import ForwardPlan
 
-_MOST_RECORDED_TOKENS = 64
+MOST_RECORDED_TOKENS = 64
 """New tokens of one request, beyond which a forward is not recorded: it is a part of a prompt, bound by arithmetic."""
 _MOST_TABULATED = 1 << 17
 """Positions that are tabulated at the start; beyond, the table grows with texts."""
@@ -127,7 +128,7 @@ class GraphBackend(Backend):
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
     ) -> tuple[Tensor, Tensor | None]:
         chains = Chains(self._decoder, self._pages, choose, vocab)
-        ids, *probs = self._paged.run_chains(segments, levels, chains, numbers)
+        ids, *probs = self._paged.run_levels(segments, levels, chains.work, numbers)
         return ids, probs[0] if probs else None
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
@@ -198,25 +199,45 @@ class PagedForward:
             rows.update(zip(group, zip(*(each.split(counts) for each in output), strict=True), strict=True))
         return tuple(torch.cat(each) for each in zip(*(rows[number] for number in range(len(parts))), strict=True))
 
-    def run_chains(
-        self, segments: Sequence[Segment], levels: int, chains: Chains, numbers: Sequence[Tensor]
+    def run_levels(
+        self,
+        segments: Sequence[Segment],
+        levels: int,
+        work: WorkOfLevels,
+        numbers: Sequence[Tensor],
+        beams: int = 1,
+        nodes: int = 0,
+        vectors: Tensor | None = None,
     ) -> Outputs:
-        """Forwards behind each other, of which each chooses the tokens of the next; see `Chains`."""
+        """Forwards behind each other in one recording, of which each chooses what the next is fed.
+
+        Args:
+            segments: what the first is fed.
+            levels: how many forwards.
+            work: what they are.
+            numbers: `[requests, ...]` each, that are read beside.
+            beams: as `PagedBatch.levels` has them.
+            nodes: likewise.
+            vectors: `[total, width]` that stand beside the segments' tokens, where any do.
+        """
+        beside = [None] * len(segments) if vectors is None else vectors.split([len(each.tokens) for each in segments])
         with self.pages.lock, _on(self.pages.device):
-            parts = [PagedSegment(each, self._table_of(each)) for each in segments]
+            parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, beside, strict=True)]
             for segment in segments:
-                segment.cache.reserve(len(segment.shape) + levels - 1, segment.written)
-            self._rotary.reach(max(part.end for part in parts) + levels - 2 + self._start)
+                segment.cache.reserve(len(segment.shape) + (levels - 1) * beams, segment.written)
+            self._rotary.reach(max(part.end for part in parts) + (levels - 1) * beams - 1 + self._start)
             addresses = self.pages.generation, self._rotary.table.data_ptr()
+            rows = [min(max(part.count, beams), MOST_RECORDED_TOKENS) for part in parts]
             outputs = []
-            for group in _groups([part.count for part in parts], together=self._together):
-                batches = PagedBatch.chains([parts[number] for number in group], self._patterns, levels)
-                shape, work = chains.work(batches, [each[group[0] : group[-1] + 1] for each in numbers])
-                outputs.append(self._runner.run_work(shape, work, addresses))
+            for group in _groups(rows, together=self._together):
+                own = slice(group[0], group[-1] + 1)
+                batches = PagedBatch.levels(parts[own], self._patterns, levels, beams, nodes)
+                shape, made = work(batches, [each[own] for each in numbers])
+                outputs.append(self._runner.run_work((batches[0].bucket, shape), made, addresses))
         return outputs[0] if len(outputs) == 1 else tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def _run(self, parts: Sequence[PagedSegment], layers: Layers) -> Outputs:
-        if max(part.count for part in parts) > _MOST_RECORDED_TOKENS:
+        if max(part.count for part in parts) > MOST_RECORDED_TOKENS:
             return self._runner.run_once(PagedBatch.exact(parts, self._patterns), layers)
         addresses = self.pages.generation, self._rotary.table.data_ptr()
         return self._runner.run(PagedBatch.recorded(parts, self._patterns), addresses, layers)
@@ -226,6 +247,10 @@ class PagedForward:
         if not isinstance(table, PageTable) or table.pages is not self.pages:
             raise CacheError("this cache was made by another model; take one with this model's new_cache()")
         return table
+
+
+WorkOfLevels: TypeAlias = Callable[[Sequence[PagedBatch], Sequence[Tensor]], tuple[Hashable, Work[Any]]]
+"""What their operations depend on, beside the bucket of the first forward, and the forwards; of batches and numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +269,8 @@ class Chains:
     choose: Choose
     vocab: int
 
-    def work(
-        self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]
-    ) -> tuple[tuple[Bucket, Hashable], Work[tuple[list[Inputs], list[Tensor]]]]:
-        """All forwards, and what their operations depend on.
+    def work(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> tuple[Hashable, Work[Any]]:
+        """See `WorkOfLevels`.
 
         Args:
             batches: of each forward.
@@ -277,8 +300,7 @@ class Chains:
                 drawn += [] if probs is None else [probs]
             return torch.stack(chosen, 1), *([torch.stack(drawn, 1)] if drawn else [])
 
-        shape = buckets[0], (self.choose, len(batches), len(numbers))
-        return shape, Work(make, load, forward, requests)
+        return (self.choose, len(batches), len(numbers)), Work(make, load, forward, requests)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -293,13 +315,13 @@ def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
     >>> _groups([3, 300, 1], together=False), _groups([64] * 17, together=True)[1], _groups([3, 300], together=True)
     ([[0, 2], [1]], [16], [[0, 1]])
     """
-    if together and max(counts) > _MOST_RECORDED_TOKENS:
+    if together and max(counts) > MOST_RECORDED_TOKENS:
         return [list(range(len(counts)))]
     groups: list[list[int]] = []
-    long = [[number] for number, count in enumerate(counts) if count > _MOST_RECORDED_TOKENS]
+    long = [[number] for number, count in enumerate(counts) if count > MOST_RECORDED_TOKENS]
     rows = 0
     for number, count in enumerate(counts):
-        if count > _MOST_RECORDED_TOKENS:
+        if count > MOST_RECORDED_TOKENS:
             continue
         rows += count
         if not groups or rows > _MOST_RECORDED_ROWS:

@@ -184,8 +184,9 @@ class PagedBatch:
         patterns: different reaches of attention in the model.
         sizes: `[3, requests]`: committed tokens, uncommitted ones that were written before, and new ones.
         bucket: a shape that holds them.
-        level: forwards of a chain that ran before this one, whose only token of each request the last of them chose;
-            0 where segments say what is fed.
+        level: forwards of one recording that ran before this one, of which the first read all that segments say, and
+            which choose what is fed; 0 where that is the segments' tokens.
+        beams: new tokens of each request at such a level.
     """
 
     parts: Sequence[PagedSegment]
@@ -193,6 +194,7 @@ class PagedBatch:
     sizes: HostNumbers
     bucket: Bucket
     level: int = 0
+    beams: int = 1
 
     @classmethod
     def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
@@ -207,27 +209,37 @@ class PagedBatch:
         return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), wanted=wanted))
 
     @classmethod
-    def chains(
-        cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern], levels: int
+    def levels(
+        cls,
+        parts: Sequence[PagedSegment],
+        patterns: Sequence[AttentionPattern],
+        levels: int,
+        beams: int = 1,
+        nodes: int = 0,
     ) -> list[PagedBatch]:
         """Forwards of which each chooses what the next is fed; their caches have room for all.
 
         Args:
-            parts: chains, of each of which one row is wanted.
-            patterns: as above.
+            parts: chains, of each of which equally many rows are wanted.
+            patterns: as above; where nodes hang below others, all that is before these is in reach.
             levels: how many forwards.
+            beams: new tokens of each request in those behind the first, which want all rows.
+            nodes: of the trees that these make, whose paths the device knows; 0 where they go on in chains.
         """
-        sizes = _sizes(parts)
-        requests, tokens, rows, end, nodes = _most(parts, sizes)
-        end += levels - 1
-        other = Bucket.recorded(requests, 1, requests, end, nodes)
-        first = replace(Bucket.recorded(requests, tokens, rows, end, nodes), wanted=other.wanted)
-        return [cls(parts, patterns, sizes, other if level else first, level) for level in range(levels)]
+        sizes, each = _sizes(parts), len(parts[0].segment.rows)
+        requests, tokens, rows, end, _ = _most(parts, sizes)
+        end += (levels - 1) * beams
+        first = Bucket.recorded(requests, tokens, rows, end, 0)
+        first = replace(first, wanted=first.requests * each)
+        other = Bucket.recorded(requests, beams, requests * beams, end, nodes)
+        rows = other.requests * beams
+        other = replace(other, tokens=beams, rows=rows, wanted=rows)
+        return [cls(parts, patterns, sizes, other if level else first, level, beams) for level in range(levels)]
 
     @property
     def wanted(self) -> int:
         """Rows that get logits, without padding."""
-        return len(self.parts) if self.level else sum(len(part.segment.rows) for part in self.parts)
+        return sum(self.beams if self.level else len(part.segment.rows) for part in self.parts)
 
     def tokens(self) -> list[tuple[Tensor, int]]:
         """New tokens, those of neighbours on one device together, and the row of the first; none where they are chosen
@@ -248,29 +260,34 @@ class PagedBatch:
         """
         lengths, written, counts = self.sizes
         if self.level:
-            written, counts = written + counts + self.level - 1, np.ones_like(counts)
+            written, counts = written + counts + (self.level - 1) * self.beams, np.full_like(counts, self.beams)
         ends = lengths + written + counts
         start = np.cumsum(counts) - counts
         request, rows = np.repeat(np.arange(len(counts)), counts), int(counts.sum())
         places = np.arange(rows) + (lengths + written - start)[request]
+        positions, until = places, places + 1
+        if self.level and self.bucket.words:
+            # The host knows how deep nodes are, and not below which they hang. What was read counts as committed.
+            lengths = self.sizes.sum(axis=0)
+            until = lengths[request]
+            positions = until + self.level - 1
         for own, part, pages in zip(numbers.table, self.parts, (-(-ends // PAGE)).tolist(), strict=False):
             own[:pages] = part.table.table[:pages]
         numbers.length[: len(counts)], numbers.start[: len(counts)], numbers.end[: len(counts)] = lengths, start, ends
         numbers.request[:rows] = request
-        numbers.positions[:rows] = places
+        numbers.positions[:rows], numbers.until[:rows] = positions, until
         numbers.target[:rows] = numbers.table[request, places // PAGE].astype(np.int64) * PAGE + places % PAGE
-        numbers.until[:rows] = places + 1
         for pattern, first in zip(self.patterns, numbers.first, strict=True):
-            first[:rows] = pattern.first(places)
-        self._write_wanted(numbers.wanted, start)
+            first[:rows] = pattern.first(positions)
+        self._write_wanted(numbers.wanted, start, rows)
         _write_tiles(numbers.tiles, start, counts, self.bucket.tile)
-        for number, part in enumerate(self.parts if self.bucket.words else ()):
+        for number, part in enumerate(self.parts if self.bucket.words and not self.level else ()):
             if part.nodes:
                 self._write_tree(part, numbers, slice(start[number], start[number] + part.count))
 
-    def _write_wanted(self, wanted: HostNumbers, start: HostNumbers) -> None:
+    def _write_wanted(self, wanted: HostNumbers, start: HostNumbers, rows: int) -> None:
         if self.level:
-            wanted[: len(start)] = start
+            wanted[:rows] = np.arange(rows)
             return
         asked = [part.segment.rows for part in self.parts]
         flat = np.fromiter(itertools.chain.from_iterable(asked), np.int64)
@@ -368,12 +385,17 @@ class Inputs:
         self.vectors = None if vectors is None else vectors.new_zeros(bucket.rows, len(vectors))
 
     @classmethod
-    def in_a_row(cls, buckets: Sequence[Bucket], patterns: int, device: torch.device) -> list[Inputs]:
-        """Those of forwards behind each other, in one block of memory."""
+    def in_a_row(
+        cls, buckets: Sequence[Bucket], patterns: int, device: torch.device, vectors: Tensor | None = None
+    ) -> list[Inputs]:
+        """Those of forwards behind each other, in one block of memory; vectors stand beside tokens of the first."""
         sizes = [sum(_sizes_of(_shapes(bucket, patterns))) for bucket in buckets]
         block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = zip(buckets, block.split(sizes), strict=True)
-        return [cls(bucket, patterns, device, memory=memory) for bucket, memory in parts]
+        besides = itertools.chain([vectors], itertools.repeat(None))
+        return [
+            cls(bucket, patterns, device, one, memory) for (bucket, memory), one in zip(parts, besides, strict=False)
+        ]
 
     def load(self, batch: PagedBatch) -> None:
         """Fill in a batch of this bucket."""

@@ -1,20 +1,22 @@
-"""Heads that read pairs of a vector and a token, as CUDA graphs: each level that they draft is one replay."""
+"""Heads that read pairs of a vector and a token, as CUDA graphs: a forward is one replay, and so is a whole draft."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from truedraft.cache import PagePool, Pages
 from truedraft.models.attention import AttentionPattern, Full
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
 from truedraft.models.backends.graphs.backend import PagedForward
-from truedraft.models.backends.graphs.batch import Bucket, Inputs
-from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
+from truedraft.models.backends.graphs.growth import Grow, joined_work, own_bits
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Segment
 from truedraft.models.llama import RotaryTable
 
@@ -49,6 +51,7 @@ class GraphPairs:
         like: a tensor of its dtype on its device.
         limit: tokens of one request.
         recorder: makes recordings; None is CUDA graphs.
+        before: of the same sizes, whose pages it goes on with.
 
     Attributes:
         pool: where caches of requests come from.
@@ -64,18 +67,20 @@ class GraphPairs:
         like: Tensor,
         limit: int,
         recorder: Recorder | None = None,
+        before: GraphPairs | None = None,
     ) -> None:
         self._read, self._scaling = read, sizes[2] ** -0.5
-        self._pages = Pages(*sizes, like.dtype, like.device)
+        self._pages: Pages = Pages(*sizes, like.dtype, like.device) if before is None else before._pages
         self._attention = attention_for(like.device, sizes[2])
-        self.pool = PagePool(self._pages, limit)
+        self.pool: PagePool = PagePool(self._pages, limit) if before is None else before.pool
+        self._beside = [like.new_zeros(width) for width in widths]
         self._runners = [
             Runner(
                 partial(self._forward, observed),
-                partial(self._inputs, like.new_zeros(width)),
+                partial(self._inputs, self._beside[observed]),
                 CudaGraphs(like.device) if recorder is None else recorder,
             )
-            for observed, width in zip((False, True), widths, strict=True)
+            for observed in (False, True)
         ]
         together = self._attention is not gathered_attention
         self._forwards = [
@@ -92,12 +97,79 @@ class GraphPairs:
         given, logits = self._forwards[observed].run(segments, vectors=vectors)
         return given, logits
 
+    def run_trees(
+        self,
+        segments: Sequence[Segment],
+        vectors: Tensor,
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """Draft whole trees in one recording.
+
+        What it reads of texts, and what is drafted behind, stays uncommitted.
+
+        Args:
+            segments: the next tokens of each text, up to 64, with one wanted row, the last. Or, of a head that guesses
+                ahead, with one for each level, by which all nodes of that go.
+            vectors: `[total, width]`: the target's, beside the tokens.
+            levels: of the trees, 1 or more.
+            beams: open nodes of each, as `Growth` has them.
+            grow: makes the trees.
+            numbers: `[requests, ...]` each, that it is given.
+
+        Returns:
+            What the trees found.
+        """
+        ahead = len(segments[0].rows) > 1
+        draft = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)
+
+        def work(batches: Sequence[PagedBatch], own: Sequence[Tensor]) -> tuple[Hashable, Work[Any]]:
+            shape = levels, beams, grow, tuple(each.bucket for each in batches)
+            return shape, joined_work(batches, own, self._beside[True], draft)
+
+        forwards = 1 if ahead else levels
+        nodes = (forwards - 1) * beams if beams > 1 else 0
+        return self._forwards[True].run_levels(segments, forwards, work, numbers, beams, nodes, vectors)
+
+    def _levels(self, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """A forward for each level."""
+        first, *later = inputs
+        trees, words = grow(*numbers), inputs[-1].bucket.words
+        vectors, logits = self._rows(first, first.vectors, observed=True)
+        tokens, above = trees.grow(logits)
+        paths = torch.zeros(len(logits), words, dtype=torch.int64, device=tokens.device)
+        for level, own in enumerate(later):
+            own.numbers.tokens.copy_(tokens)
+            if words:
+                paths = paths.index_select(0, above) | own_bits(beams, level, words, tokens).repeat(
+                    first.bucket.requests, 1
+                )
+                own.numbers.path[0].copy_(paths)
+            vectors, logits = self._rows(own, vectors.index_select(0, above), observed=False)
+            tokens, above = trees.grow(logits)
+        return trees.found()
+
+    def _ahead(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """One forward for all levels."""
+        (own,) = inputs
+        trees = grow(*numbers)
+        _, logits = self._rows(own, own.vectors, observed=True)
+        for level, of_level in enumerate(logits.unflatten(0, (-1, levels)).unbind(1)):
+            trees.grow(of_level.repeat_interleave(beams, 0) if level else of_level)
+        return trees.found()
+
     def _inputs(self, one: Tensor, bucket: Bucket) -> Inputs:
-        return Inputs(bucket, len(_PATTERNS), one.device, one)
+        return Inputs(bucket, len(_PATTERNS), self._pages.device, one)
 
     def _forward(self, observed: bool, inputs: Inputs, layers: Layers) -> Outputs:
+        return self._rows(inputs, inputs.vectors, observed)
+
+    def _rows(self, inputs: Inputs, vectors: Tensor | None, observed: bool) -> tuple[Tensor, Tensor]:
+        """Vectors and logits at the wanted rows of a forward."""
         numbers = inputs.numbers
-        assert inputs.vectors is not None
+        assert vectors is not None
         look = self._attention(inputs, self._pages)
         calls = itertools.count()
 
@@ -106,4 +178,4 @@ class GraphPairs:
             write(inputs, self._pages, call, key, value)
             return look(call, 0, self._scaling, query)
 
-        return self._read(numbers.tokens, numbers.positions, inputs.vectors, observed, attention, numbers.wanted)
+        return self._read(numbers.tokens, numbers.positions, vectors, observed, attention, numbers.wanted)

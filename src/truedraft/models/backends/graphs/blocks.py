@@ -1,0 +1,189 @@
+"""Block drafters as CUDA graphs: what was committed and a block behind it are read in one replay, and so is a draft.
+
+Rows of a text give keys and values, and see nothing themselves; rows of a block see the text and their whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from truedraft.cache import PagePool, Pages, RequestCache
+from truedraft.core import transfers
+from truedraft.core.tree import chain_shape
+from truedraft.models.attention import AttentionPattern, Full
+from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, write
+from truedraft.models.backends.graphs.backend import MOST_RECORDED_TOKENS, PagedForward
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch
+from truedraft.models.backends.graphs.growth import Grow, joined_work
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
+from truedraft.models.base import Segment
+from truedraft.models.llama import RotaryTable
+
+_PATTERNS: tuple[AttentionPattern, ...] = (Full(),)
+
+
+class ReadBlocks(Protocol):
+    """A block drafter as functions of tensors, of which none may wait for the device."""
+
+    def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values `[rows, kv_heads, head]` of each layer, of the target's vectors `[rows, layers * width]`."""
+
+    def leaving(
+        self, anchors: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """What enters the LM head `[blocks, reach, width]`, of anchors `[blocks]` and positions of all rows of blocks;
+        `attend` is `truedraft.heads.block.Attend`."""
+
+    def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits `[rows, ids]` of some of these rows `[rows, width]`, given the tokens `[rows]` before them and the
+        state `[rows, ...]` that this gave at those, None at first; and the state behind."""
+
+
+class GraphBlocks:
+    """Runs a block drafter over pages of its own, recorded once for each bucket of shapes.
+
+    Args:
+        head: the drafter.
+        rotary: its table of positions, which grows when texts do.
+        block: rows of a block.
+        sizes: layers, key/value heads, and width of a head.
+        width: of the target's vectors of all layers, side by side.
+        like: a tensor of its dtype on its device.
+        limit: tokens of one request.
+        recorder: makes recordings; None is CUDA graphs.
+        before: of the same sizes, whose pages it goes on with.
+
+    Attributes:
+        pool: where caches of requests come from.
+    """
+
+    def __init__(
+        self,
+        head: ReadBlocks,
+        rotary: RotaryTable,
+        block: int,
+        sizes: tuple[int, int, int],
+        width: int,
+        like: Tensor,
+        limit: int,
+        recorder: Recorder | None = None,
+        before: GraphBlocks | None = None,
+    ) -> None:
+        self._head, self._block, self._scaling = head, block, sizes[2] ** -0.5
+        self._pages: Pages = Pages(*sizes, like.dtype, like.device) if before is None else before._pages
+        self._attention = attention_for(like.device, sizes[2])
+        self._one = like.new_zeros(width)
+        self.pool: PagePool = PagePool(self._pages, limit) if before is None else before.pool
+        recorder = CudaGraphs(like.device) if recorder is None else recorder
+        self._runner = Runner(self._read, self._inputs, recorder)
+        together = self._attention is not gathered_attention
+        self._paged = PagedForward(self._pages, self._runner, _PATTERNS, rotary, together=together)
+
+    @property
+    def warmups(self) -> int:
+        """Drafts so far that took longer than others of their shape will."""
+        return self._runner.warmups
+
+    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
+        """Read texts' next tokens, which caches keep, and a block behind each: what enters the LM head.
+
+        Args:
+            caches: of the texts.
+            vectors: of each, the target's at these tokens `[rows, layers * width]`, one row or more.
+            anchors: the last token of each, whose vector nobody knows yet.
+
+        Returns:
+            `[blocks, reach, width]`.
+        """
+        return self._run(
+            caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)
+        )[0]
+
+    def run_trees(
+        self,
+        caches: Sequence[RequestCache],
+        vectors: Sequence[Tensor],
+        anchors: Sequence[int],
+        levels: int,
+        beams: int,
+        grow: Grow,
+        numbers: Sequence[Tensor],
+    ) -> Outputs:
+        """The same, and trees that grow of it; further arguments as `GraphPairs.run_trees` has them."""
+        draft = partial(self._trees, levels, beams, grow)
+        return self._run(caches, vectors, anchors, numbers, (levels, beams, grow), draft)
+
+    def _run(
+        self,
+        caches: Sequence[RequestCache],
+        vectors: Sequence[Tensor],
+        anchors: Sequence[int],
+        numbers: Sequence[Tensor],
+        shape: Hashable,
+        draft: Callable[[list[Inputs], list[Tensor]], Outputs],
+    ) -> Outputs:
+        ends = []
+        for cache, own in zip(caches, vectors, strict=True):
+            if (count := len(own) - 1) >= MOST_RECORDED_TOKENS:
+                self._paged.run([_text(cache, count)], vectors=own[:count])
+                cache.commit(range(count))
+                own = own[count:]
+            ends.append(own)
+
+        def work(batches: Sequence[PagedBatch], own: Sequence[Tensor]) -> tuple[Hashable, Work[Any]]:
+            return (shape, batches[1].bucket), joined_work(batches, own, self._one, draft)
+
+        texts = [_text(cache, len(own)) for cache, own in zip(caches, ends, strict=True)]
+        read = [transfers.upload(anchors, self._one.device), *numbers]
+        found = self._paged.run_levels(texts, 2, work, read, beams=self._block, vectors=torch.cat(ends))
+        for cache, own in zip(caches, ends, strict=True):
+            cache.commit(range(len(own)))
+        return found
+
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        return Inputs(bucket, len(_PATTERNS), self._pages.device, self._one)
+
+    def _read(self, inputs: Inputs, layers: Layers) -> Outputs:
+        """Texts alone."""
+        for call, made in enumerate(self._keys(inputs)):
+            write(inputs, self._pages, call, *made)
+        return ()
+
+    def _keys(self, inputs: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
+        assert inputs.vectors is not None
+        return self._head.context_keys(inputs.vectors, inputs.numbers.positions)
+
+    def _through(self, inputs: list[Inputs], anchors: Tensor) -> Tensor:
+        """Texts, and blocks behind them: what enters the LM head."""
+        text, blocks = inputs
+        numbers = blocks.numbers
+        numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
+        look, keys = self._attention(blocks, self._pages), self._keys(text)
+
+        def attend(call: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            write(text, self._pages, call, *next(keys))
+            write(blocks, self._pages, call, key, value)
+            return look(call, 0, self._scaling, query)
+
+        return self._head.leaving(anchors, numbers.positions, attend)
+
+    def _trees(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
+        """All levels of trees, of which each has a row of the block."""
+        tokens, *own = numbers
+        x, trees, state = self._through(inputs, tokens), grow(*own), None
+        for level in range(levels):
+            of_level = x[:, level].repeat_interleave(beams if level else 1, 0)
+            logits, state = self._head.guess(of_level, tokens, state)
+            tokens, above = trees.grow(logits)
+            state = state.index_select(0, above)
+        return trees.found()
+
+
+def _text(cache: RequestCache, count: int) -> Segment:
+    """So many more of its tokens, which nobody reads: vectors stand for them."""
+    return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), ())
