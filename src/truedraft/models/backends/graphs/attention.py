@@ -37,15 +37,18 @@ def write(inputs: Inputs, pages: Pages, call: int, key: Tensor, value: Tensor) -
 def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
     """By a kernel that reads pages where they lie; a row's result depends on no other row."""
     numbers, bucket = inputs.numbers, inputs.bucket
-    table, tiles, length, until, first = (
-        each.to(torch.int32) for each in (numbers.table, numbers.tiles, numbers.length, numbers.until, numbers.first)
-    )
+    table, tiles, tile_end, length, until, first = (
+        each.to(torch.int32)
+        for each in (
+            numbers.table, numbers.tiles, numbers.tile_end, numbers.length, numbers.until, numbers.first,
+        )
+    )  # fmt: skip
 
     def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
         keys, values = pages.entries(call)
         return kernels.paged_attention(
-            query.contiguous(), keys, values, table, tiles, length, until, first[pattern], numbers.path[pattern],
-            scaling, bucket.tile, bucket.span,
+            query.contiguous(), keys, values, table, tiles, tile_end, length, until, first[pattern],
+            numbers.path[pattern], scaling, bucket.tile, bucket.span,
         )  # fmt: skip
 
     return look

@@ -36,6 +36,8 @@ _JOINED_AT_ONCE: tl.constexpr = tl.constexpr(16)
 """Splits whose parts are on their way together."""
 _FAR: tl.constexpr = tl.constexpr(1 << 30)
 STAGES = 5  # pages of two blocks ahead, then keys and values of two, while one is worked on
+FUSES = False
+"""Whether a product and a sum may be rounded at once: compilers would do so in one kernel and not in the other."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -45,6 +47,7 @@ def paged_attention(
     values: Tensor,
     table: Tensor,
     tiles: Tensor,
+    tile_end: Tensor,
     length: Tensor,
     until: Tensor,
     first: Tensor,
@@ -68,6 +71,7 @@ def paged_attention(
         values.
         table: `[requests, pages of a request]`, int32: pages in the order of positions.
         tiles: `[tiles, 3]`, int32: request, first row and count of rows, up to `tile`; a count of 0 is padding.
+        tile_end: `[tiles]`, int32: what rows of each see lies below it; 0 for padding.
         length: `[requests]`, int32: committed tokens.
         until: `[rows]`, int32, and likewise
         first.
@@ -89,15 +93,17 @@ def paged_attention(
     sums, maxima = query.new_empty((2, *shape), dtype=torch.float32)
     seen = (length, until, first, path.view(torch.int32) if words else until)
     _attend[blocks * kv_heads, len(tiles), 1 if joins else splits](
-        query, keys, values, table, tiles, *seen, parts, sums, maxima, table.shape[1], splits, scaling * _LOG2_E,
+        query, keys, values, table, tiles, tile_end, *seen, parts, sums, maxima,
+        table.shape[1], splits, scaling * _LOG2_E,
         heads=heads, kv_heads=kv_heads, width=width, padded=padded, page_size=page, block_m=block_m,
         block_n=keys_at_once(padded, query.dtype), split_size=SPLIT, words=words, joins=joins,
-        num_warps=warps, num_stages=STAGES,
+        num_warps=warps, num_stages=STAGES, enable_fp_fusion=FUSES,
     )  # fmt: skip
     if not joins:
         _join[len(tiles) * tile, heads](
             query, tiles, *seen, parts, sums, maxima, splits,
-            heads=heads, width=width, padded=padded, tile_rows=tile, split_size=SPLIT, words=words, num_warps=1,
+            heads=heads, width=width, padded=padded, tile_rows=tile, split_size=SPLIT, words=words,
+            num_warps=1, enable_fp_fusion=FUSES,
         )  # fmt: skip
     return query.view(rows, heads * width)
 
@@ -189,10 +195,10 @@ def _over(mixed, weight):
 
 @triton.jit(
     do_not_specialize=["pages", "splits", "scale"],
-    do_not_specialize_on_alignment=["table", "tiles", "length", "until", "first", "path"],
+    do_not_specialize_on_alignment=["table", "tiles", "tile_end", "length", "until", "first", "path"],
 )
 def _attend(
-    query, keys, values, table, tiles, length, until, first, path, parts, sums, maxima, pages, splits, scale,
+    query, keys, values, table, tiles, tile_end, length, until, first, path, parts, sums, maxima, pages, splits, scale,
     heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, split_size: tl.constexpr, words: tl.constexpr, joins: tl.constexpr,
 ):  # fmt: skip
@@ -203,9 +209,13 @@ def _attend(
     `scale` makes of products. `pages` are columns of the table; `words` have 32 bits.
     """
     group: tl.constexpr = heads // kv_heads
-    kv_head, block = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     # The last rows of a prompt see most: programs that take long start first.
-    tile = tiles + 3 * (tl.num_programs(1) - 1 - tl.program_id(1))
+    number, split = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    # Where one request is long, most programs of the others lie behind their end: those read nothing but that.
+    if split * split_size >= tl.load(tile_end + number):
+        return
+    kv_head, block = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    tile = tiles + 3 * number
     if block * block_m >= tl.load(tile + 2) * group:
         return
     request, row, member, valid = _rows_of(tile, block, block_m, group)
@@ -213,7 +223,7 @@ def _attend(
     row_until = tl.load(until + row, mask=valid, other=0)
     committed = tl.load(length + request)
     low, high = _reach(row_first, row_until, committed, path, row, valid, words)
-    begin, end, split = low // block_n * block_n, high, tl.program_id(2)
+    begin, end = low // block_n * block_n, high
     if not joins:
         begin = tl.maximum(begin, split * split_size)
         end = tl.minimum(end, (split + 1) * split_size)

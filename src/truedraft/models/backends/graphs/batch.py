@@ -120,6 +120,7 @@ class Numbers(Generic[Array]):
         first: `[patterns, rows]`: of the positions below `until` only those from here on are in reach of a pattern.
         table: `[requests, span / PAGE]`: pages of each request.
         tiles: `[tiles, 3]`: of each its request, its first row, and its rows; 0 rows where it is padding.
+        tile_end: `[tiles]`: the end of each one's request; 0 where it is padding.
         source: `[requests, tokens]`: the row of a request's token number so-and-so; any where it has fewer.
         place: `[rows]`: the reverse, among `requests * tokens`.
     """
@@ -135,6 +136,7 @@ class Numbers(Generic[Array]):
     first: Array
     table: Array
     tiles: Array
+    tile_end: Array
     source: Array
     place: Array
 
@@ -298,6 +300,8 @@ class Inputs:
         numbers: Numbers[HostNumbers] = _split(host.numpy(), self._shapes)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)
+        requests, _, rows = numbers.tiles.T
+        numbers.tile_end[:] = np.where(rows > 0, numbers.end[requests], 0)
         on_device: list[tuple[int, Tensor]] = []
         start = 0
         for tokens in batch.tokens():
@@ -329,6 +333,7 @@ def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
         "first": (patterns, bucket.rows),
         "table": (bucket.requests, bucket.span // PAGE),
         "tiles": (bucket.tiles, 3),
+        "tile_end": (bucket.tiles,),
         "source": (bucket.requests, bucket.tokens),
         "place": rows,
     }
