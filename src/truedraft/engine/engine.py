@@ -232,8 +232,9 @@ class Engine:
 
         On a GPU a shape of forward is recorded when it comes back, which takes 50 to 100 ms. Here made-up requests run
         those of 1, 2, 4, ... `max_batch` requests with what the drafters' limits let them draft, behind texts of up to
-        256, 512, ... `tokens` tokens; longer ones are recorded as they come. Where nothing is recorded, as on a CPU,
-        only costs are measured. No request, counter or listener notices.
+        256, 512, ... `tokens` tokens; longer ones are recorded as they come, and so are those of most tokens behind the
+        longest texts where all would be more than a model keeps. Where nothing is recorded, as on a CPU, only costs are
+        measured. No request, counter or listener notices.
 
         Args:
             tokens: of the longest text whose forwards are recorded.
