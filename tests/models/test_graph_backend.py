@@ -104,7 +104,7 @@ def test_the_check_at_load_holds_it_to_the_stock_forward() -> None:
 def test_which_models_fit() -> None:
     for family, misfit in (
         ("llama", None), ("mistral", None), ("qwen3", None), ("gemma3", "its layers rotate heads differently"),
-        ("gpt2", "its layers are not those of Llama"),
+        ("gpt2", "its layers are not those of Llama"), ("mixtral", "it has experts or sinks"),
     ):  # fmt: skip
         module = stock(family)
         assert GraphBackend.misfit(Llama.of(module, probe_patterns(module))) == misfit
