@@ -9,14 +9,17 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from PIL import Image
 
+import truedraft
 from support.embedded_models import share_embedded, shared_model
 from support.multimodal_models import save_that_hears, save_with_processor
 from support.quick_costs import measure_quickly
@@ -30,7 +33,7 @@ from truedraft.models import smollm2
 from truedraft.training import evaluate, ngrams
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/LOG.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/LOG.md"]
 ADDRESS = "127.0.0.1:8000"  # of the server, on all pages
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SOURCE_MARK = re.compile(r"<!-- numbers: (\S+(?: \S+)*) -->\n((?:```.*?\n```(?=\n))?.*?)(?:\n\n(?![|`])|\Z)", re.DOTALL)
@@ -144,7 +147,7 @@ def test_a_command_works(
         assert extras is not None
         assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
         return
-    if words == ["truedraft", "serve", "--model", "smollm2"]:
+    if words == ["truedraft", "serve", "smollm2"]:
         return  # here and, as a process, by tests/cli/test_serve_and_chat.py
     needed_by(line)
     if words[0] == "curl":
@@ -229,6 +232,41 @@ def test_decimal_numbers_of_the_readme_are_all_marked() -> None:
     unmarked = SOURCE_MARK.sub("", text)
     unmarked = re.sub(r"```.*?```", "", unmarked, flags=re.DOTALL)
     assert not re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", unmarked.replace("Python 3.11", ""))
+
+
+def test_the_command_above_the_first_output_is_the_one_that_printed_it() -> None:
+    text = (ROOT / "README.md").read_text()
+    above = BLOCK.findall(text[: text.index("```text")])
+    assert above[-1] == ("sh", "make demo\n")
+    recorded = json.loads((ROOT / "benchmarks/results/demo.txt").read_text().splitlines()[-1])
+    assert recorded["machine"]["cpu"] in text and f"{recorded['machine']['cores']} cores of an" in text
+
+
+def test_the_index_gets_a_page_whose_links_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface = ModuleType("hatchling")  # which is there while a package is built
+    interface.MetadataHookInterface = object  # type: ignore[attr-defined]
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin", "hatchling.metadata.plugin.interface"):
+        monkeypatch.setitem(sys.modules, name, interface)
+    for_the_index = runpy.run_path(str(ROOT / "hatch_build.py"))["for_the_index"]
+    text = (ROOT / "README.md").read_text()
+    page = for_the_index(text)
+    assert re.search(r"\]\((?!https?:)", text) and not re.search(r"\]\((?!https?:)", page)
+    assert "](docs/" not in page and "docs/step.svg" not in page and "[state]" not in page
+    assert "Medusa, ReDrafter, EAGLE-3" in page
+    assert for_the_index("![a](b.svg)\n\n[one](x.md#y) and [two](https://z.org)") == "one and [two](https://z.org)"
+
+
+def test_what_packagers_look_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = {each.rpartition(" ")[2] for each in project["classifiers"] if each.startswith("Programming Language")}
+    assert {"3.11", "3.12", "3.13"} <= versions and project["requires-python"] == ">=3.11"
+    assert (
+        project["version"] == truedraft.__version__
+        and f"## {truedraft.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    )
+    assert f"\nversion: {truedraft.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    copied = re.findall(r"^COPY (.*) /source/$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+    assert "hatch_build.py" in copied[0].split()
 
 
 def test_pages_name_files_that_exist() -> None:

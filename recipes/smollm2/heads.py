@@ -37,8 +37,9 @@ from truedraft.models.lm_head import LmHead
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.training import eagle
 from truedraft.training.head_config import HeadTrainingConfig
-from truedraft.training.loop import LOG, TrainingLoop
+from truedraft.training.loop import TrainingLoop
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
+from truedraft.training.workspace import LOG
 
 SEED = 7
 TEMPERATURES = (0.0, 1.0)  # of answers, in turn

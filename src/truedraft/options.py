@@ -21,9 +21,31 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from types import ModuleType, SimpleNamespace, UnionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from truedraft.errors import OptionError, UnknownOptionError
+
+_Given = TypeVar("_Given", contravariant=True)
+_Kept = TypeVar("_Kept", covariant=True)
+
+if TYPE_CHECKING:
+
+    class Takes(Generic[_Given, _Kept]):
+        """The type of a dataclass's field that is given in several forms, and kept in one: `Takes[GIVEN, KEPT]`.
+
+        Type checkers see a descriptor, whose `__set__` they take for what the constructor is given.
+        """
+
+        def __get__(self, owner: object, kind: Any = None) -> _Kept: ...
+        def __set__(self, owner: object, given: _Given) -> None: ...
+else:
+
+    class Takes:
+        """As it is kept, which is what commands read."""
+
+        def __class_getitem__(cls, forms: tuple[Any, Any]) -> Any:
+            return forms[1]
+
 
 _COMPOSED = re.compile(r"\s*([A-Za-z][\w-]*)\s*\(")
 
@@ -39,6 +61,7 @@ class Option:
         heading: that it stands under; None is that of the group that its dataclass is.
         shown_default: words in place of the default.
         least: of a whole number; None checks nothing.
+        bare: whether its value may also stand alone behind the command.
     """
 
     meaning: str
@@ -47,6 +70,7 @@ class Option:
     heading: str | None = None
     shown_default: str | None = None
     least: int | None = None
+    bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +81,13 @@ class Group:
         heading: that its options stand under.
         without: fields that cannot be typed here; they keep their defaults.
         defaults: other ones than the dataclass has.
+        bare: the field whose value may also stand alone behind the command.
     """
 
     heading: str
     without: Collection[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    bare: str | None = None
 
 
 def option(default: Any = dataclasses.MISSING, meaning: str = "", metavar: str | None = None, **more: Any) -> Any:
@@ -70,14 +96,19 @@ def option(default: Any = dataclasses.MISSING, meaning: str = "", metavar: str |
     return field(default=default, kw_only=needed, metadata={"option": Option(meaning, metavar, **more)})
 
 
+def untyped(default: Any) -> Any:
+    """A field that is no option of a command."""
+    return default
+
+
 def flag(meaning: str, **more: Any) -> Any:
     """An option that takes no value, and is off where it is not given."""
     return option(False, meaning, "", **more)
 
 
-def group(heading: str, without: Collection[str] = (), **defaults: Any) -> Any:
+def group(heading: str, without: Collection[str] = (), bare: str | None = None, **defaults: Any) -> Any:
     """A field that holds a dataclass of options."""
-    return field(kw_only=True, metadata={"group": Group(heading, without, defaults)})
+    return field(kw_only=True, metadata={"group": Group(heading, without, defaults, bare)})
 
 
 NEEDED = dataclasses.MISSING

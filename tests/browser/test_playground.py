@@ -175,6 +175,27 @@ def test_it_asks_nobody_else_and_errors_are_told(running: Running, page: Any) ->
     assert hosts == {running.url.removeprefix("http://")}
 
 
+def test_question_answer_and_race_are_in_sight_at_once(running: Running, make_browser: Callable[..., Any]) -> None:
+    """At 1280 x 900, before and behind a long answer; the race of that comes before numbers and trees."""
+    page = make_browser(1280)
+    metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    opened(page, running, "mode-text")
+    for _ in range(2):
+        page.execute_script("window.scrollTo(0, 0)")
+        for name in ("prompt", "go", "answer", "status", "race"):
+            place = by_id(page, name).rect
+            assert place["y"] + place["height"] <= 900, (name, place)
+        assert by_id(page, "race").rect["y"] < by_id(page, "stats").rect["y"]
+        write(page, PROMPT)
+        by_id(page, "go").click()
+        wait(page, answered)
+    box = by_id(page, "answer")
+    seen = "return [arguments[0].scrollTop + arguments[0].clientHeight, arguments[0].scrollHeight]"
+    below, whole = page.execute_script(seen, box)
+    assert whole - below < 5, "the end of the answer is in sight"
+
+
 @pytest.mark.parametrize(("width", "dark"), [(400, False), (400, True), (1200, True)])
 def test_it_fits_narrow_and_dark_screens(
     running: Running, make_browser: Callable[..., Any], width: int, dark: bool, tmp_path: Path

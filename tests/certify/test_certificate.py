@@ -13,8 +13,10 @@ from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import certify, faults
 from truedraft.certify import checks as common
-from truedraft.certify.checks import Context, Part, Stack, Status
+from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.e_process import ENOUGH
 from truedraft.certify.equality import EqualityInFloat32
+from truedraft.certify.report import Report
 from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.errors import OptionError
 from truedraft.verification import SpeculativeSampling
@@ -187,6 +189,16 @@ def test_a_certificate_takes_at_most_four_times_its_time(params: SamplingParams,
     assert certificate.verdict.startswith("NO CERTIFICATE: not enough evidence for ")
     assert certificate.as_dict()["undecided"] == [finding.name for finding in certificate.undecided]
     assert "| not enough |" in certificate.page({})
+
+
+def test_a_verdict_says_first_how_many_minutes_would_do() -> None:
+    few = {"smallest_detectable_tv": 2 * ENOUGH}
+    blind = Finding(Part.STATISTICAL, "tokens", Status.NOT_ENOUGH, "too few", few)
+    unknown = Finding(Part.CONTROLS, "a fault", Status.NOT_ENOUGH, "no time")
+    report = Report("Certificate", [blind, unknown], "greedy", seconds=90.0)  # half the size takes four times as long
+    words = "not enough evidence for 2 of 2 checks, give about --minutes 6: tokens, control: a fault"
+    assert report.verdict == f"NO CERTIFICATE: {words} (greedy)"
+    assert "--minutes" not in Report("Certificate", [unknown], "greedy", seconds=90.0).verdict
 
 
 def test_one_prompt_is_enough_for_a_greedy_certificate() -> None:

@@ -205,6 +205,8 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--jsn"], "unknown option '--jsn'; did you mean '--json'?"),
         (["--drafters-dir", "nowhere"], "--drafters-dir must be a folder of drafters, and "),
         (["--model", "./nowhere"], "there is no folder"),
+        (["./nowhere"], "there is no folder"),
+        (["one", "--model", "two"], "--model is 'two', and 'one' stands behind the command; give one", "model"),
     ],
     "certify stack": [
         (["--batch", "0"], "--batch must be 1 or more, got 0"),
@@ -379,7 +381,9 @@ def test_a_command_refuses(
 
 def test_what_is_no_command(run: Run) -> None:
     for words, phrase in (
-        (["generat"], "no such command 'generat'. Did you mean 'generate'?"),
+        (["generat"], "unknown command 'generat'; did you mean 'generate'? valid: "),
+        (["cert"], "unknown command 'cert'; did you mean 'certify'? valid: "),
+        (["train", "draf"], "unknown command 'draf'; did you mean 'draft'? valid: "),
         (["--jsn"], "unknown option '--jsn'"),
         (["train"], "missing command"),
         (["certify", "--minutes", "1"], "name one of its commands first: stack, engine, compare, sampler"),

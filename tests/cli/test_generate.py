@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.tiny import Run, start
+from cli.tiny import Run, save_tiny_llama, start
 from truedraft.cli.streams import visible
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.models.backends.native.build import built
@@ -69,6 +69,23 @@ def test_the_drafter_does_not_change_a_greedy_answer(run: Run, target: str, draf
     ]
     assert len({tuple(record["prompts"][0]["token_ids"]) for record in records}) == 1
     assert records[-1]["stats"]["accepted_tokens"] > 0
+
+
+def test_why_a_drafter_drafts_nothing_is_told(run: Run, target: str, tmp_path: Path) -> None:
+    dear = save_tiny_llama(tmp_path / "dear", seed=9, layers=12)
+    words = ("generate", "hello world", "--model", target, "--json", *TOKENS)
+    weighed = "not drafted: plain was expected to be faster (draft: a draft of 4 takes "
+    never = "prompt-lookup,min_ngram=9,max_ngram=9"
+    for drafter, told in ((f"draft:{dear}", weighed), (never, "not drafted: no drafter found anything")):
+        result = run(*words, "--drafter", drafter)
+        assert result.record["stats"]["drafted_calls"] == 0
+        assert told in result.err and "; --controller fixed drafts always" in result.err
+        assert "acceptance" not in result.err
+        assert f"not drafted: {result.record['stats']['undrafted']};" in result.err
+    compared = run(*words, "--drafter", f"draft:{dear}", "--compare")
+    assert weighed in compared.out and weighed not in compared.err
+    drafted = run(*words, "--drafter", f"draft:{dear}", "--controller", "fixed")
+    assert "not drafted" not in drafted.err and "acceptance rate" in drafted.err
 
 
 def test_what_a_drafter_reports_of_itself_is_told(run: Run, target: str, draft: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from transformers import GPTNeoConfig
 
@@ -20,6 +21,7 @@ from support.gguf_files import write
 from support.tiny_models import build
 from truedraft import embedded, load_model
 from truedraft.cli import info
+from truedraft.cli.main import build_app
 from truedraft.drafters import registry
 from truedraft.drafters.registry import write_record
 from truedraft.files import parameters_in
@@ -45,6 +47,36 @@ sys.exit(f"loaded {{heavy}}" if heavy else status)
 def test_the_bare_command_shows_its_help(run: Run) -> None:
     result = run()
     assert result.status == 0 and "generate" in result.out and result.err == ""
+
+
+def test_help_of_a_command_is_one_screen_and_help_all_has_the_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 100)
+    app = typer.main.get_command(build_app())
+    groups = {name: each for name, each in app.commands.items() if hasattr(each, "commands")}  # type: ignore[attr-defined]
+    commands = [name for name in app.commands if name not in groups]  # type: ignore[attr-defined]
+    commands += [f"{group} {name}" for group, each in groups.items() for name in each.commands]
+    for words in map(str.split, commands):
+        first, whole = run(*words, "--help"), run(*words, "--help-all")
+        assert first.status == 0 and len(first.out.strip().splitlines()) <= 45, words
+        if "--help-all" in first.out:
+            assert whole.status == 0 and len(whole.out) > len(first.out), words
+            assert whole.out.count(" --") > 14, words
+            assert run(*words, "--help").out == first.out, "what was shown once stays hidden"
+        else:
+            assert whole.status == 2
+    told = run("generate", "--help").out
+    assert all(option in told for option in ("--model", "--drafter", "--max-tokens", "truedraft drafters"))
+    assert "--repetition-penalty" not in told and "--repetition-penalty" in run("generate", "--help-all").out
+
+
+def test_drafters_are_listed_and_told_one_by_one(run: Run) -> None:
+    listed = run("drafters", "--json")
+    assert listed.status == 0 and "an EAGLE-3 head on vectors of several of the target's layers" in listed.out
+    assert {"auto", "none", "eagle[:DIR]", "portfolio(A;B;...)"} <= set(listed.record["drafters"])
+    told = run("drafters", "eagle", "--json")
+    assert ",num_speculative_tokens=5" in told.out and told.record["drafters"]["typed"] == "eagle[:DIR]"
+    wrong = run("drafters", "eagl", "--json")
+    assert wrong.status == 2 and "did you mean 'eagle'?" in wrong.record["error"]
 
 
 def test_version(run: Run) -> None:

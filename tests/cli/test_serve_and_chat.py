@@ -49,7 +49,7 @@ def served(
     """The command, and the address that it says it listens at."""
     process = subprocess.Popen(
         [
-            *(*start, "serve", "--model", "embedded:target", "--port", "0", "--json"),
+            *(*start, "serve", "embedded:target", "--port", "0", "--json"),
             *("--drafter", "prompt-lookup", "--controller", "fixed", *more),
         ],
         stdout=subprocess.PIPE,
@@ -181,8 +181,7 @@ def test_half_requests_take_nobodys_place() -> None:
 
 def test_a_talk_with_a_model_here(talk: Talk) -> None:
     done = talk(
-        "class Stack:\n/stats\n/nonsense\n/again\n/reset\n/quit\n",
-        "--model",
+        "class Stack:\n/stats\n/nonsense\n/again\n/reset\n/exit\nnothing is asked behind it\n",
         "embedded:target",
         "--drafter",
         "prompt-lookup",

@@ -39,7 +39,7 @@ def test_a_trained_draft_drafts(
     run: Run, target: str, text: str, tmp_path: Path, registry_of_its_own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = str(tmp_path / "draft")
-    words = ("train", "draft", "--model", target, "--data", text, "--out", out, *SMALL)
+    words = ("train", "draft", "--model", target, "--data", text, "--out", out, "--keep-work", *SMALL)
     result = run(*words, "--json")
     assert result.status == 0
     record = result.record
@@ -78,7 +78,7 @@ def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
         return accumulate(*arguments)
 
     out, place = tmp_path / "out", tmp_path / "out" / "work" / "checkpoint.pt"
-    words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), *SMALL)
+    words = ("train", "draft", "--model", target, "--data", text, "--out", str(out), "--keep-work", *SMALL)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     with monkeypatch.context() as patch:
         patch.setattr(StreamObjective, "accumulate", interrupted)
@@ -108,7 +108,18 @@ def test_a_second_training_in_one_folder_is_refused(run: Run, target: str, text:
 
 
 def test_going_on_with_other_options_names_them(run: Run, target: str, text: str, tmp_path: Path) -> None:
-    words = ("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "draft"), *SMALL)
+    words = (
+        "train",
+        "draft",
+        "--model",
+        target,
+        "--data",
+        text,
+        "--out",
+        str(tmp_path / "draft"),
+        "--keep-work",
+        *SMALL,
+    )
     first = run(*words)
     assert (first.status, first.complaint) == (0, "")
     result = run(*words, "--resume", "--width", "32", "--learning-rate", "0.1", "--length", "32")

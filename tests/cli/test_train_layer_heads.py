@@ -54,7 +54,7 @@ def test_a_trained_head_drafts(
     if kind != "eagle":  # a few answers may all have no accepted token, and no spread
         monkeypatch.setattr(HeadReport, "departures", [])
     out, own = str(tmp_path / "head"), KINDS[kind]
-    words = ("train", kind, "--model", target, "--data", text, "--out", out, *SMALL, *own.words)
+    words = ("train", kind, "--model", target, "--data", text, "--out", out, "--keep-work", *SMALL, *own.words)
     refused = run(*words)
     assert refused.status == 2 and "--layer" in refused.err and f"there are {own.usual} that are usual" in refused.err
     for layer, said in (("99", "--layer must be 0 to 1 for this target, got 99"), ("-1", "-1")):

@@ -70,7 +70,7 @@ def test_a_counted_table_drafts(
 
 def test_what_the_target_writes_is_counted(run: Run, target: str, text: str, tmp_path: Path) -> None:
     out = tmp_path / "table"
-    words = ("train", "ngram", "--model", target, "--data", text, "--out", str(out), "--answers", *FEW)
+    words = ("train", "ngram", "--model", target, "--data", text, "--out", str(out), "--answers", "--keep-work", *FEW)
     result = run(*words, "--json")
     assert (result.status, result.complaint) == (0, "")
     assert "what the target answers to prompts from text.txt" in result.out

@@ -19,7 +19,7 @@ def test_a_trained_head_drafts(
     monkeypatch.setattr(evaluate, "_TOKENS", 8)
     monkeypatch.setattr(beam_trees, "_POSITIONS", 30)
     out = str(tmp_path / "head")
-    words = ("train", "redrafter", "--model", target, "--data", text, "--out", out, *SMALL)
+    words = ("train", "redrafter", "--model", target, "--data", text, "--out", out, "--keep-work", *SMALL)
     result = run(*words, "--json")
     assert (result.status, result.complaint) == (0, "")
     record = result.record

@@ -45,7 +45,7 @@ def test_it_hears_of_each_step_and_of_what_was_served(run: Run, target: str, tmp
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(100)))
     sizes = "--steps 4 --length 16 --decay-length 32 --tokens-per-step 64 --width 16 --on-policy 0.5"
-    ending = ("--tracker", "listener", "--json")
+    ending = ("--tracker", "listener", "--keep-work", "--json")
     result = run("train", "draft", "--model", target, "--data", str(text), "--out", str(out), *sizes.split(), *ending)
     assert result.status == 0, result.err
     assert json.loads((out / "work" / "run.json").read_text())["identity"]["on_policy"] == 0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -531,3 +532,23 @@ def test_a_plan_that_makes_steps_longer_is_kept_no_longer_for_it() -> None:
     simulation = simulated(drafters=[drafter], machine=machine, reading_s=2e-5)
     simulation.run(0.3)
     assert 0 < sum(length > 0 for length in simulation.lengths) < 20
+
+
+# ------------------------------------------------------------------------------------------ words
+
+
+def test_why_nothing_was_drafted_is_told_by_what_it_takes() -> None:
+    dear = SimulatedDrafter(steady(0.1), token_s=STEP_S, known=[0.1, 0.01, 0.001, 0.0001])
+    simulation = simulated(drafters=[dear])
+    simulation.run(20 * STEP_S)
+    assert all(each.is_zero or each.reason == "probe" for each in simulation.requests[0].decisions)
+    found = re.fullmatch(
+        r"plain was expected to be faster \(a: a draft of 2 takes (.*) ms, a row (.*) ms, and (.*) of 2 were expected "
+        r"to be accepted; a plain step takes (.*) ms\)",
+        simulation.controller.undrafted(0),
+    )
+    assert found is not None, simulation.controller.undrafted(0)
+    draft, row, accepted, step = map(float, found.groups())
+    assert (draft, row, step) == pytest.approx((2e3 * STEP_S, 1e3 * ROW_S, 1e3 * STEP_S), rel=0.05)
+    assert accepted == 0.1
+    assert simulation.controller.undrafted(7) == "no drafter found anything to propose"

@@ -33,6 +33,7 @@ def test_three_calls_by_hand() -> None:
         emitted_tokens=9,
         accepted_per_position=[2, 2, 1, 1],
         tried_per_position=[2, 2, 2, 1],  # the first call never came to its fourth token
+        drafted_calls=2,
     )
     assert counters.mean_acceptance_length == 3.0
     assert counters.draft_acceptance_rate == 0.75
@@ -99,8 +100,9 @@ def test_positions_add_up(each: list) -> None:
 
 
 def test_all_fields_are_summed() -> None:
-    one = Counters(1, 2, 3, 4, 5, 6, [7], [8, 9], 10, 11, stop_tokens=12)
-    assert one + one == Counters(2, 4, 6, 8, 10, 12, [14], [16, 18], 20, 22, stop_tokens=24)
+    one = Counters(1, 2, 3, 4, 5, 6, [7], [8, 9], 10, 11, stop_tokens=12, drafted_calls=13, undrafted="why")
+    twice = Counters(2, 4, 6, 8, 10, 12, [14], [16, 18], 20, 22, stop_tokens=24, drafted_calls=26, undrafted="why")
+    assert one + one == twice
     assert one + Counters() == one
     assert sum([one, one], Counters()) == one + one
 
@@ -157,4 +159,5 @@ def test_a_step_record_sums_its_requests_and_keeps_prefill_apart() -> None:
         tried_per_position=[1, 1, 1],
         listed_tokens=5,
         stop_tokens=1,
+        drafted_calls=1,
     )

@@ -10,7 +10,7 @@ import pytest
 from truedraft import Engine, SamplingParams, drafters
 from truedraft.drafters import Cascade, DraftModel, NoDrafter, ParallelDraft, PromptLookup, from_spec
 from truedraft.drafters.portfolio import Portfolio
-from truedraft.drafters.specs import KINDS, drafter_help
+from truedraft.drafters.specs import KINDS, drafter_described, drafter_words
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
 from truedraft.models import loading
 from truedraft.testing import MarkovModel
@@ -159,10 +159,15 @@ def test_the_table_of_words_has_the_options_of_the_drafters(word: str) -> None:
 
 
 def test_help_names_every_kind_and_option() -> None:
-    text = drafter_help()
+    listed = drafter_words()
     for word, kind in KINDS.items():
-        assert f"\n\n{word}" in text and all(f"{name}=" in text for name in kind.options)
-    assert text.startswith("auto: ") and "\n\nportfolio(A;B;...): " in text
+        told = drafter_described(word)
+        assert told["typed"].startswith(word) and listed[told["typed"]] == told["does"] == kind.meaning
+        options = [f",{name}={value}" for name, value in kind.options.items()]
+        assert told.get("options", "") == "\n".join(options)
+    assert next(iter(listed)) == "auto" and listed["portfolio(A;B;...)"] == drafter_described("portfolio")["does"]
+    with pytest.raises(UnknownOptionError, match="unknown drafter 'eagl'; did you mean 'eagle'"):
+        drafter_described("eagl")
 
 
 OWN = """

@@ -15,6 +15,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from cli.tiny import save_tiny_llama
 from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, same_weights, trained_in
 from truedraft import Engine, SamplingParams, files, load_model
 from truedraft.drafters.heads.calibration import Calibration
@@ -30,9 +31,11 @@ from truedraft.training.heads import HeadJob, train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.medusa import MedusaTrainingConfig
 from truedraft.training.optimizer import WarmupStableDecay
-from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.report import licence_of, made_by
+from truedraft.training.texts.answer_writer import WritingConfig, WrittenAnswer
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.questions import SELF
+from truedraft.training.texts.self_distillation import SelfDistillationData
 from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 from truedraft.training.workspace import TimeBudget
 
@@ -331,6 +334,33 @@ def test_within_minutes_it_writes_trains_and_measures_less_and_goes_on_with_what
         train_heads(target_folder, prompts, tmp_path / "two", replace(CONFIG, stage=2), budget=TimeBudget(1))
 
 
+def test_minutes_are_kept_whatever_replaying_takes(target_folder, prompts, tmp_path, monkeypatch):
+    """By a clock that steps of the engine, of training and positions of a replay move on, these by far the most."""
+    now, replayed = [0.0], []
+
+    def takes(owner, name, seconds):
+        plain = getattr(owner, name)
+
+        def slow(*given, **named):
+            now[0] += seconds(*given)
+            return plain(*given, **named)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    def replaying(config, head, lm_head, target, text, follow):
+        replayed.append(len(text.tokens))
+        return 0.05 * len(text.tokens)
+
+    takes(Engine, "step", lambda *_: 0.05)
+    takes(loop_module.TrainingLoop, "_step", lambda *_: 0.5)
+    takes(MedusaTrainingConfig, "calibrate", replaying)
+    monkeypatch.setattr(heads_module, "_LEAST_REPLAYED", 64)
+    budget = TimeBudget(0.5, lambda: now[0])
+    result = train_heads(target_folder, prompts, tmp_path, replace(CONFIG, steps=20), budget=budget)
+    assert now[0] <= 1.1 * 30.0 and result.effort.steps > 1
+    assert len(replayed) == 2 and replayed[0] < 2 * 10 * 16, "a little is replayed first, then what fits"
+
+
 def test_minutes_that_buy_next_to_no_steps_are_refused_before_anything_is_written(
     target_folder, prompts, tmp_path, monkeypatch
 ):
@@ -403,6 +433,24 @@ def test_it_may_learn_from_questions_that_the_target_asks_itself(learned_folder,
     train_heads(target, [SELF, own], tmp_path / "out", config, callbacks=told)
     assert (tmp_path / "out" / "work" / "train.jsonl").read_text().splitlines() == lines
     assert (tmp_path / "out" / "work" / "questions.jsonl").read_text() == questions
+
+
+def test_a_promise_on_a_target_that_repeats_itself_is_marked():
+    def text(*answers):
+        return SelfDistillationData([WrittenAnswer([0], list(each), 1.0, False) for each in answers], np.zeros((0, 2)))
+
+    assert heads_module._repeats(text(range(30), [1, 2])) == ""
+    told = heads_module._repeats(text([1, 2] * 20, range(40)))
+    assert told == " (THE TARGET REPEATS ITSELF THERE: 47% of 8-grams occurred before in their answer)"
+
+
+def test_a_card_names_the_targets_licence(tmp_path):
+    assert licence_of("smollm2") in ("apache-2.0", None) and licence_of("no/such-model") is None
+    save_tiny_llama(tmp_path, seed=0, layers=1)
+    assert licence_of(str(tmp_path)) is None and "which its files do not name" in made_by(str(tmp_path))
+    (tmp_path / "README.md").write_text("---\nbase_model: x\nlicense: llama3.2\n---\n# A model\nlicense: mit\n")
+    assert licence_of(str(tmp_path)) == "llama3.2"
+    assert f"learned from {tmp_path.name}, and is under the licence of that: llama3.2." in made_by(str(tmp_path))
 
 
 def test_a_card_says_what_hubs_and_readers_ask_for(trained, target_folder):

@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock, Timeout
 
 from truedraft.errors import OptionError
-from truedraft.training.workspace import alone_in, clear_work, free_bytes, refuse_busy
+from truedraft.training.workspace import alone_in, clear_work, finish_work, free_bytes, log_of, refuse_busy
 
 HOLDER = """
 import sys, time
@@ -108,6 +108,18 @@ def test_only_working_files_are_removed(tmp_path):
     assert sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()) == sorted(others)
     with pytest.raises(OptionError, match="holds no working files of a training"):
         clear_work(out)
+
+
+def test_a_finished_training_leaves_its_log_alone(tmp_path):
+    for place in ("work", "work/joint"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "log.jsonl").write_text(place)
+    (tmp_path / "heads.safetensors").touch()
+    assert log_of(tmp_path) == tmp_path / "work/joint/log.jsonl"
+    finish_work(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads.safetensors", "log.jsonl"]
+    assert log_of(tmp_path).read_text() == "work/joint"
+    finish_work(tmp_path)  # there is nothing to remove
 
 
 def test_of_a_given_up_training_nothing_stays(tmp_path):

@@ -14,9 +14,10 @@ from recipes.common import pretraining_loop
 from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama
 from truedraft.training.drafts import DraftConfig, stream_loop
-from truedraft.training.loop import CHECKPOINT, LOG, checkpoint_of
+from truedraft.training.loop import CHECKPOINT, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
+from truedraft.training.workspace import LOG
 
 SHAPE = LlamaShape(vocab_size=300, width=32, layers=1, heads=2, kv_heads=1, intermediate=64, context=128, head_size=16)
 CURRICULUM = Curriculum(stable_length=16, decay_length=32, tokens_per_step=128, tokens_per_pass=64)

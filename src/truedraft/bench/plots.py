@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
 from truedraft.core.rank_tree import RankTree
+from truedraft.core.stats import PROBE
 from truedraft.pictures import COLOURS, GRID, line_chart, new_figure, save, write_title
-from truedraft.planning.decisions import PLAIN, PROBE, Decisions
+from truedraft.planning.decisions import PLAIN, Decisions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from truedraft.bench.record import Circumstances
 from truedraft.bench.suite import PLAIN
 from truedraft.bench.summary import Summary
 from truedraft.bench.trees import DraftedTree
-from truedraft.core.stats import Counters
-from truedraft.planning.decisions import END, NOT_ASKED, PROBE, Decisions, Tally
+from truedraft.core.stats import PROBE, Counters
+from truedraft.planning.decisions import END, NOT_ASKED, Decisions, Tally
 
 _MISSING = "-"
 _SHOWN_POSITIONS = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from truedraft.certify.checks import Finding, Part, Status
+from truedraft.certify.e_process import ENOUGH
 from truedraft.core.params import SamplingParams
 
 MARKS = {
@@ -82,12 +84,18 @@ class Report:
             told.append(f"{len(self.failures)} of {count} checks failed{named}: {_names(self.failures)}")
         if self.undecided:
             names = _names(self.undecided)
-            told.append(f"not enough evidence for {len(self.undecided)} of {count} checks: {names}")
+            told.append(f"not enough evidence for {len(self.undecided)} of {count} checks{self._needed()}: {names}")
         if self.lossy:
             words = "; ".join(["no certificate: the rule is lossy; its divergence was measured", *told])
         else:
             words = f"NO CERTIFICATE: {'; '.join(told)}" if told else f"CERTIFIED: {', '.join(self._what_holds())}"
         return f"{words} ({self.options})"
+
+    def _needed(self) -> str:
+        """About how long those that saw too little would take: what is seen grows with the root of the time."""
+        seen = [each.facts.get("smallest_detectable_tv", 0.0) for each in self.undecided]
+        longer = (max(seen, default=0.0) / ENOUGH) ** 2
+        return f", give about --minutes {longer * self.seconds / 60.0:.2g}" if 1.0 < longer < math.inf else ""
 
     def _what_holds(self) -> list[str]:
         """Only what was summed exactly is called lossless."""

@@ -22,7 +22,6 @@ from truedraft.cli.session import (
 from truedraft.cli.streams import say, visible
 from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
-from truedraft.drafters.specs import drafter_help
 from truedraft.errors import DataError, PromptError, errors_about
 from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
@@ -47,9 +46,7 @@ _DISTURBED = 0.1
 class SuiteOptions:
     """What is measured."""
 
-    drafter: tuple[str, ...] = option(
-        ("auto",), f"{DRAFTER_HELP} May be repeated.\n\n{drafter_help()}", "D", shown_default="auto"
-    )
+    drafter: tuple[str, ...] = option(("auto",), f"{DRAFTER_HELP} May be repeated.", "D", shown_default="auto")
     drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR", heading="Model and drafter")
     rule: str = option("speculative", RULE_HELP, "R", heading="Model and drafter")
     controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C", heading="Model and drafter")

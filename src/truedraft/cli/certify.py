@@ -328,6 +328,6 @@ def _show(report: Report, terminal: Terminal) -> None:
             table.add_row(f"  {finding.name}", MARKS[finding.status], finding.summary, style=styles[finding.status])
         table.add_section()
     terminal.out.print(table)
-    terminal.out.print(report.verdict, style="bold", soft_wrap=True)
     for note in report.notes:
         terminal.note(note)
+    terminal.out.print(report.verdict, style="bold", soft_wrap=True)

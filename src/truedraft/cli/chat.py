@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HELP = """\
 /reset  forget the conversation     /again  answer the last message once more
-/system TEXT  tell the model how to answer     /stats  what speculation did     /quit  or Ctrl-D ends
+/system TEXT  tell the model how to answer     /stats  what speculation did     /exit, /quit or Ctrl-D ends
 Ctrl-C breaks off an answer."""
 _KEY = "TRUEDRAFT_API_KEY"
 _SILENCE_S = 600.0
@@ -46,7 +46,7 @@ class ChatOptions:
     """Options of `truedraft chat`."""
 
     talk: ChatTalk = group("Talk")
-    stack: StackOptions = group("Model and drafter")
+    stack: StackOptions = group("Model and drafter", bare="model")
     sampling: SamplingParams = group("Answer", without=("stop", *TEXT_OPTIONS), max_tokens=512)
     report: ReportOptions = group("Report")
     machine: MachineOptions = group("Machine")
@@ -63,6 +63,7 @@ class _Turn:
         tokens: of the answer; None where nobody told.
         tokens_per_call: of the target; likewise.
         speedup: estimated over plain decoding; likewise.
+        undrafted: why nothing was drafted, in a sentence; likewise.
     """
 
     message: str
@@ -71,6 +72,7 @@ class _Turn:
     tokens: int | None = None
     tokens_per_call: float | None = None
     speedup: float | None = None
+    undrafted: str | None = None
 
 
 @dataclass
@@ -142,7 +144,7 @@ def _lines(terminal: Terminal) -> Iterator[str]:
         except KeyboardInterrupt:
             terminal.note("Ctrl-D ends the talk")
             continue
-        if line.strip() == "/quit":
+        if line.strip() in ("/exit", "/quit"):
             return
         if line.strip():
             yield line
@@ -203,7 +205,9 @@ def _stats(turn: _Turn) -> str:
     parts = [f"{'' if turn.tokens is None else f'{turn.tokens} tokens in '}{turn.seconds:.2f} s"]
     if turn.seconds > 0.0 and turn.tokens:
         parts.append(f"{turn.tokens / turn.seconds:.0f} a second")
-    if turn.tokens_per_call is not None:
+    if turn.undrafted is not None:
+        parts.append(turn.undrafted)
+    elif turn.tokens_per_call is not None:
         parts.append(f"{turn.tokens_per_call:.2f} a target call")
     if turn.speedup is not None:
         parts.append(f"estimated {turn.speedup:.2f} times plain decoding")
@@ -246,6 +250,7 @@ class _Here:
         """
         from truedraft.cli.generate import stream_answer, watching
         from truedraft.cli.painting import writer
+        from truedraft.cli.report import undrafted_line
 
         prompt: str | list[int]
         if self.chats:
@@ -258,6 +263,7 @@ class _Here:
         turn.text = answer.text or ""
         turn.tokens = len(answer.token_ids)
         turn.tokens_per_call = answer.stats.mean_acceptance_length
+        turn.undrafted = undrafted_line(self._engine, answer.stats)
         speedup = decisions.speedup()
         turn.speedup = None if speedup is None else speedup.factor
 

@@ -31,12 +31,12 @@ from truedraft.bench import (
 from truedraft.cli.explain import explain
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
-from truedraft.cli.report import counts_dict, divergence_words
+from truedraft.cli.report import counts_dict, divergence_words, undrafted_line
 from truedraft.cli.session import StackOptions, encoded
 from truedraft.cli.streams import say, visible
 from truedraft.cli.terminal import print_table
 from truedraft.core.params import SamplingParams
-from truedraft.core.stats import Counters
+from truedraft.core.stats import Counters, repeated_ngrams
 from truedraft.engine import Engine
 from truedraft.machine import dtype_name
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
 _ECHOED_CHARACTERS = 600
-_NGRAM = 8
 _SHOWN_DIFFERENCES = 5
 
 
@@ -230,6 +229,8 @@ def compare(
         for each in vocabularies:
             terminal.out.print(visible(each.describe()), soft_wrap=True)
         record["vocabularies"] = [each.as_dict() for each in vocabularies]
+        if undrafted := undrafted_line(engine, comparison.all.speculative.counters or Counters()):
+            terminal.out.print(visible(undrafted), soft_wrap=True)
         decisions = comparison.all.speculative.decisions
         if options.report.explain and decisions is not None:
             explain(decisions, not engine.drafter.limits.is_zero, terminal.out)
@@ -346,7 +347,7 @@ def _print_table(comparison: Comparison, to: Console) -> None:
         [label, *(f"{side.tokens_per_s.median:.1f}" for side in sides)],
         ["target calls", *(f"{each.target_calls:,}" for each in counts)],
         ["mean acceptance length", *(f"{each.mean_acceptance_length:.2f}" for each in counts)],
-        ["acceptance rate", *(f"{each.draft_acceptance_rate:.2f}" if each.draft_tokens else "-" for each in counts)],
+        ["acceptance rate", *(f"{each.draft_acceptance_rate:.2f}" if each.drafted_calls else "-" for each in counts)],
         ["tokens", *(f"{each.emitted_tokens + each.prefill_tokens:,}" for each in counts)],
     ]
     print_table(("", *(side.name for side in sides)), rows, to)
@@ -376,13 +377,3 @@ def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
     text = text if prompt.said is None else f"{prompt.said}\n\n"
     shown = text if len(text) <= _ECHOED_CHARACTERS else "…" + text[-_ECHOED_CHARACTERS:]
     terminal.dim(shown)
-
-
-def repeated_ngrams(token_ids: Sequence[int], size: int = _NGRAM) -> float | None:
-    """Share of n-grams that occurred before in the same tokens; None where there are none.
-
-    >>> repeated_ngrams([1, 2, 1, 2, 1], size=2)
-    0.5
-    """
-    ngrams = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
-    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None

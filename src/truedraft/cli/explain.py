@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from truedraft.bench import decisions_table
 from truedraft.cli.streams import visible
 from truedraft.cli.terminal import print_table
-from truedraft.planning.decisions import PLAIN, PROBE, Decisions, Stretch
+from truedraft.core.stats import PROBE
+from truedraft.planning.decisions import PLAIN, Decisions, Stretch
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import logging
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from truedraft.errors import (
     PeerError,
     PromptError,
     TruedraftError,
+    UnknownOptionError,
     UnsupportedModelError,
 )
 
@@ -146,6 +148,8 @@ def _describe_usage(error: BaseException) -> str:
     message = message.strip().rstrip(".")
     # Of a command that has commands, what belongs to one of them may have been typed without its name.
     known = getattr(getattr(context, "command", None), "commands", {})
+    if known and (given := re.match(r"No such command '(.*?)'", message)):  # typer would name several that are near
+        return f"{UnknownOptionError.nearest('command', given[1], known)} (see {command} --help)"
     first = f"; name one of its commands first: {', '.join(known)}" if known else ""
     return f"{message[:1].lower()}{message[1:]}{first} (see {command} --help)"
 

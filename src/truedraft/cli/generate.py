@@ -17,6 +17,7 @@ from truedraft.cli.prompts import Asked, PromptOptions, read_prompts
 from truedraft.cli.session import ReportOptions, StackOptions
 from truedraft.cli.streams import from_escapes, say, typed_text, visible
 from truedraft.core.params import SamplingParams
+from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
 from truedraft.options import MachineOptions, flag, group
 
@@ -135,7 +136,7 @@ def _answer(
 ) -> tuple[int, dict[str, Any]]:
     """Answer the prompts; gives the exit status and the answers' part of the record."""
     from truedraft.cli.explain import explain
-    from truedraft.cli.report import answers_record, drafter_lines, stats_line
+    from truedraft.cli.report import answers_record, drafter_lines, stats_line, undrafted_line
 
     watched = watching(engine, terminal) if options.report.explain else contextlib.nullcontext()
     answer = _answer_one if len(prompts) == 1 else _answer_many
@@ -149,7 +150,8 @@ def _answer(
         for name, member in engine.drafter.members.items():
             if member.model is not None and member.model.note is not None:
                 terminal.note(f"{name}: {member.model.note}")
-        for line in drafter_lines(engine):
+        undrafted = undrafted_line(engine, sum((each.stats for each in answered.answers), Counters()))
+        for line in (*drafter_lines(engine), *([undrafted] if undrafted else [])):
             terminal.note(line)
     record = answers_record(answered.names, answered.answers, answered.params, answered.elapsed_s)
     if decisions is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
+from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
 from truedraft.errors import ModelNotFoundError, errors_about
 from truedraft.files import parameters_in
@@ -35,7 +37,10 @@ class InfoOptions:
     """Options of `truedraft info`."""
 
     model: str | None = option(
-        None, "Say how this model runs, what its forwards cost, and which trained drafters belong to it.", "M"
+        None,
+        "Say how this model runs, what its forwards cost, and which trained drafters belong to it.",
+        "M",
+        bare=True,
     )
     drafters_dir: tuple[Path, ...] = option((), "A folder of trained drafters to list, too; may be repeated.", "DIR")
     report: ReportOptions = group("Report")
@@ -79,6 +84,30 @@ def info(options: InfoOptions) -> int:
             "drafters": trained,
         }
         terminal.json({"command": "info"} | facts | found | {"embedded_models": models} | asked)
+    return DONE
+
+
+@dataclass(frozen=True)
+class DraftersOptions:
+    """Options of `truedraft drafters`."""
+
+    kind: str | None = option(None, "Tell all of this one, with its options.", "KIND", name="KIND")
+    report: ReportOptions = group("Report")
+
+
+def drafters(options: DraftersOptions) -> int:
+    """List what can be given as --drafter, or tell all of one."""
+    from truedraft.cli.terminal import Terminal
+
+    terminal = Terminal()
+    if options.kind is None:
+        told = drafter_words()
+        _print(terminal, {word: re.split("[:;] ", meaning)[0] for word, meaning in told.items()})
+    else:
+        told = drafter_described(options.kind.partition(":")[0])
+        _print(terminal, told)
+    if options.report.json:
+        terminal.json({"command": "drafters", "status": DONE, "drafters": told})
     return DONE
 
 

@@ -20,7 +20,7 @@ from truedraft.cli.doctor import doctor
 from truedraft.cli.export import export
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, error_record, report, warnings_as_lines
 from truedraft.cli.generate import generate
-from truedraft.cli.info import info
+from truedraft.cli.info import drafters, info
 from truedraft.cli.parameters import command
 from truedraft.cli.plan import plan
 from truedraft.cli.serve import serve
@@ -45,6 +45,7 @@ def build_app() -> typer.Typer:
     app.command()(command(chat))
     app.command()(command(export))
     app.command()(command(info))
+    app.command()(command(drafters))
     training = typer.Typer(name="train", help="Train a drafter for a target.")
     training.command()(command(draft, DRAFT_NAMES))
     training.command()(command(medusa, HEAD_NAMES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,15 @@ Command = Callable[[Any], int]
 """A command takes one dataclass of options, and gives its exit status."""
 Read = TypeVar("Read")
 _NOTHING = Group("")
+_ALL = "help_all"
+_FEW = 14
+"""Options of which a command's first help shows all."""
+_FIRST = {
+    "model", "drafter", "prompts", "prompt", "chat", "image", "system", "url", "max_tokens", "temperature", "top_p",
+    "seed", "stop", "json", "compare", "show_drafts", "out", "data", "held_out", "minutes", "steps", "resume", "host",
+    "port", "api_key_file", "served_model_name", "max_batch", "learn", "limit", "runs", "batch", "tokens",
+}  # fmt: skip
+"""Those that it shows where there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,8 @@ class _Parameter:
         type: of the field.
         default: of this command; `MISSING` where it must be given.
         heading: that it stands under.
+        bare: whether its value may also stand alone behind the command.
+        hidden: whether a command's first help leaves it out.
     """
 
     name: str
@@ -40,6 +52,8 @@ class _Parameter:
     type: Any
     default: Any
     heading: str
+    bare: bool = False
+    hidden: bool = False
 
     @property
     def typed_name(self) -> str:
@@ -51,10 +65,20 @@ class _Parameter:
         """Whether it may be given several times."""
         return typing.get_origin(self.type) is tuple
 
-    def for_typer(self) -> inspect.Parameter:
+    @property
+    def bare_name(self) -> str:
+        """Of what typer reads where the value stands alone."""
+        return f"{self.name}_alone"
+
+    def for_typer(self) -> Iterator[inspect.Parameter]:
         """As typer reads the parameters of a function."""
+        kind = inspect.Parameter.KEYWORD_ONLY
         declared: Any = self.type
         default = inspect.Parameter.empty if self.default is dataclasses.MISSING else self.default
+        if self.bare:
+            declared, default = declared | None, None
+            argument = typer.Argument(metavar=self.name.upper(), help=f"As {self.typed_name}.", show_default=False)
+            yield inspect.Parameter(self.bare_name, kind, default=None, annotation=Annotated[declared, argument])
         if self.repeated:  # typer knows lists alone, and shows the default of one that is given as a list
             declared, default = list[typing.get_args(self.type)[0]] | None, None  # type: ignore[misc]
         more: dict[str, Any] = {"metavar": self.option.metavar, "help": self.option.meaning}
@@ -62,19 +86,22 @@ class _Parameter:
         if self.option.name is not None and not self.option.name.startswith("-"):
             told = typer.Argument(**more)
         else:
-            more["rich_help_panel"] = self.heading
+            more |= {"rich_help_panel": self.heading, "hidden": self.hidden}
             if self.option.shown_default is not None and default is not inspect.Parameter.empty:
                 more["show_default"] = self.option.shown_default
             told = typer.Option(self.option.name or self.typed_name, **more)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, told])
+        yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, told])
 
     def value(self, typed: Any) -> Any:
         """The field's value of what typer read.
 
         Raises:
-            OptionError: a whole number that is too small.
+            OptionError: a whole number that is too small, or a value that must be given.
         """
+        if self.bare and typed is None:
+            if self.default is dataclasses.MISSING:
+                raise OptionError("must be given, or its value alone behind the command", field=self.name)
+            return self.default
         if self.repeated:
             return tuple(typed or self.default)
         least = self.option.least
@@ -94,10 +121,18 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
     """
     kind = next(iter(_types(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
+    hidden = [name for name in parameters if name not in _FIRST] if len(parameters) > _FEW else []
+    must = dataclasses.MISSING
+    parameters |= {
+        name: dataclasses.replace(parameters[name], hidden=parameters[name].default is not must) for name in hidden
+    }
 
     @functools.wraps(run)
     def call(**typed: Any) -> int:
         try:
+            typed.pop(_ALL, None)
+            for each in parameters.values():
+                _take_bare(each, typed)
             values = {name: parameters[name].value(given) for name, given in typed.items()}
             return run(_made(kind, _NOTHING, values))
         except TruedraftError as error:
@@ -106,10 +141,41 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
         except KeyboardInterrupt as error:  # typer, depending on its version, would end silently
             raise InterruptedCommandError("interrupted") from error
 
-    signature = [each.for_typer() for each in parameters.values()]
+    signature = [declared for each in parameters.values() for declared in each.for_typer()]
+    if hidden:
+        signature.append(_help_all(len(hidden)))
     call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in signature}
     return call
+
+
+def _help_all(hidden: int) -> inspect.Parameter:
+    """The option that shows all others."""
+
+    def show(context: typer.Context, given: bool) -> None:
+        if given:
+            for each in context.command.params:
+                each.hidden = False  # type: ignore[attr-defined]
+            sys.stdout.write(context.get_help())
+            raise typer.Exit
+
+    words = f"Show this message with {hidden} more options."
+    told = typer.Option("--help-all", is_eager=True, callback=show, help=words)
+    return inspect.Parameter(_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, told])
+
+
+def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
+    """Let a value that stood alone be the option's.
+
+    Raises:
+        OptionError: both were given.
+    """
+    alone = typed.pop(parameter.bare_name, None)
+    if alone is None:
+        return
+    if (given := typed[parameter.name]) is not None and given != alone:
+        raise OptionError(f"is {given!r}, and {alone!r} stands behind the command; give one", field=parameter.name)
+    typed[parameter.name] = alone
 
 
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
@@ -160,7 +226,8 @@ def _parameters(kind: type, within: Group) -> Iterator[_Parameter]:
             yield from _parameters(hints[each.name], inner)
         elif option is not None and each.name not in within.without:
             default = within.defaults.get(each.name, each.default)
-            yield _Parameter(each.name, option, hints[each.name], default, option.heading or within.heading)
+            bare = option.bare or each.name == within.bare
+            yield _Parameter(each.name, option, hints[each.name], default, option.heading or within.heading, bare)
 
 
 def _made(kind: type, within: Group, values: Mapping[str, Any]) -> Any:

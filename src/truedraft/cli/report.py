@@ -24,7 +24,7 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[Sampl
         f"{tokens} tokens in {elapsed_s:.2f} s",
         f"{tokens / elapsed_s if elapsed_s else 0.0:.1f} tokens per second",
     ]
-    if stats.draft_tokens:
+    if stats.drafted_calls:
         parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
         parts.append(f"acceptance rate {stats.draft_acceptance_rate:.2f}")
     if stats.listed_tokens > stats.draft_tokens:
@@ -37,6 +37,14 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[Sampl
     if len(answers) == 1:
         parts.append(f"finish: {answers[0].finish_reason}")
     return " · ".join(parts)
+
+
+def undrafted_line(engine: Engine, stats: Counters) -> str | None:
+    """Why a drafter drafted nothing, and what has it draft always; None where it did, or there is none."""
+    if stats.undrafted is None or stats.drafted_calls:
+        return None
+    advice = "; --controller fixed drafts always" if engine.controller.weighs_costs else ""
+    return f"not drafted: {stats.undrafted}{advice}"
 
 
 def answers_record(

@@ -34,7 +34,7 @@ _CACHE_SHARE = 0.75
 class ServeOptions:
     """Options of `truedraft serve`."""
 
-    stack: StackOptions = group("Model and drafter", model=NEEDED)
+    stack: StackOptions = group("Model and drafter", bare="model", model=NEEDED)
     server: ServerOptions = group("Server")
     learning: LearningOptions = group("Learning")
     replicas: ReplicaOptions = group("Replicas")

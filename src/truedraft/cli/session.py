@@ -18,7 +18,6 @@ from truedraft.cli.prompts import Asked, NamedPrompt
 from truedraft.cli.streams import say
 from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
-from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.files import user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
@@ -35,7 +34,10 @@ RULE_HELP = (
     "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
     "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical,epsilon=.09,delta=.3."
 )
-DRAFTER_HELP = "What guesses, one of these; options stand behind it as ,option=value."
+DRAFTER_HELP = (
+    "What guesses, as auto, none, prompt-lookup, draft:FOLDER or eagle:FOLDER; `truedraft drafters` lists all, with "
+    "their options."
+)
 DRAFTERS_DIR_HELP = "A folder of trained drafters where auto, and kinds without a path, look, too; may be repeated."
 CONTROLLER_HELP = "What decides which drafter drafts how much; one of these."
 PLAN_HELP = "Draft as this file of `truedraft plan --out` recommends, in place of --drafter."
@@ -59,7 +61,7 @@ class StackOptions(ModelOptions):
     adapters: tuple[str, ...] = option(
         (), "A LoRA adapter under a name, for requests that ask for it; may be repeated.", "NAME=DIR"
     )
-    drafter: str = option("auto", f"{DRAFTER_HELP}\n\n{drafter_help()}", "D")
+    drafter: str = option("auto", DRAFTER_HELP, "D")
     drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR")
     rule: str = option("speculative", RULE_HELP, "R")
     controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C")

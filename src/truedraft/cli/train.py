@@ -323,14 +323,23 @@ def _run(
         return INTERRUPTED
     if not main:
         return DONE
-    if tracker is not None:
-        tracker.finish(result.evaluations)
+    _finish(job, tracker, result)
     train_report.PRINT[kind](terminal, model, result)
     registered = _register(terminal, result.folder)
     status = train_report.kept_promise(terminal, kind, model, result)
     if options.report.json:
         terminal.json(train_report.record_of(kind, model, result) | {"registered": registered})
     return status
+
+
+def _finish(job: JobOptions, tracker: Tracker | None, result: Any) -> None:
+    """Tell the tracker what came of it, and remove what is of no more use."""
+    from truedraft.training.workspace import finish_work
+
+    if tracker is not None:
+        tracker.finish(result.evaluations)
+    if not job.keep_work:
+        finish_work(job.out)
 
 
 def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks:

@@ -48,6 +48,10 @@ class JobOptions:
     )
     out: Path = option(meaning="The folder to write.", metavar="DIR")
     resume: bool = flag("Go on where the training in --out stopped.")
+    keep_work: bool = flag(
+        "Leave the working files of a finished training, so that --resume goes on with more steps, and other heads can "
+        "share its answers."
+    )
     clean: bool = flag("Remove the working files of the training in --out, and do nothing else.")
     ray: bool = flag(
         "Let machines of a Ray cluster write the text by the target: of RAY_ADDRESS, or this machine alone."
@@ -97,7 +101,7 @@ class RunOptions:
         None,
         "Follow it in one of accelerate's trackers: tensorboard, wandb, mlflow, trackio or others.",
         "NAME",
-        shown_default="none; work/log.jsonl has the same",
+        shown_default="none; log.jsonl has the same",
     )
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from truedraft.cli.failures import DONE, FAILED
 from truedraft.machine import in_bytes, machine_facts
 from truedraft.training.report import size_of
-from truedraft.training.workspace import PLACES, WORK, duration
+from truedraft.training.workspace import duration, log_of
 
 if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from truedraft.training.ngrams import NgramResult
     from truedraft.training.report import Effort, HeadReport, HeadResult
 
-_LOG = "log.jsonl"
 _KINDS = {"greedy": "at temperature 0", "sampled": "at temperature 1"}
 _TREES = {"likeliest": "chosen at each step", "counted": "counted, one for all"}
 
@@ -36,7 +35,7 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
     report = result.report
     lines = (
         f"trained {result.steps:,} steps, {result.tokens:,} tokens, in {duration(result.elapsed_s)}; "
-        f"log: {result.folder / WORK / _LOG}",
+        f"log: {log_of(result.folder)}",
         f"on {report.tokens:,} held-out tokens: alpha {report.alpha:.3f} (the share of single drafted tokens that the "
         f"target accepts at temperature 1), greedy agreement {report.greedy_agreement:.3f}, "
         f"loss {report.draft_loss:.3f} nats per token",
@@ -52,8 +51,7 @@ def _draft(terminal: Terminal, model: str, result: DraftResult) -> None:
 
 
 def _medusa(terminal: Terminal, model: str, result: HeadResult) -> None:
-    log = result.folder / (WORK if result.joint is None else PLACES[0]) / _LOG
-    _effort(terminal, result.effort, log)
+    _effort(terminal, result.effort, log_of(result.folder))
     _heads(terminal, result.report)
     if result.joint is not None:
         joint = result.joint
@@ -104,7 +102,7 @@ def _heads(terminal: Terminal, heads: HeadReport) -> None:
 
 def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
     head = result.report
-    _effort(terminal, result.effort, result.folder / WORK / _LOG)
+    _effort(terminal, result.effort, log_of(result.folder))
     shares = iter(head.facts["accuracy"].values())
     pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
     _say(terminal, f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}")
@@ -121,7 +119,7 @@ def _redrafter(terminal: Terminal, model: str, result: HeadResult) -> None:
 
 def _chains(kind: str, terminal: Terminal, model: str, result: HeadResult) -> None:
     head = result.report
-    _effort(terminal, result.effort, result.folder / WORK / _LOG)
+    _effort(terminal, result.effort, log_of(result.folder))
     shares = " / ".join(f"{share:.2f}" for share in head.facts["accuracy"].values())
     _say(terminal, f"right at each step, given the tokens before it: {shares}")
     _say(terminal, f"promised: on {head.promised_on}; other text brings more or less")

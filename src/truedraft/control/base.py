@@ -82,6 +82,10 @@ class Controller(ABC):
     def decide(self, views: Sequence[RequestView]) -> Sequence[Decision]:
         """One decision for each request that may be drafted for; a budget of zero makes its step plain decoding."""
 
+    def undrafted(self, request: int) -> str:
+        """Why nothing was drafted for a request that ends now, by its id, in words."""
+        return "no drafter proposed anything"
+
     def observe(self, record: StepRecord) -> None:  # noqa: B027 - optional
         """A step is over, whether anything was drafted in it or not."""
 

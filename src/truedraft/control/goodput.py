@@ -17,7 +17,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from truedraft.control.acceptance import UNKNOWN_RATE, Acceptance, Odds
 from truedraft.control.base import Controller, StepTimes
-from truedraft.control.plan import SIZES, Candidate, Plan, Planner, Share
+from truedraft.control.plan import SIZES, TOLD, Candidate, Plan, Planner, Share
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.stats import RequestStep, StepRecord
 
@@ -55,6 +55,7 @@ class _Own:
         accepted: whether anything of the last proposal was, by drafter.
         share: what the last plan has for it.
         decided: by these kinds, since that plan was made.
+        weighed: what could last be drafted for it, and by whom that was decided.
     """
 
     shaping: object
@@ -63,6 +64,12 @@ class _Own:
     accepted: dict[str, bool] = field(default_factory=dict)
     share: Share = None
     decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)
+    weighed: tuple[Planner, Sequence[Candidate]] | None = None
+
+    def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
+        """Keep what is told of them; at the end of an answer there is room for short drafts alone, which say less."""
+        if candidates and (self.weighed is None or len(candidates[0].gains) >= TOLD):
+            self.weighed = planner, candidates
 
 
 class Goodput(Controller):
@@ -155,8 +162,9 @@ class Goodput(Controller):
         plan = planner.settled(plan, before, _HYSTERESIS)
         self._planned = planner, plan, tuple([view.id for view in views])
         decisions = []
-        for view, own, share, found in zip(views, owns, plan.shares, hints, strict=True):
+        for view, own, share, found, looked_at in zip(views, owns, plan.shares, hints, candidates, strict=True):
             own.share = share
+            own.weigh(planner, looked_at)
             decisions.append(self._decision(view, share))
             own.decided = {_kinds(own, found): decisions[-1]}
         self._make_probe(views, decisions, hints, candidates)
@@ -176,7 +184,9 @@ class Goodput(Controller):
             planner, plan, ids = self._planned
             others = list(plan.shares)
             others[ids.index(view.id) if view.id in ids else -1] = None  # a new one takes somebody's place
-            own.decided[kinds] = self._decision(view, planner.choice(plan, others, self._candidates(view, hints)).share)
+            candidates = self._candidates(view, hints)
+            own.weigh(planner, candidates)
+            own.decided[kinds] = self._decision(view, planner.choice(plan, others, candidates).share)
         return own.decided[kinds]
 
     def _decision(self, view: RequestView, share: Share, reason: str = "pays") -> Decision:
@@ -193,6 +203,13 @@ class Goodput(Controller):
         assert self._planned is not None
         planner, plan, _ = self._planned
         return Decision(next(iter(view.limits)), NO_DRAFT, (), reason, 1.0, plan.rate / planner.plain.rate)
+
+    def undrafted(self, request: int) -> str:
+        own = self._own.get(request)
+        if own is None or own.weighed is None:
+            return "no drafter found anything to propose"
+        planner, candidates = own.weighed
+        return f"plain was expected to be faster ({planner.weighed(candidates)})"
 
     # ------------------------------------------------------------------------------------ what may be drafted
 

@@ -27,6 +27,8 @@ from truedraft.core.budget import Budget
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of nodes that are weighed; steps cost about the same in between."""
+TOLD = 4
+"""Tokens of the drafts of which costs are told, where there is room for so many."""
 _ROUNDS = 3  # in which requests choose, each time at the rate of the plan before
 
 
@@ -233,6 +235,19 @@ class Planner:
         drafting_s = sum(self.drafting_s(name, *asked) for name, asked in drafting.items())
         mean = sum(share[0].logs[share[1]] for share in shares if share is not None) / len(shares)
         return Plan(shares, len(shares) * math.exp(mean), self.step_s(rows) + drafting_s + setup_s)
+
+    def weighed(self, candidates: Sequence[Candidate]) -> str:
+        """What drafts of some tokens are known to take and to bring beside plain decoding, in words."""
+        count, told = len(self._contexts), []
+        for each in candidates:
+            nodes = min(TOLD, len(each.gains))
+            draft_ms = 1e3 * self.drafting_s(each.drafter, 1, each.levels(nodes))
+            row_ms = 1e3 * max(self.step_s(count + nodes) - self.step_s(count), 0.0) / nodes
+            told.append(
+                f"{each.drafter}: a draft of {nodes} takes {draft_ms:.2f} ms, a row {row_ms:.2f} ms, and "
+                f"{each.tokens[nodes] - 1.0:.1f} of {nodes} were expected to be accepted"
+            )
+        return f"{'; '.join(told)}; a plain step takes {1e3 * self.step_s(count):.2f} ms"
 
     def floor(self, plan: Plan, share: Share) -> float:
         """The chance of being accepted below which another token of a chain does not pay.

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 from truedraft.errors import OptionError, UnknownOptionError
-from truedraft.options import check_whole, flag, option
+from truedraft.options import Takes, check_whole, flag, option, untyped
+
+_Ids: TypeAlias = Sequence[int] | Set[int]
+_Texts: TypeAlias = str | Sequence[str]
+_Pairs: TypeAlias = tuple[tuple[int, float], ...]
+_Words: TypeAlias = tuple[str | tuple[int, ...], ...]
 
 TEXT_OPTIONS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "allowed_token_ids")
 """Options that look at the text, which replay, peers and certificates know nothing of yet."""
@@ -149,27 +154,29 @@ class SamplingParams:
         "S",
         shown_default="fresh noise",
     )
-    stop: tuple[str, ...] = option(
+    stop: Takes[_Texts, tuple[str, ...]] = option(
         (), r"End before this text, which may hold \n, \t, \\ and \uXXXX; may be repeated.", "TEXT"
     )
-    stop_token_ids: tuple[int, ...] = option((), "End before this token; may be repeated.", "N", name="--stop-token-id")
+    stop_token_ids: Takes[_Ids, tuple[int, ...]] = option(
+        (), "End before this token; may be repeated.", "N", name="--stop-token-id"
+    )
     ignore_eos: bool = flag("Go on past the end of text.")
     presence_penalty: float = option(0.0, "Take this off the logits of tokens that the answer holds.", "X")
     frequency_penalty: float = option(0.0, "Take this off as often as the answer holds a token.", "X")
     repetition_penalty: float = option(1.0, "Divide the logits of tokens in prompt or answer by this.", "X")
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Takes[Mapping[int, float] | Sequence[tuple[int, float]], _Pairs] = untyped(())
     min_tokens: int = option(0, "Write at least so many new tokens.", "N")
-    bad_words: tuple[str | tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] = option(
+    bad_words: Takes[str | Sequence[str | Sequence[int]], _Words] = untyped(())
+    allowed_token_ids: Takes[_Ids, tuple[int, ...]] = option(
         (), "Write no token but this; may be repeated.", "N", name="--allowed-token-id"
     )
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
     n: int = 1
-    structured: Structured | None = None
+    structured: Takes[Structured | Mapping[str, Any] | None, Structured | None] = untyped(None)
     reasoning: ReasoningSpan | None = None
-    prediction: str | tuple[int, ...] | None = None
+    prediction: Takes[str | Sequence[int] | None, str | tuple[int, ...] | None] = untyped(None)
     adapter: str | None = option(None, "Answer with this adapter.", "NAME")
 
     def __post_init__(self) -> None:

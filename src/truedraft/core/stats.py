@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +12,10 @@ from truedraft.core.verdict import Divergence
 
 if TYPE_CHECKING:
     from truedraft.core.budget import Decision
+
+
+PROBE = "probe"
+"""The reason of decisions that are made to learn what they bring."""
 
 
 class WarmsUp(Protocol):
@@ -260,6 +264,8 @@ class Counters:
         stop_tokens: tokens that target calls gave and that ended the answer without being part of it: an end-of-text
             or stop token, or those of a stop text. What was drafted behind them is counted nowhere.
         by_drafter: the counts of each drafter that proposed something, by name.
+        drafted_calls: target calls that judged drafts, those apart that a controller had made to learn from.
+        undrafted: why there were none of these though there is a drafter, in words.
     """
 
     target_calls: int = 0
@@ -275,6 +281,8 @@ class Counters:
     divergence: Divergence | None = None
     stop_tokens: int = 0
     by_drafter: dict[str, DrafterCounters] = field(default_factory=dict)
+    drafted_calls: int = 0
+    undrafted: str | None = None
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -322,6 +330,7 @@ class Counters:
             return
         self.target_calls += 1
         self.draft_tokens += step.nodes
+        self.drafted_calls += bool(step.nodes) and (step.decision is None or step.decision.reason != PROBE)
         self.listed_tokens += step.listed_tokens
         self.accepted_tokens += step.accepted
         self.emitted_tokens += step.emitted
@@ -346,3 +355,13 @@ class Counters:
 
 def _grow(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
+
+
+def repeated_ngrams(token_ids: Sequence[int], size: int = 8) -> float | None:
+    """Share of n-grams that occurred before in the same tokens; None where there are none.
+
+    >>> repeated_ngrams([1, 2, 1, 2, 1], size=2)
+    0.5
+    """
+    ngrams = [tuple(token_ids[i : i + size]) for i in range(len(token_ids) - size + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None

@@ -72,11 +72,10 @@ class DrafterKind:
         drafter: Drafter = called(made, words.options, given, self.parts)
         return drafter
 
-    def usage(self, word: str) -> str:
-        """How it is typed, with its options; words that are short enough to be broken into lines."""
-        path = f"({self.members})" if self.members else "" if self.path is None else f"[:{self.path}]"
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{word}{path}" + (f", options {options}" if options else "")
+    def typed(self, word: str) -> str:
+        """How it is typed, without options."""
+        path = "" if self.path is None else f"[:{self.path}]"
+        return f"{word}({self.members})" if self.members else word + path
 
 
 def from_spec(
@@ -169,19 +168,37 @@ def _unbranched(words: Words) -> None:
             )
 
 
-def drafter_help() -> str:
-    """Every kind of drafters and its options, a paragraph each."""
-    auto = (
-        "auto: prompt-lookup; self:int4, unless the target is small or has 4 bits itself, whose weights are made when "
-        "a step first drafts with them; the MTP layer that its checkpoint brings along; and the trained drafters that "
-        "belong to the target and measured a gain, found in the folder drafters of its own folder, in --drafters-dir, "
-        "among those that truedraft train made here, among installed packages of drafters, and among those that ship "
-        "with truedraft; a controller chooses among them at each step"
-    )
-    chosen = "portfolio(A;B;...): the same among drafters that you name, as portfolio(draft;prompt-lookup)"
-    own = "MODULE:CLASS, options those of its constructor: a drafter of your own, installed or in this folder"
-    kinds = (f"{kind.usage(word)}: {kind.meaning}" for word, kind in KINDS.items())
-    return ".\n\n".join((auto, *kinds, chosen, own)) + "."
+_COMPOSED = {
+    "auto": "whatever fits the target and pays at each step: prompt-lookup; self:int4, unless the target is small or "
+    "has 4 bits itself, whose weights are made when a step first drafts with them; the MTP layer that its checkpoint "
+    "brings along; and the trained drafters that belong to the target and measured a gain, found in the folder "
+    "drafters of its own folder, in --drafters-dir, among those that truedraft train made here, among installed "
+    "packages of drafters, and among those that ship with truedraft",
+    "portfolio(A;B;...)": "the same among drafters that you name, as portfolio(draft;prompt-lookup)",
+    "MODULE:CLASS": "a drafter of your own, installed or in this folder; options are those of its constructor",
+}
+
+
+def drafter_words() -> dict[str, str]:
+    """How each kind of drafters is typed, without options, and what it does."""
+    auto, *others = _COMPOSED.items()
+    return dict([auto, *((kind.typed(word), kind.meaning) for word, kind in KINDS.items()), *others])
+
+
+def drafter_described(word: str) -> dict[str, str]:
+    """What is told of one kind: how it is typed, what it does, and its options.
+
+    Raises:
+        UnknownOptionError: there is no such kind; names the nearest that there is.
+    """
+    composed = {name.partition("(")[0]: name for name in _COMPOSED}
+    if word in composed:
+        return {"typed": composed[word], "does": _COMPOSED[composed[word]]}
+    if word not in KINDS:
+        raise UnknownOptionError.nearest("drafter", word, [*composed, *KINDS])
+    kind = KINDS[word]
+    options = "\n".join(f",{name}={value}" for name, value in kind.options.items())
+    return {"typed": kind.typed(word), "does": kind.meaning} | ({"options": options} if options else {})
 
 
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:

@@ -138,6 +138,13 @@ class Drafting:
         if request.last_step is not None:
             self._tell(self._members[name], [request.last_step])
 
+    def explain(self, request: Request) -> None:
+        """Count, of a request that is over, why nothing was drafted for it, where something could have been."""
+        counters = request.counters
+        could = any(not each.is_zero for name, each in self._limits.items() if name not in request.undrafted_by)
+        if could and counters.target_calls and not counters.drafted_calls:
+            counters.undrafted = self._controller.undrafted(request.id)
+
     def decide(self, batch: Batch) -> None:
         """Give each item what is to be drafted for it."""
         for item, decision in zip(batch, self._decisions(batch), strict=True):

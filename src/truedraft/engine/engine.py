@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, overload
+from typing import Unpack, cast, overload
 
 import torch
 
@@ -30,7 +30,18 @@ from truedraft.engine.failures import Failures, told
 from truedraft.engine.learner import EngineLearner
 from truedraft.engine.loop import Loop, Turns
 from truedraft.engine.memory import GPU_MEMORY_UTILIZATION, CacheMemory
-from truedraft.engine.prompts import Prompt, encode_inputs, encode_prompt, is_one, params_of_each
+from truedraft.engine.prompts import (
+    Chat,
+    Messages,
+    Prompt,
+    chats_of,
+    encode_chat,
+    encode_inputs,
+    encode_prompt,
+    is_messages,
+    is_one,
+    params_of_each,
+)
 from truedraft.engine.reading import reading_on
 from truedraft.engine.ready import make_ready
 from truedraft.engine.request import Request
@@ -45,6 +56,7 @@ from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.options import check_whole
 from truedraft.progress import Progress, unwatched
 from truedraft.text.forms import Forms
+from truedraft.text.tokenizer import ChatOptions
 from truedraft.theory import TargetCost
 from truedraft.verification import CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.specs import rule_from_spec
@@ -160,6 +172,10 @@ class Engine:
         self.entropy = None if entropy is None else check_whole("entropy", entropy, 0)
         self._unseeded = itertools.count()  # numbers of requests without a seed
 
+    def __repr__(self) -> str:
+        parts = f"drafter {self.drafter.name}, rule {self.rule.spec}, controller {type(self.controller).__name__}"
+        return f"<Engine of {self.target!r}, {parts}, at most {self.max_batch} requests at once>"
+
     @property
     def max_batch(self) -> int:
         """Most requests in one step."""
@@ -262,7 +278,7 @@ class Engine:
     @overload
     def generate(
         self,
-        prompt: list[str] | list[list[int]] | list[MultimodalPrompt],
+        prompt: list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Answer]: ...
 
@@ -293,11 +309,40 @@ class Engine:
         return _answers_of(prompt, asked)
 
     @overload
+    def chat(self, messages: Messages, params: SamplingParams | None = None, **how: Unpack[ChatOptions]) -> Answer: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **how: Unpack[ChatOptions],
+    ) -> list[Answer]: ...
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **how: Unpack[ChatOptions],
+    ) -> Answer | list[Answer]:
+        """Answer a conversation by the model's chat template, or several at once; as `generate` but for that.
+
+        Args:
+            messages: with role and content each; or a list of such lists, one for each conversation.
+            params: sampling options, for several conversations one for all or one for each.
+            how: the template is used, the same for all: see `truedraft.text.tokenizer.ChatOptions`.
+
+        Raises:
+            PromptError: these are no messages.
+            TruedraftError: a single conversation failed.
+        """
+        return self.generate(cast("list[Chat]", chats_of(messages, how)), params)  # or one
+
+    @overload
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
     @overload
     async def agenerate(
         self,
-        prompt: list[str] | list[list[int]] | list[MultimodalPrompt],
+        prompt: list[str] | list[list[int]] | list[MultimodalPrompt] | list[Chat],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Answer]: ...
 
@@ -341,24 +386,34 @@ class Engine:
         return requests
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, scope: Hashable = None
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        scope: Hashable = None,
+        **how: Unpack[ChatOptions],
     ) -> Iterator[Piece]:
-        """Answer one prompt piece by piece; leaving the loop early cancels the request.
+        """Answer one prompt, or the messages of one chat, piece by piece; leaving the loop early cancels the request.
 
-        The last piece carries the whole answer. `scope` is as for `submit`.
+        The last piece carries the whole answer. `scope` is as for `submit`, `how` as for `chat`.
 
         Raises:
             OptionError: several samples are asked for; call `submit` for each, and read their pieces.
             TruedraftError: the request failed.
         """
-        return self._pieces(self._prepare_stream(prompt, params, scope))
+        return self._pieces(self._prepare_stream(prompt, params, scope, how))
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, scope: Hashable = None
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        scope: Hashable = None,
+        **how: Unpack[ChatOptions],
     ) -> AsyncGenerator[Piece]:
         """The same as `stream` for `async for`; a cancelled task, or leaving the loop, cancels the request."""
         piece: Piece | None = None
-        request = await asyncio.to_thread(self._prepare_stream, prompt, params, scope)
+        request = await asyncio.to_thread(self._prepare_stream, prompt, params, scope, how)
         self.enqueue(request)
         try:
             while piece is None or piece.answer is None:
@@ -369,12 +424,15 @@ class Engine:
         finally:
             self.cancel(request)
 
-    def _prepare_stream(self, prompt: Prompt, params: SamplingParams | None, scope: Hashable) -> Request:
+    def _prepare_stream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None, scope: Hashable, how: ChatOptions
+    ) -> Request:
         if isinstance(params, SamplingParams) and params.n > 1:
             raise OptionError(
                 f"must be 1 for a stream, got {params.n}; call submit for each sample and read its pieces", field="n"
             )
-        return self.prepare(prompt, params, scope=scope)
+        asked = chats_of(prompt, how) if how or is_messages(prompt) else prompt
+        return self.prepare(cast("Prompt", asked), params, scope=scope)
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         piece: Piece | None = None
@@ -446,7 +504,10 @@ class Engine:
         if rule is not None:
             rule.check(self.drafter.kinds_for(rule.judges), self.drafter.name)
         target = self.target
-        ids = encode_inputs(target, prompt) if isinstance(prompt, MultimodalPrompt) else encode_prompt(target, prompt)
+        if isinstance(prompt, MultimodalPrompt):
+            ids = encode_inputs(target, prompt)
+        else:
+            ids = encode_chat(target, prompt) if isinstance(prompt, Chat) else encode_prompt(target, prompt)
         check_whole("sample", sample, least=0)
         try:
             hash(scope)
@@ -682,6 +743,7 @@ class Engine:
         self._scheduler.remove(request)
         try:
             if request.cache is not None:
+                self._drafting.explain(request)
                 self._drafting.end(request)
                 self._sharing.end(request)
         except Exception as error:

@@ -4,15 +4,63 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeGuard
 
 from truedraft.core.params import SamplingParams
-from truedraft.errors import OptionError, PromptError, TruedraftError
+from truedraft.errors import OptionError, PromptError, TruedraftError, UnknownOptionError
 from truedraft.models.base import LanguageModel, Reader
 from truedraft.models.multimodal import MultimodalPrompt
+from truedraft.text.tokenizer import ChatOptions
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation as a prompt: the model's chat template makes token ids of it.
+
+    Attributes:
+        messages: with role and content each.
+        how: the template is used.
+    """
+
+    messages: Messages
+    how: ChatOptions = field(default_factory=ChatOptions)
+
 
 TextPrompt: TypeAlias = str | Sequence[int]
-Prompt: TypeAlias = TextPrompt | MultimodalPrompt
+Prompt: TypeAlias = TextPrompt | MultimodalPrompt | Chat
+
+
+def chats_of(messages: Prompt | Messages | Sequence[Messages], how: ChatOptions) -> Prompt | list[Chat]:
+    """A conversation, or each of several, as prompts.
+
+    Raises:
+        PromptError: it is neither.
+        UnknownOptionError: a template is used in no such way.
+    """
+    for name in how:
+        if name not in ChatOptions.__annotations__:
+            raise UnknownOptionError.nearest("option of a chat", name, ChatOptions.__annotations__)
+    if isinstance(messages, list | tuple) and all(map(_is_chat, messages)):
+        return [Chat(each, how) for each in messages]
+    if _is_chat(messages):
+        return Chat(messages, how)
+    held = sorted({type(each).__name__ for each in messages}) if isinstance(messages, list | tuple) else []
+    raise PromptError(
+        'a chat is a list of messages as {"role": "user", "content": "Hello"}, and several are a list of such lists; '
+        f"got a {type(messages).__name__}{' of ' * bool(held)}{' and '.join(held)}"
+    )
+
+
+def is_messages(given: object) -> TypeGuard[Messages]:
+    """Whether this is a conversation that says something."""
+    return _is_chat(given) and bool(given)
+
+
+def _is_chat(given: object) -> TypeGuard[Messages]:
+    return isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)
 
 
 def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
@@ -21,14 +69,16 @@ def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
     Raises:
         PromptError: it is neither.
     """
-    if isinstance(prompt, str | MultimodalPrompt):
+    if isinstance(prompt, str | MultimodalPrompt | Chat):
         return True
+    if is_messages(prompt) or (isinstance(prompt, list | tuple) and any(map(is_messages, prompt))):
+        raise PromptError("messages of a chat are no prompt; give them to engine.chat, which uses the chat template")
     if isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__getitem__"):
         raise _wrong_type(prompt)
     if len(prompt) == 0:
         return not isinstance(prompt, list | tuple)
     first = prompt[0]
-    if isinstance(first, MultimodalPrompt):
+    if isinstance(first, MultimodalPrompt | Chat):
         return False
     return not isinstance(first, Collection) or getattr(first, "ndim", 1) == 0
 
@@ -68,6 +118,18 @@ def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
         raise PromptError("the prompt has no tokens; give at least one")
     _check_ids(target, ids)
     return _within_context(target, ids if target.sources is None else target.sources.text(ids, goes_on=not is_text))
+
+
+def encode_chat(target: Reader, chat: Chat) -> list[int]:
+    """Token ids of a conversation, up to where its answer begins, checked likewise.
+
+    Raises:
+        PromptError: as `encode_prompt`; or the model has no chat template, or its template refuses these messages.
+    """
+    if target.tokenizer is None:
+        raise PromptError(f"{target.name!r} has no tokenizer, so no chat template; give token ids")
+    most: ChatOptions = {"most_tokens": target.context_length} if target.sources is None else {}
+    return encode_prompt(target, target.tokenizer.chat(chat.messages, **(most | chat.how)))
 
 
 def encode_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> list[int]:

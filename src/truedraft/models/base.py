@@ -142,6 +142,11 @@ class LanguageModel(Reader, ABC):
     warmups: int = 0
     records_chains: bool = False
 
+    def __repr__(self) -> str:
+        size = f"{self.parameters / 1e6:.2f} M parameters, " if self.parameters else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<{type(self).__name__} {self.name!r}: {size}{dtype} on {self.device}, context {self.context_length}>"
+
     @property
     def fingerprint(self) -> str:
         """A hash of the weights, the same for every dtype, device and padding; computed when it is asked for.

@@ -358,6 +358,12 @@ def is_one(source: str) -> bool:
     return (Path(source) / INDEX).is_file()
 
 
+def licence_of(source: str) -> str | None:
+    """The licence that a file names."""
+    named = read_header(Path(_index(source)["files"][0])).fields.get("general.license")
+    return named if isinstance(named, str) else None
+
+
 def place_of(source: str) -> dict[str, Any]:
     """Arguments of `from_pretrained` that say where a resolved source is.
 

@@ -68,6 +68,8 @@ class HuggingFaceModel(LanguageModel):
         UnsupportedModelError: the family cannot run packed; says why.
     """
 
+    tokenizer: Tokenizer | Any  # None where there is none; whoever loads a model by its name knows whether it has one
+
     def __init__(
         self,
         model: PreTrainedModel,

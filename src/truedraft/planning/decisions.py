@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from truedraft.core.budget import Decision
-from truedraft.core.stats import RequestStep, StepRecord
+from truedraft.core.stats import PROBE, RequestStep, StepRecord
 from truedraft.core.sums import summed
 from truedraft.theory import ForwardTable
 
-PLAIN, PROBE = "plain", "probe"
-"""What was decided where nothing was to be drafted, and where a step was made to learn from, whoever drafted in it."""
+PLAIN = "plain"
+"""What was decided where nothing was to be drafted; `PROBE` where a step was made to learn from, whoever drafted."""
 END, NOT_ASKED = "end", "not asked"
 """Why nothing was drafted: no token could follow a draft any more; or there was nobody to ask, or all failed."""
 

@@ -21,7 +21,7 @@ from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.params import ReasoningSpan, SamplingParams, Structured
 from truedraft.core.stats import Counters
 from truedraft.engine import Request
-from truedraft.engine.prompts import Prompt, check_max_tokens
+from truedraft.engine.prompts import Chat, Prompt, check_max_tokens
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.errors import ApiError, told_back
@@ -119,7 +119,7 @@ class Front:
         """Whether a prompt ends inside reasoning."""
         tokenizer, marks = self.service.engine.target.tokenizer, notation.reasoning
         ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
-        if marks is None or tokenizer is None or isinstance(ids, str):
+        if marks is None or tokenizer is None or isinstance(ids, str | Chat):
             return False
         return marks.opens(tokenizer.shown_text(ids[-_END_TOKENS:]))
 

@@ -73,6 +73,10 @@ class Tokenizer:
         self._control: dict[str | None, ControlTokens] = {}  # by template
         self._holding: dict[str, dict[int, str]] = {}
 
+    def __repr__(self) -> str:
+        chats = "" if self.chat_template else ", no chat template"
+        return f"<Tokenizer {self.name!r}: {type(self.backend).__name__}{chats}>"
+
     @classmethod
     def load(cls, folder_or_name: str, *, revision: str | None = None) -> Tokenizer | None:
         """Load the tokenizer of a folder or hub name; None where the model comes without one.

@@ -64,7 +64,7 @@ from truedraft.training.on_policy import OwnText
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.processes import Processes
-from truedraft.training.report import Card, base_name, evaluation_facts, made_by, pair_facts, training_facts
+from truedraft.training.report import Card, base_name, evaluation_facts, licence_of, made_by, pair_facts, training_facts
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.answered import Source, Writing
 from truedraft.training.texts.data import Curriculum, read_stream, stream_hash, write_stream
@@ -488,8 +488,8 @@ def _card(target: str | Path, data: Sequence[Path], draft: PreTrainedModel, resu
         title=f"A draft for {name}",
         summary=f"Proposes tokens that {name} verifies (speculative decoding). Distilled with truedraft.",
         facts=facts | pair_facts(result.report) | evaluation_facts(each.as_dict() for each in result.evaluations),
-        license="other",
-        notes=made_by(),
+        license=licence_of(str(target)) or "other",
+        notes=made_by(str(target)),
         base_model=name,
         tags=("speculative-decoding", "draft-model", "truedraft"),
     )

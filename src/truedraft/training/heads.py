@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from truedraft.core.stats import repeated_ngrams
 from truedraft.errors import CompositionError, DataError, OptionError
 from truedraft.heads import Head, HeadRecord
 from truedraft.heads.base import HeadConfig
@@ -22,7 +23,7 @@ from truedraft.models.loading import load_model
 from truedraft.planning import TREE_TEMPERATURES
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.evaluate import EngineRound, foretold, measure_in_engine
-from truedraft.training.head_config import HeadTrainingConfig
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.loop import CHECKPOINT, LENGTHS, Callbacks, StepRecord, TrainingLoop, checkpoint_of, train_told
 from truedraft.training.processes import Processes
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
@@ -59,8 +60,8 @@ _TRAIN_WRITTEN = 0.9 * WRITTEN  # the rest of it is for the text that trees are 
 _FLOOR = 0.1  # of the tokens that are asked for: with less, next to nothing of the training that was asked for is left
 _ENOUGH = 0.95  # of them is as good as all
 _REPLAYED = 0.3  # of the time for measuring goes to choosing trees by replay
-_REPLAY_COST = 20.0  # replaying a position is taken to last as long as training on so many
-_LEAST_REPLAYED = 3072  # positions, however little time there is
+_REPEATS = 0.3  # mean share of repeated 8-grams of held-out answers, from which that is told with what they promise
+_LEAST_REPLAYED = 768  # positions, however little time there is
 _LEAST_POSITIONS = 256  # of a step, where little time is better spent on more of them
 _MANY_STEPS = 200  # from where on steps need not be smaller
 _POSITIONS = "positions_per_step"
@@ -369,8 +370,7 @@ def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tupl
     loop = _loop(job, head, lm_head, text, work)
     Processes.here().from_main((job.prompts, job.config, text.fingerprint))  # see `_train_beside`
     effort = run(job, loop, text)
-    held_out = _measured_on(job, text.tree, effort)
-    return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), held_out, out, effort), effort
+    return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), text.tree, out, effort), effort
 
 
 def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:
@@ -391,12 +391,18 @@ def _within_budget(job: HeadJob, text: TargetText, reach: int, work: Path) -> He
     return replace(config, steps=job.budget.steps(config.schedule(len(windows)).total_steps, job.step_s or 0.0))
 
 
-def _measured_on(job: HeadJob, text: SelfDistillationData, effort: Effort) -> SelfDistillationData:
-    """The held-out text that trees are chosen on: as much as there is time for."""
-    left_s = _REPLAYED * job.budget.left_s()
-    if not job.budget.limited or not effort.elapsed_s:
+def _fitting(
+    job: HeadJob, text: SelfDistillationData, replay: Callable[[SelfDistillationData], object]
+) -> SelfDistillationData:
+    """The held-out text that trees are chosen on: as much as there is time for, by what a little of it takes."""
+    little, left_s = text.beginnings(_LEAST_REPLAYED), job.budget.left_s()
+    if not job.budget.limited or len(little.tokens) == len(text.tokens):
         return text
-    return text.beginnings(max(_LEAST_REPLAYED, int(left_s * effort.positions / effort.elapsed_s / _REPLAY_COST)))
+    replay(little)
+    took_s = left_s - job.budget.left_s()
+    return text.beginnings(
+        max(_LEAST_REPLAYED, int(len(little.tokens) * _REPLAYED * job.budget.left_s() / max(took_s, 1e-9)))
+    )
 
 
 def lm_head_of(target: str, device: str) -> LmHead:
@@ -482,8 +488,13 @@ def judge(
     record = replace(record, facts=effort.as_dict())
     head.save(out, record)
     target = load_model(record.target_name, device=job.config.device)
-    found = job.config.calibrate(head, lm_head, target, held_out, job.follow)
-    rounds = [_promised(job, target, held_out, *each) for each in enumerate(found.rounds)]
+
+    def replayed(text: SelfDistillationData) -> tuple[Calibrated, list[EngineRound]]:
+        found = job.config.calibrate(head, lm_head, target, text, job.follow)
+        return found, [_promised(job, target, text, *each) for each in enumerate(found.rounds)]
+
+    held_out = _fitting(job, held_out, replayed)
+    found, rounds = replayed(held_out)
     measured = measure_in_engine(
         target,
         rounds,
@@ -492,9 +503,19 @@ def judge(
         budget=job.budget,
     )
     promised_by = len(held_out.tokens) // len(TREE_TEMPERATURES)  # of each prompt one answer at each temperature
-    report = HeadReport(found.facts, measured, job.prompts.promised_on, promised_by)
+    promised_on = job.prompts.promised_on + _repeats(held_out)
+    report = HeadReport(found.facts, measured, promised_on, promised_by)
     head.save(out, replace(record, trees=found.trees, facts={**record.facts, **report.as_dict()}))
     return report
+
+
+def _repeats(text: SelfDistillationData) -> str:
+    """A remark on answers that repeat themselves: what is promised on them holds for others that do."""
+    shares = [share for each in text.records if (share := repeated_ngrams(each.answer)) is not None]
+    mean = sum(shares) / len(shares) if shares else 0.0
+    if mean < _REPEATS:
+        return ""
+    return f" (THE TARGET REPEATS ITSELF THERE: {mean:.0%} of 8-grams occurred before in their answer)"
 
 
 def _promised(

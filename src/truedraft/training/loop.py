@@ -31,10 +31,9 @@ from truedraft.errors import ChangedOptionsError, TrainingError
 from truedraft.files import written_whole
 from truedraft.machine import describe_machine, has_bfloat16
 from truedraft.training.processes import Processes
-from truedraft.training.workspace import write_whole, writing
+from truedraft.training.workspace import LOG, write_whole, writing
 
 CHECKPOINT = "checkpoint.pt"
-LOG = "log.jsonl"
 CHECKPOINT_EVERY_S = 120.0
 """Seconds between two checkpoints: what a kill costs at the most, and far more than writing one takes."""
 Identity: TypeAlias = Mapping[str, str | int | float | bool | None]

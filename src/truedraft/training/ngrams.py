@@ -24,7 +24,7 @@ from truedraft.training.loop import Callbacks
 from truedraft.training.ngram_counts import count_ngrams
 from truedraft.training.options import NgramSizeOptions, TextOptions
 from truedraft.training.processes import Processes
-from truedraft.training.report import Card, base_name, evaluation_facts, made_by
+from truedraft.training.report import Card, base_name, evaluation_facts, licence_of, made_by
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.answered import Source, Writing
 from truedraft.training.texts.data import read_texts
@@ -332,8 +332,8 @@ def _card(target: str | Path, result: NgramResult, device: str) -> Card:
         summary=f"Proposes tokens that {name} verifies (speculative decoding): `--drafter ngram:FOLDER`. Counted with "
         "truedraft.",
         facts=rows | evaluation_facts(each.as_dict() for each in result.evaluations),
-        license="other",
-        notes=made_by(),
+        license=licence_of(str(target)) or "other",
+        notes=made_by(str(target)),
         base_model=name,
         tags=("speculative-decoding", "ngram", "truedraft"),
         library="truedraft",

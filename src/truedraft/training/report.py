@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from truedraft.drafters.heads.calibration import PROMISED_ON
+from truedraft.errors import TruedraftError
 from truedraft.files import parameters_in
 from truedraft.machine import describe_machine
+from truedraft.models import gguf
+from truedraft.models.loading import resolve_source
 from truedraft.models.smollm2 import ON_THE_HUB, WORD
 from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import typed_command
@@ -207,8 +211,8 @@ def write_head_card(result: HeadResult, kind: str, target: str, data: str, devic
         summary=f"Guess the next tokens of {base_name(target)}, which verifies them (speculative decoding): "
         f"`--drafter {kind}:FOLDER`. Trained with truedraft.{own}",
         facts=rows | {"finished": time.strftime("%Y-%m-%d")} | measured,
-        license="other",
-        notes=f"Acceptance was measured in the engine, on prompts that nothing was trained on.\n\n{made_by()}",
+        license=licence_of(target) or "other",
+        notes=f"Acceptance was measured in the engine, on prompts that nothing was trained on.\n\n{made_by(target)}",
         base_model=base_name(target),
         tags=("speculative-decoding", kind, "truedraft"),
         library="truedraft",
@@ -221,9 +225,29 @@ def base_name(target: str) -> str:
     return Path(name).resolve().name if name.count("/") != 1 or Path(name).is_dir() else name
 
 
-def made_by() -> str:
-    """The command of this process, for a card."""
-    return f"Made by\n\n    {shlex.join(word for word in typed_command() if word != '--resume')}"
+def licence_of(target: str) -> str | None:
+    """The licence that a target's own files name, as hubs call it; None where they name none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        source = resolve_source(target)
+        if gguf.is_one(source):
+            return gguf.licence_of(source)
+        card = Path(source) / "README.md" if Path(source).is_dir() else try_to_load_from_cache(source, "README.md")
+        text = Path(card).read_text(encoding="utf-8") if isinstance(card, str | Path) else ""
+    except (OSError, ValueError, TruedraftError):
+        return None
+    front = text.split("---")[1] if text.startswith("---") else ""
+    found = re.search(r"^license: *([\w.-]+)", front, re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def made_by(target: str) -> str:
+    """Whose licence it is under, and the command of this process, for a card."""
+    licence = licence_of(target)
+    told = "which its files do not name" if licence is None else licence
+    command = shlex.join(word for word in typed_command() if word != "--resume")
+    return f"It learned from {base_name(target)}, and is under the licence of that: {told}.\n\nMade by\n\n    {command}"
 
 
 def evaluation_facts(evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -23,6 +23,8 @@ WORK = "work"
 """Working files, inside the folder that a training writes."""
 PLACES = (f"{WORK}/joint", f"stage-1/{WORK}", WORK)
 """Where working files may lie in it, those of the latest stage first."""
+LOG = "log.jsonl"
+"""What each step gave, a line each."""
 WRITTEN, TRAINED = 0.4, 0.75
 """Shares of the time: by then the target has written, and training is over; the rest is for measuring."""
 _MARGIN = 0.9  # of the time for steps: now and then something is measured between them
@@ -138,6 +140,25 @@ def clear_work(out: Path) -> int:
         with contextlib.suppress(OSError):
             place.rmdir()  # only an empty one goes
     return freed
+
+
+def finish_work(out: Path) -> None:
+    """Remove the working files of a finished training, but its log, which then lies beside what was trained.
+
+    Raises:
+        TrainingError: they cannot be removed.
+    """
+    logs = [out / place / LOG for place in PLACES if (out / place / LOG).is_file()]
+    with writing(out):
+        if logs:
+            logs[0].replace(out / LOG)
+    with contextlib.suppress(OptionError):  # there are none
+        clear_work(out)
+
+
+def log_of(out: Path) -> Path:
+    """The log of a training, where it lies."""
+    return next((path for place in PLACES if (path := out / place / LOG).is_file()), out / LOG)
 
 
 def free_bytes(folder: Path) -> int:
