@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -178,6 +179,61 @@ def test_shared_pages_count_once() -> None:
     assert pool.held_bytes == 4 * PAGE_BYTES
 
 
+def test_pages_are_counted_again_only_once_some_were_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that wait ask at every step."""
+    pool, counted = new_page_pool(), list[int]()
+    unique = np.unique
+    monkeypatch.setattr(np, "unique", lambda held: (counted.append(len(held)), unique(held))[1])
+    first, second = filled(pool, range(4 * PAGE)), filled(pool, range(2 * PAGE))
+    asked: list[tuple[int, RequestCache | None]] = [(9 * PAGE, first), (9 * PAGE, second)]
+    for _ in range(3):
+        assert pool.bytes_for(asked) == 18 * PAGE_BYTES
+        fill(second, range(PAGE))
+    assert counted == [6]
+    third = pool.acquire()
+    third.extend([(first.part(0, 3 * PAGE, lasting=False), 0, 3 * PAGE)])
+    asked.append((9 * PAGE, third))
+    assert pool.bytes_for(asked) == pool.bytes_for(asked) == (27 - 3) * PAGE_BYTES
+    assert len(counted) == 2
+    fill(third, [1])
+    third.rollback(PAGE)
+    fill(third, [2])  # takes a page of its own
+    assert pool.bytes_for(asked) == (27 - 2) * PAGE_BYTES
+    pool.release(third)
+    asked[2] = (9 * PAGE, pool.acquire())  # may lie where the other was
+    assert pool.bytes_for(asked) == 27 * PAGE_BYTES
+
+
+def test_what_nobody_holds_is_dropped_before_more_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both together might not fit. Where even the new ones alone do not, those of before are there again."""
+    pool = new_page_pool()
+    pages = pages_of(pool)
+    pool.reserve(20 * PAGE_BYTES, 0)
+    before, made = pages.n_bytes, list[int]()
+    empty = Pages._empty
+
+    def watched(own: Pages, count: int) -> torch.Tensor:
+        made.append(own.n_bytes)
+        if count > 100:
+            raise torch.OutOfMemoryError
+        return empty(own, count)
+
+    monkeypatch.setattr(Pages, "_empty", watched)
+    pool.reserve(40 * PAGE_BYTES, 0)
+    assert made == [PAGE_BYTES] and (pages.count, pages.reserved) == (40, 2)
+    cache = filled(pool, range(30 * PAGE))
+    pool.reserve(50 * PAGE_BYTES, 0)
+    assert_holds(cache.entries(), range(30 * PAGE))
+    assert made[1] == before // 21 * 41, "copied"
+    pool.release(cache)
+    generation = pages.generation
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.reserve(200 * PAGE_BYTES, 0)
+    assert (pages.count, pages.reserved, pages.n_bytes) == (50, 3, 51 * PAGE_BYTES)
+    assert pages.generation > generation
+    assert_holds(filled(pool, range(50 * PAGE)).entries(), range(50 * PAGE))
+
+
 def test_misuse_is_refused() -> None:
     pool = new_page_pool()
     cache = filled(pool, [1, 2])
@@ -313,6 +369,14 @@ class PagesBesidePlainLists(RuleBasedStateMachine):
             assert cache.length == len(self.texts[number])
             if cache.storage.calls:
                 assert_holds(cache.entries(), self.texts[number])
+
+    @invariant()
+    def pages_of_several_count_once(self) -> None:
+        for some in (list(self.caches.values()), list(self.caches.values())[1:]):
+            tables = [table_of(cache).table.tolist() for cache in some]
+            assert self.pool.bytes_for([(LIMIT, cache) for cache in some]) == PAGE_BYTES * (
+                len(some) * pages_for(LIMIT) - sum(map(len, tables)) + len(set().union(*tables))
+            )
 
     @invariant()
     def every_page_has_its_holders(self) -> None:

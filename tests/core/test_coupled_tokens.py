@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core.test_noise import undo
 from truedraft.core import coupled as C
+from truedraft.core import probs
 from truedraft.core.coupled import LazyGumbelMax, choices_by_definition, coupled_choices
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.params import SamplingParams
@@ -242,3 +243,13 @@ def test_a_device_asks_for_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None
     there = coupled_choices(probs, [*places(4), *places(2)])
     monkeypatch.undo()
     assert torch.equal(there, torch.cat(here))
+
+
+def test_the_noise_of_few_rows_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist, rows = SHAPES["nearly flat"](9, 50, 1), list[int]()
+    expected = choices_by_definition(dist, places(9), 3)
+    monkeypatch.setattr(probs, "_AT_ONCE", 4 * 50)
+    by_noise = C.choices_by_noise
+    monkeypatch.setattr(C, "choices_by_noise", lambda own, *more: (rows.append(len(own)), by_noise(own, *more))[1])
+    assert choices_by_definition(dist, places(9), 3).equal(expected)
+    assert rows == [3, 3, 3]

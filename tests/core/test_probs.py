@@ -300,6 +300,32 @@ def test_groups_of_rows_have_the_distributions_of_each_group_alone(groups: list[
         start += count
 
 
+@quick
+@given(st.lists(st.tuples(some_params, st.integers(0, 9)), max_size=8))
+def test_many_rows_have_the_distributions_of_few_at_a_time(groups: list[tuple[SamplingParams, int]]) -> None:
+    logits = torch.randn(sum(count for _, count in groups), 7, generator=torch.Generator().manual_seed(1))
+    whole = L.batch_probs(logits, groups)
+    with pytest.MonkeyPatch.context() as patch:
+        most, made = [0], L.probs_from_logits
+        patch.setattr(L, "_AT_ONCE", 4 * 7)
+        patch.setattr(L, "probs_from_logits", lambda own, params: (most.append(len(own)), made(own, params))[1])
+        in_blocks = L.batch_probs(logits, groups)
+    assert max(most) <= 4
+    assert all(one.equal(other) for one, other in zip(whole, in_blocks, strict=True))
+
+
+def test_no_row_of_several_is_worked_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(L, "_AT_ONCE", 3)
+    sizes: list[int] = []
+    for rows in range(9):
+        given = torch.arange(rows * 2).view(rows, 2)
+        once, twice = L.by_rows(
+            lambda own, more: (sizes.append(len(own)), (own, own[:, 0] + more))[1], given, given[:, 1]
+        )
+        assert once.equal(given) and twice.equal(given.sum(1))
+    assert sizes == [0, 1, 2, 3, *(2, 2), *(3, 2), *(2, 2, 2), *(3, 2, 2), *(2, 2, 2, 2)]
+
+
 # ------------------------------------------------------------------------------- residuals and overlaps
 
 vectors = (

@@ -107,6 +107,11 @@ def test_a_chain_is_a_tree_with_one_path(length: int) -> None:
     assert len(tree) == length
 
 
+def test_shapes_of_long_parts_of_prompts_are_not_kept() -> None:
+    assert chain_shape(512) is chain_shape(512)
+    assert chain_shape(513) == chain_shape(513) and chain_shape(513) is not chain_shape(513)
+
+
 def test_chains_take_tensors_and_lists() -> None:
     assert TokenTree.chain(torch.tensor([3, 1], dtype=torch.int32)).tokens.dtype == torch.int64
     assert TokenTree.chain([]).host_ids == TokenTree.empty().host_ids == []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from models import test_encoder_decoder, test_recurrence
+from support import rare_families
 from support.head_models import MarkovWithHead, fitted_heads
 from support.pairwise import by_turns
-from support.tiny_models import noisy_stock, stock
+from support.tiny_models import build, noisy_stock, packed, stock
 from truedraft import Engine, SamplingParams
 from truedraft.cache import key_span
 from truedraft.control import Goodput
@@ -18,7 +21,7 @@ from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.drafters.heads.guess_trees import GuessTrees
 from truedraft.drafters.portfolio import Portfolio
-from truedraft.engine import Request
+from truedraft.engine import Request, memory
 from truedraft.errors import PromptError
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
@@ -256,3 +259,55 @@ def test_a_request_that_resumes_is_read_until_it_goes_on(tokens: int) -> None:
     assert request.tokens[len(prompt) :] == expected.token_ids
     assert (counters.prefill_tokens, counters.target_calls, counters.emitted_tokens) == (2, 38, 38)
     assert counters.prefill_calls == (2 if tokens == 256 else 3)
+
+
+def hold_to_a_budget(
+    model: LanguageModel, prompts: list[list[int]], patch: pytest.MonkeyPatch, params: SamplingParams | None = None
+) -> None:
+    """Requests of whom few fit are let in, wait, and give their room back; their answers are those without a limit."""
+    params = replace(params or SamplingParams(), max_tokens=60, ignore_eos=True)
+    patch.setattr(memory, "_AHEAD", 16)
+    patch.setattr(memory, "_NEAR", 4)
+    plain = Engine(model, prefix_cache_bytes=0).generate(prompts, params)
+    Engine(model, max_cache_bytes=1 << 40)  # learns what a token takes
+    pool = model.pool
+    assert pool is not None
+    begun, whole = pool.bytes_alone(40), pool.bytes_alone(max(map(len, prompts)) + params.max_tokens)
+    most = max(2 * begun, whole + begun // 2)
+    engine, running, used = Engine(model, max_cache_bytes=most), list[int](), list[int]()
+    engine.listeners.append(lambda _: running.append(len(engine._scheduler.running)))
+    engine.listeners.append(lambda _: used.append(engine.cache_bytes))
+    answers = engine.generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    assert 1 < max(running) < len(prompts) and max(used) <= most
+    assert engine.preemptions > 0 or whole == begun, "states alone do not grow"
+    assert (engine.check_idle(), pool.in_use, pool.lost) == ([], 0, 0)
+
+
+def texts(count: int) -> list[list[int]]:
+    return [[(7 * place + 13 * number) % 89 for place in range(10)] for number in range(count)]
+
+
+def gemma4_of_two_widths() -> LanguageModel:
+    config = rare_families.gemma4_text()
+    config.global_head_dim = 32
+    return HuggingFaceModel(build(config, seed=1), None, "gemma4")
+
+
+FAMILIES: dict[str, Callable[[], LanguageModel]] = {
+    "experts": lambda: packed("mixtral"),
+    "several rotations": lambda: packed("gemma3"),
+    "layers of two shapes": gemma4_of_two_widths,
+    "hybrid": lambda: test_recurrence.packed("lfm2"),
+    "recurrent": lambda: test_recurrence.packed("mamba"),
+    "encoder-decoder": lambda: test_encoder_decoder.target("t5"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_budget(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FAMILIES[family]()
+    prompts = texts(3)
+    if model.sources is not None:
+        prompts = [[*text[:-1], model.sources.end] for text in prompts]
+    hold_to_a_budget(model, prompts, monkeypatch)

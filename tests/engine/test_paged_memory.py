@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -12,9 +14,10 @@ from support.layer_heads import target as layer_target
 from support.loops import weights
 from support.tiny_models import CONTEXT, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
-from truedraft.cache import PAGE, PagePool, PrefixCache
+from truedraft.cache import PAGE, PagePool, Pages, PrefixCache
 from truedraft.core.stats import StepRecord
 from truedraft.core.tree import chain_shape
+from truedraft.costs.measuring import most_held
 from truedraft.drafters import DraftModel
 from truedraft.engine import memory
 from truedraft.engine.memory import CacheMemory, gpu_cache_bytes
@@ -166,12 +169,62 @@ def test_what_a_gpu_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_cache_bytes(device, 0.9, reserved=5 * GIB) == (72 - 15) * GIB - 3 * GIB // 2
     with pytest.raises(OptionError, match=r"0\.25 of the GPU's 85\.9 GB leaves nothing for keys and values: 21\.5 GB"):
         gpu_cache_bytes(device, 0.25)
-    engine = Engine(graphs(), gpu_memory_utilization=0.5, max_batch=2)
-    assert engine.max_cache_bytes == (40 - 20) * GIB - 3 * GIB // 2
+    target, draft = graphs(), graphs(0.1)
+    engine = Engine(target, DraftModel(draft, 3), gpu_memory_utilization=0.5, max_batch=2)
+    measured = sum(pool_of(model).bytes_alone(most_held(target)) for model in (target, draft))
+    assert 1 << 20 < measured < GIB
+    assert engine.max_cache_bytes == (40 - 20) * GIB - 3 * GIB // 2 - measured
     assert Engine(graphs(), max_cache_bytes=4096 * 40, gpu_memory_utilization=0.5).max_cache_bytes == 4096 * 40
     for wrong in (0, -1, 1.5, True, "much"):
         with pytest.raises(OptionError, match="gpu_memory_utilization must be above 0 and at most 1, got"):
             gpu_cache_bytes(device, wrong)  # type: ignore[arg-type]
+
+
+def test_pages_and_what_is_measured_are_within_the_share_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = graphs()
+    pool = pool_of(target)
+    most, beside = pool.bytes_alone(CONTEXT // 2), pool.bytes_alone(most_held(target))
+    monkeypatch.setattr(memory, "_WORKSPACE", 0)
+    monkeypatch.setattr(memory, "gpu_memory", lambda _: (0, beside + most))
+    engine = Engine(target, gpu_memory_utilization=1.0)
+    assert pool._pages.count * pool._pages.page_bytes == beside + most
+    assert engine.max_cache_bytes == pool.most_bytes == most
+    with pytest.raises(PromptError, match=f"and gpu_memory_utilization leaves {most:,}; ask for fewer max_tokens"):
+        engine.submit(text(1, CONTEXT // 2), SamplingParams(max_tokens=1))
+    monkeypatch.setattr(memory, "gpu_memory", lambda _: (most, beside + most))
+    with pytest.raises(OptionError, match=r"^gpu_memory_utilization leaves .* and those with which costs are measured"):
+        Engine(graphs(), gpu_memory_utilization=1.0)
+
+
+@pytest.mark.parametrize("options", [{"max_cache_bytes": 5 << 20}, {"gpu_memory_utilization": 0.5}])
+def test_a_reservation_for_which_there_is_no_memory_is_refused(
+    options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else took it, or torch's allocator has it in pieces."""
+    monkeypatch.setattr(memory, "gpu_memory", lambda _: (20 * GIB, 80 * GIB))
+    monkeypatch.setattr(memory, "free_memory", lambda _: 3_000_000)
+    target = graphs()
+    pages = pool_of(target)._pages
+
+    empty = Pages._empty
+
+    def little_left(own: Pages, count: int) -> torch.Tensor:
+        if count > 100:
+            raise torch.OutOfMemoryError
+        return empty(own, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pages, "_empty", little_left)
+        with pytest.raises(
+            OptionError, match=r"asks for [\d.]+ MB for keys and values at once, and 3\.0 MB are"
+        ) as told:
+            Engine(target, max_batch=2, **options)  # type: ignore[arg-type]
+    assert told.value.field in options
+    assert str(told.value).endswith("free; lower gpu_memory_utilization or max_cache_bytes")
+    del told
+    gc.collect()
+    assert (pages.reserved, pages.held) == (0, 0)
+    Engine(target, max_batch=2, **options)  # type: ignore[arg-type]
 
 
 def test_a_processor_has_no_such_limit() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from drafters.heads.test_eagle import head
 from drafters.heads.test_recorded_pairs import Replayed
@@ -14,11 +16,15 @@ from support.backends import HostRecorder, graph_backend
 from support.layer_heads import target
 from support.tiny_models import VOCAB, noisy_stock, packed, stock
 from truedraft import Engine, SamplingParams
+from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.stats import StepRecord
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.engine import ready
 from truedraft.errors import CacheError, OptionError, TruedraftError
+from truedraft.models.backends.graphs.replay import Runner
+from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
 LONG = [[place * step % VOCAB for place in range(90)] for step in (3, 5, 7)]
@@ -156,9 +162,76 @@ def test_it_is_refused_within_a_step_and_for_no_tokens() -> None:
 
 
 def test_few_requests_with_long_drafts_and_many_with_short_ones_are_ready() -> None:
-    shapes = ready.step_shapes([Budget(8), Budget(3, 4, 20)], 32)
-    assert {each.requests for each in shapes if each.rows == 1} == {1, 2, 4, 8, 16, 32}
-    assert {each.rows for each in shapes if each.tree and each.requests == 1} == {4, 8, 16, 21}
-    assert {each.rows for each in shapes if not each.tree and each.requests == 32} == {1, 2, 4}
-    sizes = [each.requests * each.rows for each in shapes]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 128
+    steps = ready.step_shapes([Budget(8), Budget(3, 4, 20)], 32)
+    alike = [step for step in steps if len(set(step)) == 1]
+    assert {len(step) for step in alike if len(step[0]) == 1} == {1, 2, 4, 8, 16, 32}
+    assert {len(step[0]) for step in alike if not step[0].is_chain and len(step) == 1} == {4, 8, 16, 21}
+    assert {len(step[0]) for step in alike if step[0].is_chain and len(step) == 32} == {1, 2, 4}
+    sizes = [sum(map(len, step)) for step in steps]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(map(len, alike[0])) == 128
+
+
+def test_parts_of_prompts_stand_beside_trees_so_that_each_kind_of_kernel_is_there() -> None:
+    """By tiles of rows and by words of nodes; the last ones are not recorded."""
+    mixed = [step for step in ready.step_shapes([Budget(3, 4, 99)], 8) if len(set(step)) > 1]
+    found = {(ready._bucket(step, 512).tile, ready._bucket(step, 512).words, len(step[1])) for step in mixed}
+    assert found == {(4, 1, 4), (16, 1, 16), (64, 1, 64), (64, 1, 65), (64, 2, 65)}
+    assert all(step[1].is_chain and not step[0].is_chain for step in mixed)
+    assert all(len(set(step)) == 1 for limits in ([], [Budget(8)]) for step in ready.step_shapes(limits, 8))
+    assert all(len(step) == 1 for step in ready.step_shapes([Budget(3, 4, 99)], 1))
+
+
+def test_no_more_is_run_than_is_kept_and_short_texts_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, contexts = ready.step_shapes([Budget(8), Budget(3, 4, 20)], 64), [256, 4096, 1024]
+    every = ready.recorded_steps(steps, contexts)
+    buckets = {ready._bucket(step, context) for context in contexts for step in steps}
+    assert len(every) == len(buckets) == len({ready._bucket(step, context) for context, step in every})
+    monkeypatch.setattr(ready, "MOST_KEPT", 50)
+    assert ready.recorded_steps(steps, contexts) == every[:50]
+    assert (4096, (chain_shape(1),)) in every[:50] and (4096, (chain_shape(1),) * 64) not in every[:50]
+    monkeypatch.undo()
+    assert inspect.signature(Runner).parameters["most"].default == ready.MOST_KEPT
+
+
+def test_recordings_that_were_rehearsed_do_not_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep draft is more of them than are kept: all that were made are there once more is asked for."""
+    monkeypatch.setattr(transfers, "waits", lambda device: True)
+    monkeypatch.setattr(ready, "MOST_KEPT", 26)
+    target, draft = packed("llama"), recorded(noisy_stock("llama", 0.1))
+    assert draft.pool is not None
+    draft.pool.reserve(1 << 22, 0)  # where pages move, recordings are made again
+    draft._backend._runner._recordings._most = 26  # type: ignore[attr-defined]
+    drafter, counts = DraftModel(draft, 3), list[int]()
+    draft.forward([Segment(cache := draft.new_cache(), torch.zeros(1, dtype=torch.int64), chain_shape(1), (0,))])
+    draft.release_cache(cache)
+    for _ in range(2):
+        ready.make_ready(target, [drafter], None, 8, 256, lambda share, label: None)
+        counts.append(draft.warmups)
+    assert counts[0] == counts[1] > 26
+
+
+def test_after_a_mixed_step_was_rehearsed_no_kind_of_forward_is_new() -> None:
+    """Where attention takes segments of any lengths together, as its kernel does."""
+    engine = drafting(branching=(2, 2, 1))
+    shapes: list[tuple[int, int]] = []
+    forward = engine.target.forward
+
+    def watched(segments: Sequence[Any]) -> Any:
+        bucket = ready._bucket([each.shape for each in segments], 256)  # type: ignore[arg-type]
+        shapes.append((bucket.tile, bucket.words))
+        return forward(segments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.target, "forward", watched)
+        engine.make_ready(256)
+        known = set(shapes)
+        shapes.clear()
+        first = engine.submit(LONG[1][:3], SamplingParams(max_tokens=60, ignore_eos=True))
+        for prompt in (LONG[0], LONG[2][:12]):
+            engine.step()
+            second = engine.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+            while not second.closed:
+                engine.step()
+        engine.cancel(first)
+    assert {(64, 1), (16, 1)} <= set(shapes) <= known

@@ -16,11 +16,13 @@ from truedraft.core.stats import StepRecord
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
+from truedraft.models import loading
+from truedraft.models.attention import Full
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
-from truedraft.models.loading import fastest_backend
+from truedraft.models.loading import fastest_backend, packed_backend
 from truedraft.models.probe import check_against_stock, probe_patterns
 
 
@@ -104,7 +106,7 @@ def test_the_check_at_load_holds_it_to_the_stock_forward() -> None:
 def test_which_models_fit() -> None:
     for family, misfit in (
         ("llama", None), ("mistral", None), ("qwen3", None), ("gemma3", "its layers rotate heads differently"),
-        ("gpt2", "its layers are not those of Llama"),
+        ("gpt2", "its layers are not those of Llama"), ("mixtral", "it has experts or sinks"),
     ):  # fmt: skip
         module = stock(family)
         assert GraphBackend.misfit(Llama.of(module, probe_patterns(module))) == misfit
@@ -113,6 +115,18 @@ def test_which_models_fit() -> None:
     module = stock("llama")
     assert not isinstance(HuggingFaceModel(module, None, "cpu", fastest_backend)._backend, GraphBackend)
     assert "CUDA graphs" not in graphs(stock("llama")).fast_paths
+
+
+def test_what_is_not_recorded_on_a_gpu_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda model: torch.device("cuda")))
+    for family, why in (("gpt2", "its layers are not those of Llama"), ("mixtral", "it has experts or sinks")):
+        module = stock(family)
+        patterns = [Full()] * module.config.num_hidden_layers
+        monkeypatch.setattr(loading, "probe_patterns", lambda module, known=patterns: known)
+        assert fastest_backend(module).note == f"its forwards are not recorded as CUDA graphs: {why}"
+        adapted = packed_backend({"one": {}}, True)(module, patterns)
+        assert adapted.note == "its forwards are not recorded as CUDA graphs: adapters stand beside its weights"
+        assert packed_backend({}, True)(module, patterns).note is None
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,8 @@ def test_tiles_hold_each_row_once() -> None:
         batch = batch_of(requests, exact=True)
         tiles = loaded(batch).numbers.tiles.tolist()
         assert len(tiles) == batch.bucket.tiles
+        ends = [length + len(shape) for length, shape, _ in requests]
+        assert loaded(batch).numbers.tile_end.tolist() == [ends[request] if many else 0 for request, _, many in tiles]
         rows = [[(request, row) for row in range(first, first + many)] for request, first, many in tiles]
         assert all(len(tile) <= batch.bucket.tile for tile in rows)
         starts = [0, 1, 1 + count]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from support.paged_requests import Asked, lay_out
+from truedraft.core.tree import chain_shape
 from truedraft.models.backends.graphs import attention_kernel, layer_kernels
+from truedraft.models.llama import RootMeanSquareNorm
 
 AMPERE, HOPPER = 80, 90
 SHARED = {
@@ -44,16 +48,21 @@ def attend(
     padded = triton.next_power_of_2(width)
     block_m, warps = attention_kernel.rows_and_warps(tile, heads // kv_heads, padded, dtype)
     types = dict.fromkeys(("query", "keys", "values"), POINTERS[dtype])
-    types |= dict.fromkeys(("table", "tiles", "length", "until", "first", "path"), "*i32")
+    types |= dict.fromkeys(("table", "tiles", "tile_end", "length", "until", "first", "path"), "*i32")
     types |= dict.fromkeys(("parts", "sums", "maxima"), "*fp32") | {"pages": "i32", "splits": "i32", "scale": "fp32"}
     constants = {
         "heads": heads, "kv_heads": kv_heads, "width": width, "padded": padded, "page_size": 16, "block_m": block_m,
         "block_n": attention_kernel.keys_at_once(padded, dtype), "split_size": attention_kernel.SPLIT, "words": words,
         "joins": joins,
     }  # fmt: skip
-    return compiled(
-        attention_kernel._attend, arch, types, constants, num_warps=warps, num_stages=attention_kernel.STAGES
-    )
+    options = {"num_warps": warps, "num_stages": attention_kernel.STAGES, "enable_fp_fusion": attention_kernel.FUSES}
+    return compiled(attention_kernel._attend, arch, types, constants, **options)
+
+
+def rounds_each(kernel: Any) -> bool:
+    """Whether ptxas may make no product and sum one, which it may do in one kernel and not in another."""
+    code = kernel.asm["ptx"]
+    return "mul.rn.f32" in code and not any(f"{each}.f32" in code for each in ("mul", "add", "sub"))
 
 
 @pytest.mark.parametrize("arch", [AMPERE, HOPPER])
@@ -64,6 +73,7 @@ def test_attention_of_an_8b_model(arch: int, tile: int, joins: bool) -> None:
     assert kernel.metadata.shared <= SHARED[arch]
     assert ("wgmma.mma_async" in kernel.asm["ptx"]) == (arch == HOPPER and tile == 64)
     assert "cp.async" in kernel.asm["ptx"]
+    assert rounds_each(kernel)
 
 
 @pytest.mark.parametrize(
@@ -80,20 +90,46 @@ def test_joining(arch: int) -> None:
     types = {"out": "*bf16"} | dict.fromkeys(("tiles", "length", "until", "first", "path"), "*i32")
     types |= dict.fromkeys(("parts", "sums", "maxima"), "*fp32") | {"splits": "i32"}
     constants = {"heads": 32, "width": 128, "padded": 128, "tile_rows": 4, "split_size": 256, "words": 2}
-    compiled(attention_kernel._join, arch, types, constants, num_warps=1)
+    kernel = compiled(
+        attention_kernel._join, arch, types, constants, num_warps=1, enable_fp_fusion=attention_kernel.FUSES
+    )
+    assert rounds_each(kernel)
 
 
 @pytest.mark.parametrize("arch", [AMPERE, HOPPER])
 @pytest.mark.parametrize("normed", [False, True])
 def test_kernels_of_a_layer(arch: int, normed: bool) -> None:
+    fuses = {"enable_fp_fusion": layer_kernels.FUSES}
     floats = {"eps": "fp32", "offset": "fp32"}
     types = dict.fromkeys(("x", "weight", "out"), "*bf16") | floats
-    compiled(layer_kernels._norm_rows, arch, types, {"width": 4096, "block": 4096}, num_warps=8)
-    compiled(layer_kernels._gate, arch, dict.fromkeys(("gate_up", "out"), "*bf16"), {"inner": 14336}, num_warps=4)
+    compiled(layer_kernels._norm_rows, arch, types, {"width": 4096, "block": 4096}, num_warps=8, **fuses)
+    types_of_gate = dict.fromkeys(("gate_up", "out"), "*bf16")
+    compiled(layer_kernels._gate, arch, types_of_gate, {"inner": 14336}, num_warps=4, **fuses)
     names = ("qkv", "table", "query", "keys", "values", "query_weight", "key_weight")
     types = dict.fromkeys(names, "*bf16") | {"positions": "*i64", "target": "*i64"} | floats
     constants = {
         "heads": 32, "kv_heads": 8, "width": 128, "padded": 128, "rotated": 128, "normed": normed,
         "interleaved": not normed,
     }  # fmt: skip
-    compiled(layer_kernels._rotate_and_write, arch, types, constants, num_warps=4)
+    compiled(layer_kernels._rotate_and_write, arch, types, constants, num_warps=4, **fuses)
+
+
+def test_launches_say_what_they_were_compiled_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's default changes with 3.10."""
+    launched = MagicMock()
+    for module, name in (
+        (attention_kernel, "_attend"), (attention_kernel, "_join"),
+        (layer_kernels, "_norm_rows"), (layer_kernels, "_rotate_and_write"), (layer_kernels, "_gate"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(launched, name))
+    paged, norm = lay_out([Asked(3, chain_shape(1))]).with_span(1000), RootMeanSquareNorm(torch.ones(64), 1e-5)
+    attention_kernel.paged_attention(*paged.arguments())  # type: ignore[arg-type]
+    layer_kernels.rms_norm(torch.ones(2, 64), norm)
+    layer_kernels.gated(torch.ones(2, 64))
+    layer_kernels.rotate_and_write(
+        torch.ones(2, 4 * 64), torch.ones(9, 96), torch.arange(2), torch.arange(2), paged.keys, paged.values
+    )
+    calls = {str(name).split(".")[0]: each for name, _, each in launched.mock_calls if each}
+    assert {name: each["enable_fp_fusion"] for name, each in calls.items()} == {
+        "_attend": False, "_join": False, "_norm_rows": True, "_rotate_and_write": True, "_gate": True,
+    }  # fmt: skip

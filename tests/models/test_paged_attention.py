@@ -128,6 +128,51 @@ def test_one_program_for_all_splits_is_equal_bit_for_bit_to_one_for_each(monkeyp
     assert torch.equal(attention(paged), each)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter loads")
+def test_programs_behind_the_end_of_their_request_load_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more there are of these the longer another request is; those of a tile of padding are all so."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    loads = 0
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(*arguments: object) -> object:
+        nonlocal loads
+        loads += 1
+        return load(*arguments)
+
+    def count(paged: Paged) -> int:
+        nonlocal loads
+        loads = 0
+        attention(paged)
+        return loads
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    asked = [Asked(30, TREE), *chains((70, 1))]
+    short, padded = (lay_out(asked, heads=4, kv_heads=2, tile=16, padding=each, device=DEVICE) for each in (0, 1))
+    splits = 1000 // 64 + 1 - 2  # more than the two of before
+    programs = 2 * 2  # for each: of two tiles and two key heads
+    assert count(short.with_span(1000)) == count(short) + splits * programs
+    of_joining = 16 * 4  # rows of the tile of padding, and heads
+    assert count(padded) == count(short) + 2 * 2 + of_joining
+
+
+@pytest.mark.parametrize("window", [1 << 20, 70])
+def test_parts_that_nobody_wrote_are_not_read(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = lay_out([*chains((300, 1), (20, 3)), Asked(131, TREE, 2)], tile=4, window=window, device=DEVICE)
+    expected = attention(paged.with_span(1000))
+
+    new_empty = Tensor.new_empty
+
+    def never_written(*given: object, **options: object) -> Tensor:
+        made = new_empty(*given, **options)  # type: ignore[call-overload]
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(Tensor, "new_empty", never_written)
+    assert torch.equal(attention(paged.with_span(1000)), expected)
+    assert not expected.isnan().any()
+
+
 def test_what_only_others_see_may_be_infinite() -> None:
     """Keys of another request, whatever they are, do no harm."""
     asked = chains((70, 1), (90, 1))
@@ -147,7 +192,7 @@ def test_worked_example() -> None:
     table, tiles = numbers(5, 9, 3)[None], numbers(0, 0, 2)[None]
     path = torch.tensor([[0], [0b100]], device=DEVICE)
     mixed = kernels.paged_attention(
-        query, *pages, table, tiles, numbers(35), numbers(38, 0), numbers(37, 0), path, 1.0, 4, 48
+        query, *pages, table, tiles, numbers(38), numbers(35), numbers(38, 0), numbers(37, 0), path, 1.0, 4, 48
     )
     assert torch.equal(mixed, pages[1, 3, 5].expand(2, -1))
 
@@ -155,7 +200,7 @@ def test_worked_example() -> None:
 def test_no_tiles() -> None:
     paged = lay_out(chains((3, 1)), device=DEVICE)
     arguments = list(paged.arguments())
-    arguments[4] = paged.tiles[:0]
+    arguments[4:6] = paged.tiles[:0], paged.tile_end[:0]
     assert torch.equal(kernels.paged_attention(*arguments), paged.query.flatten(1))  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, distributed
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from cli.tiny import save_tiny_llama
+from engine.test_cache_bytes import hold_to_a_budget, texts
 from support.real_models import needs_smollm2
 from support.tiny_models import PROMPTS, drafter_of, noisy, reference_with_lead, stock, stock_logits
 from truedraft import Engine, SamplingParams, load_model
@@ -136,6 +137,10 @@ def test_two_processes_answer_as_one(two: HuggingFaceModel) -> None:
     for word in ("prompt-lookup", "tree"):
         engine = Engine(two, drafter_of(word, noisy("llama", 0.1)), controller=controller_from_spec("fixed"))
         assert together(engine, PROMPTS, params) == [list(answer[:COUNT]) for answer in answers], word
+
+
+def test_two_processes_keep_to_a_budget(two: HuggingFaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_to_a_budget(two, texts(3), monkeypatch)
 
 
 def test_a_text_that_begins_alike_is_copied_in_every_process(two: HuggingFaceModel) -> None:

@@ -52,6 +52,7 @@ class Paged:
     values: Tensor
     table: Tensor
     tiles: Tensor
+    tile_end: Tensor
     length: Tensor
     until: Tensor
     first: Tensor
@@ -66,8 +67,8 @@ class Paged:
     def arguments(self) -> tuple[Tensor | float | int, ...]:
         """As the kernel takes them; the query is a copy."""
         return (
-            self.query.clone(), self.keys, self.values, self.table, self.tiles, self.length, self.until, self.first,
-            self.path, self.scaling, self.tile, self.span,
+            self.query.clone(), self.keys, self.values, self.table, self.tiles, self.tile_end, self.length, self.until,
+            self.first, self.path, self.scaling, self.tile, self.span,
         )  # fmt: skip
 
     def defined(self) -> Tensor:
@@ -155,10 +156,11 @@ def lay_out(
                     path[row, node // 64] |= bit - (1 << 64) if node % 64 == 63 else bit
             row += 1
     queries.append(torch.randn(padding, heads, width, generator=torch.Generator().manual_seed(99)))
+    ends = [*(asked[number].end for number, *_ in tiles), *(0,) * padding]
     tiles += [(0, 0, 0)] * padding
     numbers = (
-        torch.tensor(tiles, dtype=torch.int32), torch.tensor([one.length for one in asked], dtype=torch.int32), until,
-        first, path,
+        *(torch.tensor(each, dtype=torch.int32) for each in (tiles, ends, [one.length for one in asked])), until, first,
+        path,
     )  # fmt: skip
     return Paged(
         torch.cat(queries).to(device), pool[0].to(device), pool[1].to(device), table.to(device),

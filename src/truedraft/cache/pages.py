@@ -29,6 +29,7 @@ from truedraft.errors import CacheError
 PAGE = 16
 """Tokens of a page."""
 _FIRST_PAGES = 64
+_MOST_COUNTS = 64  # of pages of different sets of requests that are kept
 
 
 class Pages:
@@ -44,6 +45,7 @@ class Pages:
     Attributes:
         calls: as given.
         generation: rises whenever the tensor moved; addresses taken before are void.
+        shares: rises whenever a block table gets a page that others hold, or gives back one that they keep.
         reserved: how many asked for all pages that there will ever be; while there is one, the tensor never moves.
         lock: held while pages are taken or moved; a forward holds it until its work is queued on the device.
     """
@@ -57,7 +59,7 @@ class Pages:
         self._kept: Counter[int] = Counter()  # of these, how many keep it for requests to come
         self._dropped: deque[tuple[int, bool]] = deque()  # by who was forgotten, in any thread; and whether it was kept
         self._keepers: WeakSet[Keeper] = WeakSet()
-        self.generation = 0
+        self.generation = self.shares = 0
         self.reserved = 0
         self.lock = threading.RLock()
 
@@ -152,7 +154,9 @@ class Pages:
         with self.lock:
             for page in pages:
                 self._holders[page] -= 1
-                if not self._holders[page]:
+                if self._holders[page]:
+                    self.shares += 1
+                else:
                     self._free.append(page)
 
     def drop(self, pages: Sequence[int], kept: bool = False) -> None:
@@ -195,9 +199,13 @@ class Pages:
         with self.lock:
             if not self.reserved:
                 self.shrink()
-            self.reserved += 1
-            if pages > self.count:
-                self._grow(pages + 1)
+            self.reserved += 1  # first: who reserved before may be forgotten in between, and would shrink it
+            try:
+                if pages > self.count:
+                    self._grow(pages + 1)
+            except torch.OutOfMemoryError:
+                self.reserved -= 1
+                raise
 
     def unreserve(self) -> None:
         """Who reserved needs them no more."""
@@ -216,13 +224,24 @@ class Pages:
 
     def _grow(self, pages: int) -> None:
         """To so many pages, page 0 included. Old and new tensor are there at once where anything is in use."""
-        before = len(self._holders)
-        old = self._data
-        self._data = old.new_zeros(2, self.calls, pages, PAGE, *self._row)
-        self._data[:, :, :before] = old
+        before, old = len(self._holders), self._data
+        if self.held:
+            self._data = self._empty(pages)
+            self._data[:, :, :before] = old
+        else:
+            self._data = old = old[:, :, :1].clone()
+            try:
+                self._data = self._empty(pages)
+            except torch.OutOfMemoryError:  # who reserved before keeps what was there
+                self._data = self._empty(before)
+                self.generation += 1
+                raise
         self._holders.extend([0] * (pages - before))
         self._free = [*range(pages - 1, before - 1, -1), *self._free]
         self.generation += 1
+
+    def _empty(self, pages: int) -> Tensor:
+        return self._data.new_zeros(2, self.calls, pages, PAGE, *self._row)
 
 
 class PageSpan(Entries):
@@ -394,6 +413,7 @@ class PageTable:
     def _share(self, number: int, page: int) -> None:
         """A page of its table becomes another one, which others hold, too."""
         self.pages.share(page)
+        self.pages.shares += 1
         if number == self._count:
             self._append(page)
         else:
@@ -413,6 +433,8 @@ class PagePool(CachePool):
         super().__init__(limit, keep=0)
         self._pages = pages
         self._spare = 0  # pages
+        self._twice: dict[tuple[int, ...], int] = {}  # by tables: what `_held_twice` found
+        self._twice_at = 0  # how often pages had been shared by then
         self.position_bytes = pages.page_bytes // PAGE
 
     def acquire(self) -> RequestCache:
@@ -467,6 +489,7 @@ class PagePool(CachePool):
 
     @property
     def most_bytes(self) -> int | None:
+        """See `CachePool`: all that are there. Several engines of one model have them together, and each counts so."""
         return (self._pages.count - self._spare) * self._pages.page_bytes if self._pages.reserved else None
 
     def bytes_alone(self, tokens: int) -> int:
@@ -474,9 +497,20 @@ class PagePool(CachePool):
 
     def bytes_for(self, caches: Sequence[tuple[int, RequestCache | None]]) -> int:
         pages = sum(pages_for(tokens) for tokens, _ in caches)
-        tables = [cache.storage.table.tolist() for _, cache in caches if cache is not None]  # type: ignore[union-attr]
-        twice = sum(map(len, tables)) - len(set().union(*tables))
-        return (pages - twice) * self._pages.page_bytes
+        tables = [cache.storage for _, cache in caches if cache is not None]
+        return (pages - self._held_twice(tables)) * self._pages.page_bytes  # type: ignore[arg-type]
+
+    def _held_twice(self, tables: Sequence[PageTable]) -> int:
+        """Pages of tables that others of them hold already. New pages are nobody else's, so it is seldom counted."""
+        with self._pages.lock:
+            self._pages.held  # noqa: B018 - what was dropped is given back, so that no table here has another's name
+            if self._pages.shares != self._twice_at or len(self._twice) > _MOST_COUNTS:
+                self._twice, self._twice_at = {}, self._pages.shares
+            names = tuple(map(id, tables))
+            if names not in self._twice:
+                held = [table.table for table in tables]
+                self._twice[names] = sum(map(len, held)) - len(np.unique(np.concatenate([np.zeros(0, int), *held])))
+            return self._twice[names]
 
 
 def pages_for(tokens: int) -> int:

@@ -42,6 +42,7 @@ from truedraft.core.noise import (
     open_unit,
     signed,
 )
+from truedraft.core.probs import by_rows
 
 Place = tuple[Noise, int]
 """The noise of a request, and the depth at which it decides."""
@@ -82,7 +83,19 @@ def coupled_choices(probs: Sequence[Tensor], places: Sequence[Place], count: int
 
 def choices_by_definition(dist: Tensor, places: Sequence[Place], count: int = 1) -> Tensor:
     """The same for distributions `[rows, vocab]` on any device, from the noise of the whole vocabulary."""
-    return choices_by_noise(dist, _noise_of_rows(places, dist.shape[-1], dist.device), count)
+    keys = [gumbel_key(*place) for place in places]
+    known = [signed(key) for key in keys if key is not None]
+    if len(known) == len(keys):  # they go up in one copy
+        return choices_by_keys(dist, transfers.upload(known, dist.device), count)
+    noise = [noise.gumbel(depth, dist.shape[-1], dist.device) for noise, depth in places]
+    return choices_by_noise(dist, torch.stack(noise), count)
+
+
+def choices_by_keys(dist: Tensor, keys: Tensor, count: int = 1) -> Tensor:
+    """The same with the noise of keys `[rows]`, the int64 with the same bits."""
+    tokens = torch.arange(dist.shape[-1], device=dist.device)
+    (chosen,) = by_rows(lambda own, key: (choices_by_noise(own, gumbel_of(key[:, None], tokens), count),), dist, keys)
+    return chosen
 
 
 def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
@@ -94,15 +107,6 @@ def choices_by_noise(dist: Tensor, noise: Tensor, count: int = 1) -> Tensor:
     some = scores.gather(-1, best) > -torch.inf
     chosen = best.masked_fill(~some, vocab).masked_fill(scores.amax(dim=-1, keepdim=True).isnan(), vocab)
     return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=vocab)
-
-
-def _noise_of_rows(places: Sequence[Place], vocab: int, device: torch.device) -> Tensor:
-    """Gumbel noise `[rows, vocab]`; all keyed rows in one expression, whose keys go up in one copy."""
-    keys = [gumbel_key(*place) for place in places]
-    known = [signed(key) for key in keys if key is not None]
-    if len(known) == len(keys):
-        return gumbel_of(transfers.upload(known, device)[:, None], torch.arange(vocab, device=device))
-    return torch.stack([noise.gumbel(depth, vocab, device) for noise, depth in places])
 
 
 # ------------------------------------------------------------------------------- on the CPU

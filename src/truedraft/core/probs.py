@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ from truedraft.core import transfers
 from truedraft.core.params import SamplingParams
 
 _BELOW_ONE = 1.0 - 2.0**-53
+_AT_ONCE = 1 << 23
+"""Numbers of rows that are worked on together: of a vocabulary of 150,000 all rows of a large batch, of 64 bits each
+and with what is needed on the way, would take gigabytes."""
 
 
 def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -108,8 +111,33 @@ def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]
         params, counts = zip(*alike, strict=True)
         own = logits[start : start + sum(counts)]
         start += len(own)
-        probs += (own if params[0] is None else probs_from_logits(own, params[0])).split_with_sizes(counts)
+        if params[0] is not None:
+            (own,) = by_rows(lambda some, params=params[0]: (probs_from_logits(some, params),), own)
+        probs += own.split_with_sizes(counts)
     return probs
+
+
+def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What a function gives whose rows depend on the same rows of its arguments alone, of few rows at a time.
+
+    Args:
+        function: of tensors `[some, ...]`, gives tensors `[some, ...]`.
+        tensors: `[rows, ...]` each, the first one `[rows, vocab]`.
+    """
+    rows, vocab = tensors[0].shape
+    # Never one row alone: several threads sum it in another order than among others.
+    blocks = min(-(-rows * vocab // _AT_ONCE), rows // 2)
+    if blocks <= 1:
+        return function(*tensors)
+    found: tuple[Tensor, ...] = ()
+    start = 0
+    for own in zip(*(each.tensor_split(blocks) for each in tensors), strict=True):
+        some = function(*own)
+        found = found or tuple(each.new_empty(rows, *each.shape[1:]) for each in some)
+        for whole, part in zip(found, some, strict=True):
+            whole[start : start + len(part)] = part
+        start += len(own[0])
+    return found
 
 
 def sound_rows(logits: Tensor) -> Tensor | None:

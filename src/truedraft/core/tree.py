@@ -20,6 +20,9 @@ from truedraft.core import transfers
 
 Path = TypeVar("Path")
 
+_MOST_KEPT = 512
+"""Tokens of a chain whose shape is kept: parts of prompts are longer, and come in many lengths."""
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -96,10 +99,16 @@ def path_to(node: int, parents: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-@lru_cache(maxsize=4096)
 def chain_shape(length: int) -> TreeShape:
     """The shape of a chain."""
+    return _kept_chain(length) if length <= _MOST_KEPT else _new_chain(length)
+
+
+def _new_chain(length: int) -> TreeShape:
     return TreeShape(tuple(range(-1, length - 1)))
+
+
+_kept_chain = lru_cache(maxsize=None)(_new_chain)
 
 
 @lru_cache(maxsize=1024)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.coupled import choices_by_noise, coupled_choices
-from truedraft.core.noise import Noise, Purpose, gumbel_key, gumbel_of, signed
+from truedraft.core.coupled import choices_by_keys, coupled_choices
+from truedraft.core.noise import Noise, Purpose, gumbel_key, signed
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import draw, most_likely, probs_from_logits
 from truedraft.core.proposal import DrawKind
@@ -214,8 +214,7 @@ def _drawn_token(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[
 def _coupled_token(logits: Tensor, temperature: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
     """As `CoupledTokens` draws one."""
     probs = _tempered(logits, temperature)
-    noise = gumbel_of(key[:, None], torch.arange(logits.shape[-1], device=logits.device))
-    return existing(choices_by_noise(probs, noise)[:, 0], probs, logits.shape[-1])
+    return existing(choices_by_keys(probs, key)[:, 0], probs, logits.shape[-1])
 
 
 TOP_TOKENS = TopTokens()

@@ -78,8 +78,8 @@ class Engine:
             None is no limit, on a GPU that of `gpu_memory_utilization`. Where they are short drafters give theirs
             back, and requests wait; one that runs may have to wait again, and goes on exactly where it was.
         gpu_memory_utilization: where `max_cache_bytes` is None, and the target is on a GPU: share of all its memory
-            that may be in use, weights, others' use and 1.5 GiB of workspace included. What it leaves is reserved for
-            keys and values at once, up to what `max_batch` whole contexts need.
+            that may be in use, weights, others' use, 1.5 GiB of workspace and what costs are measured with included.
+            What it leaves is reserved for keys and values at once, up to what `max_batch` whole contexts need.
         coupled_rule: how greedy and seeded requests are judged under a lossless rule; None compares each drafted token
             with the target's choice, which is all that is right. `truedraft certify` plants its faults here.
         entropy: for tests, certificates and benchmarks: fixes the noise of requests without a seed, by the order in
@@ -248,8 +248,9 @@ class Engine:
 
         On a GPU a shape of forward is recorded when it comes back, which takes 50 to 100 ms. Here made-up requests run
         those of 1, 2, 4, ... `max_batch` requests with what the drafters' limits let them draft, behind texts of up to
-        256, 512, ... `tokens` tokens; longer ones are recorded as they come. Where nothing is recorded, as on a CPU,
-        only costs are measured. No request, counter or listener notices.
+        256, 512, ... `tokens` tokens; longer ones are recorded as they come, and so are those of most tokens behind the
+        longest texts where all would be more than a model keeps. Where nothing is recorded, as on a CPU, only costs are
+        measured. No request, counter or listener notices.
 
         Args:
             tokens: of the longest text whose forwards are recorded.

@@ -21,7 +21,7 @@ from truedraft.drafters.base import Drafter
 from truedraft.drafters.held import HeadCaches, ModelCaches
 from truedraft.engine.request import Request
 from truedraft.errors import OptionError, PromptError
-from truedraft.machine import gpu_memory, in_bytes
+from truedraft.machine import free_memory, gpu_memory, in_bytes
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.mapped import return_freed_memory
 from truedraft.options import check_whole
@@ -98,14 +98,16 @@ class CacheMemory:
         members: the drafters, by name.
         limit: bytes; None is no limit, on a GPU what `utilization` leaves.
         prefixes: what is kept of earlier requests, of target and drafters.
-        utilization: share of a GPU's memory that may be in use, by whoever; see `gpu_cache_bytes`.
+        utilization: share of a GPU's memory that may be in use, by whoever; see `gpu_cache_bytes`. What is measured
+            while requests run has its part of what that leaves.
         requests: most that run at once; None is any number.
 
     Raises:
-        OptionError: the limit is no whole number of 1 or more, or the share leaves nothing.
+        OptionError: the limit is no whole number of 1 or more, the share leaves nothing, or there is less memory.
     """
 
     _holding: Sequence[CachePool] = ()  # pools whose memory was reserved
+    _limited_by = "max_cache_bytes"
 
     def __init__(
         self,
@@ -127,6 +129,7 @@ class CacheMemory:
         pools = [*self._pools.values(), *(own.pool for own in heads)]
         distinct = list({id(pool): pool for pool in pools}.values())
         if self.limit is None:
+            self._limited_by = "gpu_memory_utilization"
             self.limit = gpu_cache_bytes(target.device, utilization, sum(each.most_bytes or 0 for each in distinct))
         self._stores = prefixes
         if self.limit is not None:
@@ -136,7 +139,10 @@ class CacheMemory:
                 pool = self._pools[id(model)]
                 _use_a_cache(model, pool)
                 pool.expect(1 + drafted)  # tokens that a step adds at most
-            self._reserve(distinct, requests, max(map(most_held, models)))
+            spare = max(map(most_held, models))
+            if self._limited_by == "gpu_memory_utilization":
+                self.limit = _less_measured(self.limit, sum(pool.bytes_alone(spare) for pool in distinct))
+            self._reserve(distinct, requests, spare)
         self._distinct_pools = distinct
         # What is kept in a block that does not grow is given back where a request needs it, and needs no care here.
         self._prefixes = [
@@ -155,11 +161,23 @@ class CacheMemory:
         for pool in pools:
             share = self.limit * pool.position_bytes // of_all
             most = share if requests is None else requests * pool.bytes_alone(self._longest) + kept
-            pool.reserve(min(share, most), spare)
+            try:
+                pool.reserve(min(share, most), spare)
+            except torch.OutOfMemoryError:
+                wanted, free = min(share, most) + pool.bytes_alone(spare), free_memory(self._target.device) or 0
+                raise OptionError(
+                    f"asks for {in_bytes(wanted)} for keys and values at once, and {in_bytes(free)} are free; lower "
+                    "gpu_memory_utilization or max_cache_bytes",
+                    field=self._limited_by,
+                ) from None
             self._holding = [*self._holding, pool]
 
     def __del__(self) -> None:
-        """The engine is gone: what it kept and reserved is given back, whatever becomes of the models."""
+        """The engine is gone: what it kept and reserved is given back, whatever becomes of the models.
+
+        Never within a recording: nothing that is recorded lets go of an engine, `CudaGraphs` lets Python collect none
+        meanwhile, and what other threads free then is no part of it.
+        """
         for store in self._stores if self._holding else ():
             store.trim(0)
         for pool in self._holding:
@@ -181,7 +199,8 @@ class CacheMemory:
             answer = request.most_tokens - request.prompt_tokens
             raise PromptError(
                 f"{request.prompt_tokens} tokens of prompt and up to {answer} of answer need {needed:,} bytes of cache "
-                f"and max_cache_bytes is {most:,}; ask for fewer max_tokens, shorten the prompt, or allow more"
+                f"and {self._limited_by} {'is' if self._limited_by == 'max_cache_bytes' else 'leaves'} {most:,}; "
+                "ask for fewer max_tokens, shorten the prompt, or allow more"
             )
 
     def fits(self, running: Sequence[Request], request: Request) -> bool:
@@ -368,6 +387,17 @@ class CacheMemory:
     def lost_pages(self) -> int:
         """Pages that nobody holds for a request or keeps, where none runs: none, or a mistake of ours."""
         return sum(pool.lost for pool in self._distinct_pools)
+
+
+def _less_measured(limit: int, measured: int) -> int:
+    """What is left for requests beside so many bytes with which costs are measured."""
+    if measured >= limit:
+        raise OptionError(
+            f"leaves {in_bytes(limit)} for keys and values, and those with which costs are measured take "
+            f"{in_bytes(measured)}; raise it, free some memory, or set max_cache_bytes",
+            field="gpu_memory_utilization",
+        )
+    return limit - measured
 
 
 def _grant(request: Request) -> int:

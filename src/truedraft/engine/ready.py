@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -26,14 +27,18 @@ from truedraft.core.token_view import TokenView
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, StepOutcome
 from truedraft.errors import CacheError
+from truedraft.models.backends.graphs.batch import WORD_BITS, Bucket
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.progress import Progress
 
 _log = logging.getLogger("truedraft.engine")
 
+MOST_KEPT = 256
+"""Recordings that a model's or a drafter's runner keeps."""
 _LEAST_CONTEXT = 256  # shorter ones run as this one does
 _MOST_TOGETHER = 128  # rows of several requests, beyond which drafts rarely pay
 _MOST_ROWS = 64  # of one request, beyond which nothing is recorded
+_TILES = (4, 16, 64)  # tokens of a request up to which attention has kernels of their own
 _PART = 512  # tokens of a prompt that are read at once
 _TRIES = 6  # of one shape: two are recorded, and memory that grows meanwhile voids what was
 _ALL_DEPTHS = 8  # of drafts; beyond, only every doubling
@@ -44,38 +49,19 @@ _SHORT = 16  # tokens of such a text beside a long one
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """A target's forward in a step, whatever it is behind.
-
-    Attributes:
-        requests: that take part.
-        rows: new tokens of each.
-        tree: whether these are a tree that is no chain.
-    """
-
-    requests: int
-    rows: int = 1
-    tree: bool = False
-
-    @property
-    def tokens(self) -> TreeShape:
-        """How the new tokens of a request hang together: a chain, or the first with all others below it.
-
-        >>> StepShape(1, 4, tree=True).tokens.parents, StepShape(1, 3).tokens.parents
-        ((-1, 0, 0, 0), (-1, 0, 1))
-        """
-        return TreeShape((-1, *(0,) * (self.rows - 1))) if self.tree else chain_shape(self.rows)
+Step: TypeAlias = tuple[TreeShape, ...]
+"""A target's forward in a step, whatever it is behind: how the new tokens of each request hang together."""
 
 
-def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[StepShape]:
+def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[Step]:
     """The forwards of steps up to rounding to powers of two, the largest first.
 
     That are 1, 2, 4, ... requests with a token each; the same with drafts of 1, 3, 7, ... tokens up to what limits
-    allow, as long as few rows come together; and the ends of prompts, one at a time.
+    allow, as long as few rows come together; and the ends of prompts, one at a time. Kernels are others for trees, and
+    for few tokens of a request or many: so parts of prompts of each kind stand beside a tree, too.
 
-    >>> [(each.requests, each.rows) for each in step_shapes([Budget(3)], 2) if each.rows <= 4]
-    [(2, 4), (2, 2), (1, 4), (2, 1), (1, 2), (1, 1)]
+    >>> [[len(each) for each in step] for step in step_shapes([Budget(3)], 2) if len(step[0]) <= 4]
+    [[4, 4], [2, 2], [4], [1, 1], [2], [1]]
 
     Args:
         limits: of drafters.
@@ -84,12 +70,39 @@ def step_shapes(limits: Iterable[Budget], max_batch: int) -> list[StepShape]:
     drafting = [each for each in limits if not each.is_zero]
     chains = max((min(each.depth, each.nodes) for each in drafting if each.width == 1), default=0)
     trees = max((each.nodes for each in drafting if each.width > 1), default=0)
-    found = {StepShape(1, rows) for rows in _doublings(_MOST_ROWS)}
-    for requests in _doublings(max_batch):
-        found |= {StepShape(requests, rows) for rows in _doublings(min(1 + chains, _MOST_ROWS))}
-        found |= {StepShape(requests, rows, True) for rows in _doublings(min(1 + trees, _MOST_ROWS)) if rows > 2}
-    kept = (each for each in found if 1 in (each.requests, each.rows) or each.requests * each.rows <= _MOST_TOGETHER)
-    return sorted(kept, key=lambda each: (-each.requests * each.rows, -each.requests, each.tree))
+    own = [chain_shape(rows) for rows in _doublings(min(1 + chains, _MOST_ROWS))]
+    own += [_star(rows) for rows in _doublings(min(1 + trees, _MOST_ROWS)) if rows > 2]
+    found: set[Step] = {(chain_shape(rows),) for rows in _doublings(_MOST_ROWS)}
+    for count, each in itertools.product(_doublings(max_batch), own):
+        if 1 in (count, len(each)) or count * len(each) <= _MOST_TOGETHER:
+            found.add((each,) * count)
+    if trees and max_batch > 1:
+        beside = [(part - 1, part) for part in _TILES]
+        beside += [(nodes, _MOST_ROWS + 1) for nodes in range(WORD_BITS, WORD_BITS + trees, WORD_BITS)]
+        found |= {(_star(min(nodes, 1 + trees)), chain_shape(part)) for nodes, part in beside}
+    return sorted(found, key=lambda step: (_total(step), len(step), step[0].is_chain), reverse=True)
+
+
+def recorded_steps(steps: Sequence[Step], contexts: Iterable[int]) -> list[tuple[int, Step]]:
+    """Which steps are run, and behind texts of how many tokens: those of one bucket once, and of more than are kept
+    those of few new tokens behind short texts."""
+    found = {_bucket(step, context): (context, step) for context in contexts for step in steps}
+    return sorted(found.values(), key=lambda each: each[0] * _total(each[1]))[:MOST_KEPT]
+
+
+def _bucket(step: Step, context: int) -> Bucket:
+    """That the longest of its texts ends in with so many tokens."""
+    nodes = max((len(each) for each in step if not each.is_chain), default=0)
+    return Bucket.recorded(len(step), max(map(len, step)), _total(step), context, nodes)
+
+
+def _total(step: Step) -> int:
+    return sum(map(len, step))
+
+
+def _star(rows: int) -> TreeShape:
+    """The first token with all others below it."""
+    return TreeShape((-1, *(0,) * (rows - 1)))
 
 
 def contexts_of(tokens: int) -> list[int]:
@@ -145,22 +158,21 @@ def make_ready(
     """
     layers = () if features is None else features.layers
     with target.trying() as cache:
-        seen = _forward(target, layers, [_segment(cache, StepShape(1))])
+        seen = _forward(target, layers, [_segment(cache, chain_shape(1))])
     contexts = contexts_of(max(1, min(tokens, target.context_length)))
-    shapes = step_shapes([each.limits for each in drafters], max_batch) if target.warmups else []
+    steps = step_shapes([each.limits for each in drafters], max_batch) if target.warmups else []
+    forwards = recorded_steps(steps, contexts)
     # One that drafts in the target's own caches runs what the target runs.
     recorded = [each for each in drafters if not (each.limits.is_zero or each.held.in_target)]
     groups = [
-        (drafter, context, count)
+        (drafter, *group)
         for drafter in recorded
         if target.warmups or drafter.warmups
-        for context in contexts
-        if drafter.model is None or context <= drafter.model.context_length
-        for count in reversed(_doublings(max_batch))
+        for group in _groups(drafter, contexts, max_batch)
     ]
-    total, done = len(contexts) * len(shapes) + len(groups), itertools.count(1)
-    if shapes:
-        _run_forwards(target, layers, contexts, shapes, lambda: progress(next(done) / total, target.name))
+    total, done = len(forwards) + len(groups), itertools.count(1)
+    if forwards:
+        _run_forwards(target, layers, forwards, lambda: progress(next(done) / total, target.name))
     for drafter, context, count in groups:
         try:
             for params in (_GREEDY, _SAMPLED):
@@ -173,23 +185,21 @@ def make_ready(
 def _run_forwards(
     target: LanguageModel,
     layers: Sequence[int],
-    contexts: Sequence[int],
-    shapes: Sequence[StepShape],
+    forwards: Sequence[tuple[int, Step]],
     told: Callable[[], None],
 ) -> None:
-    """Run each shape behind each context: one request is as long as that, and others are empty."""
+    """Run steps, the largest first, each behind one request that is as long as said, and others that are empty."""
     with ExitStack() as held:
         caches = []
-        for _ in range(max(each.requests for each in shapes)):
+        for _ in range(max(len(step) for _, step in forwards)):
             caches.append(target.new_cache())
             held.callback(target.release_cache, caches[-1])
-        for context in contexts:
-            # The rows of any shape end between half the context and all of it, as far as there are so many.
+        for context, step in sorted(forwards, key=lambda each: (each[0], _total(each[1])), reverse=True):
+            # The rows of any step end between half the context and all of it, as far as there are so many.
             _read_up_to(target, caches[0], max(context - _MOST_ROWS, context // 2))
-            for shape in shapes:
-                if shape.rows <= context - caches[0].length:
-                    _settle_forward(target, layers, [_segment(cache, shape) for cache in caches[: shape.requests]])
-                told()
+            if len(step[0]) <= context - caches[0].length:
+                _settle_forward(target, layers, list(map(_segment, caches, step)))
+            told()
 
 
 def _settle_forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Segment]) -> None:
@@ -210,9 +220,9 @@ def _read_up_to(target: LanguageModel, cache: RequestCache, length: int) -> None
         cache.commit(range(count))
 
 
-def _segment(cache: RequestCache, shape: StepShape) -> Segment:
+def _segment(cache: RequestCache, shape: TreeShape) -> Segment:
     """With logits at all rows, as verdicts want them."""
-    return Segment(cache, torch.zeros(shape.rows, dtype=torch.int64), shape.tokens, range(shape.rows))
+    return Segment(cache, torch.zeros(len(shape), dtype=torch.int64), shape, range(len(shape)))
 
 
 def _forward(target: LanguageModel, layers: Sequence[int], segments: Sequence[Segment]) -> ForwardOutput:
@@ -236,6 +246,19 @@ def _rehearse(
             settle(partial(group.step, limit, kept, context), lambda: drafter.warmups)
     finally:
         group.end()
+
+
+def _groups(drafter: Drafter, contexts: Iterable[int], max_batch: int) -> list[tuple[int, int]]:
+    """Contexts, and for how many requests it drafts together behind them, the largest first; no more than are kept.
+
+    A draft is one recording for each depth, and for each number of tokens that is read before; greedy and sampled.
+    Where there are more, those of few requests behind short texts are taken.
+    """
+    limit = min(drafter.limits.depth, _LONGEST)
+    each = 2 * (len(_depths(limit)) + len(_doublings(limit)))
+    fit = [context for context in contexts if drafter.model is None or context <= drafter.model.context_length]
+    found = sorted(itertools.product(fit, _doublings(max_batch)), key=math.prod)[: max(MOST_KEPT // each, 1)]
+    return sorted(found, reverse=True)
 
 
 def _depths(limit: int) -> list[int]:

@@ -77,6 +77,7 @@ from truedraft.models.sharding import refuse_unsharded
 from truedraft.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_UNRECORDED = "its forwards are not recorded as CUDA graphs"
 _BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
 # Classes of transformers that continue text, what they see or hear beside it left out.
@@ -373,9 +374,7 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
         if llama is not None and misfit is None:
             return GraphBackend(llama)
         backend = packed_backend({}, True)(model, patterns)
-        backend.note = "; ".join(
-            filter(None, [backend.note, f"its forwards are not recorded as CUDA graphs: {misfit}"])
-        )
+        backend.note = f"{_UNRECORDED}: {misfit}"
         return backend
     if llama is not None:
         if NativeBackend.fits(llama):
@@ -413,6 +412,8 @@ def packed_backend(beside: Mapping[str, Mapping[str, LowRank]], fast_paths: bool
         if backend.fast_paths and multiplies_packed_alone(model):
             backend.least_rows = 4  # a row more costs nothing there, and from two on all have the same bits
             backend.any_threads = model.dtype is torch.float32  # see FusedBackend
+        if beside and model.device.type == "cuda":
+            backend.note = f"{_UNRECORDED}: adapters stand beside its weights"
         return backend
 
     return made

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from support.coupled_choice import coupled_choice
-from truedraft.core import transfers
-from truedraft.core.noise import KeyedNoise, signed
+from truedraft.core import probs, transfers
+from truedraft.core.noise import KeyedNoise, gumbel_of, signed
 from truedraft.core.top_k import TopK
+from truedraft.drafters.heads import guess_trees
 from truedraft.drafters.heads.guess_trees import coupled_guesses, keyed_guesses, noise_weight
 
 VOCAB = 50
@@ -60,6 +61,20 @@ def test_by_keys_the_guesses_are_the_same(dtype: torch.dtype) -> None:
     made = keyed_guesses(logits, weights, keys, 9)
     assert made.ids.equal(expected.ids)
     assert made.log_probs.equal(expected.log_probs)
+
+
+def test_the_noise_of_few_rows_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 requests and a vocabulary of 150,000 that of all would be gigabytes."""
+    rows: list[int] = []
+    logits, keys = logits_of(3, 8), torch.arange(24).view(8, 3)
+    expected = keyed_guesses(logits, torch.ones(8, dtype=torch.float64), keys, 4)
+    monkeypatch.setattr(probs, "_AT_ONCE", 5 * VOCAB)
+    monkeypatch.setattr(
+        guess_trees, "gumbel_of", lambda key, tokens: (rows.append(len(key)), gumbel_of(key, tokens))[1]
+    )
+    made = keyed_guesses(logits, torch.ones(8, dtype=torch.float64), keys, 4)
+    assert rows == [5, 5, 5, 5, 4]
+    assert made.ids.equal(expected.ids) and made.log_probs.equal(expected.log_probs)
 
 
 def test_the_weight_is_that_of_the_target_at_temperature_one_and_vanishes_with_it() -> None:

@@ -15,6 +15,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import Noise, gumbel_of
 from truedraft.core.params import SamplingParams
+from truedraft.core.probs import by_rows
 from truedraft.core.rank_tree import RankTree, likeliest_paths
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree
@@ -274,7 +275,7 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
 
 
 def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> TopK:
-    """The same by tensors alone, with the noise of all rows at once, so that it can be recorded.
+    """The same by tensors alone, with the noise of many rows at once, so that it can be recorded.
 
     Args:
         logits: `[depth, rows, vocab]`.
@@ -283,9 +284,15 @@ def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> 
         ranks: guesses of each head, at most `vocab`.
     """
     depth, rows, vocab = logits.shape
-    noise = gumbel_of(keys.t()[:, :, None], torch.arange(vocab, device=logits.device))
-    scores = logits.float() + noise.mul_(weights[:, None])  # [depth, rows, vocab], float64
-    return TopK.of(scores.float().flatten(0, 1), ranks).view(depth, rows)
+    tokens = torch.arange(vocab, device=logits.device)
+
+    def guessed(some: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        scores = gumbel_of(key[:, None], tokens).mul_(weight[:, None]).add_(some.float())  # float64
+        found = TopK.of(scores.float(), ranks)
+        return found.ids, found.log_probs
+
+    found = by_rows(guessed, logits.flatten(0, 1), keys.t().flatten(), weights.repeat(depth))
+    return TopK(*found).view(depth, rows)
 
 
 def noise_weight(temperature: float) -> float:

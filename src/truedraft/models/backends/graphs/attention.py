@@ -41,8 +41,8 @@ def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
     def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
         keys, values = pages.entries(call)
         return kernels.paged_attention(
-            query.contiguous(), keys, values, numbers.table, numbers.tiles, numbers.length, numbers.until,
-            numbers.first[pattern], numbers.path[pattern], scaling, bucket.tile, bucket.span,
+            query.contiguous(), keys, values, numbers.table, numbers.tiles, numbers.tile_end, numbers.length,
+            numbers.until, numbers.first[pattern], numbers.path[pattern], scaling, bucket.tile, bucket.span,
         )  # fmt: skip
 
     return look

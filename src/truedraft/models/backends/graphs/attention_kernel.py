@@ -36,6 +36,9 @@ _JOINED_AT_ONCE: tl.constexpr = tl.constexpr(16)
 """Splits whose parts are on their way together."""
 _FAR: tl.constexpr = tl.constexpr(1 << 30)
 STAGES = 5  # pages of two blocks ahead, then keys and values of two, while one is worked on
+FUSES = False
+"""Whether a product and a sum may be rounded at once: compilers would do so in one kernel and not in the other."""
+_OPTIONS = {"enable_fp_fusion": FUSES}
 _LOG2_E = math.log2(math.e)
 
 
@@ -45,6 +48,7 @@ def paged_attention(
     values: Tensor,
     table: Tensor,
     tiles: Tensor,
+    tile_end: Tensor,
     length: Tensor,
     until: Tensor,
     first: Tensor,
@@ -68,6 +72,7 @@ def paged_attention(
         values.
         table: `[requests, pages of a request]`, int32: pages in the order of positions.
         tiles: `[tiles, 3]`, int32: request, first row and count of rows, up to `tile`; a count of 0 is padding.
+        tile_end: `[tiles]`, int32: what rows of each see lies below it; 0 for padding.
         length: `[requests]`, int32: committed tokens.
         until: `[rows]`, int32, and likewise
         first.
@@ -84,20 +89,18 @@ def paged_attention(
     block_m, warps = rows_and_warps(tile, heads // kv_heads, padded, query.dtype)
     blocks, splits = triton.cdiv(tile * heads // kv_heads, block_m), triton.cdiv(span, SPLIT)
     joins = splits == 1 or tile > _MOST_SPLIT_TILE or rows * heads * splits * padded * 4 > _MOST_PART_BYTES
-    shape = (0,) if joins else (rows, heads, splits)
-    parts = query.new_empty((*shape, width), dtype=torch.float32)
-    sums, maxima = query.new_empty((2, *shape), dtype=torch.float32)
+    parts = query.new_empty((0,) if joins else (rows, heads, splits, width), dtype=torch.float32)
+    sums, maxima = query.new_empty((2, *parts.shape[:3]), dtype=torch.float32)
     seen = (length, until, first, path.view(torch.int32) if words else until)
+    sizes = {"heads": heads, "width": width, "padded": padded, "split_size": SPLIT, "words": words} | _OPTIONS
     _attend[blocks * kv_heads, len(tiles), 1 if joins else splits](
-        query, keys, values, table, tiles, *seen, parts, sums, maxima, table.shape[1], splits, scaling * _LOG2_E,
-        heads=heads, kv_heads=kv_heads, width=width, padded=padded, page_size=page, block_m=block_m,
-        block_n=keys_at_once(padded, query.dtype), split_size=SPLIT, words=words, joins=joins,
-        num_warps=warps, num_stages=STAGES,
+        query, keys, values, table, tiles, tile_end, *seen, parts, sums, maxima, table.shape[1], splits,
+        scaling * _LOG2_E, kv_heads=kv_heads, page_size=page, block_m=block_m, joins=joins,
+        block_n=keys_at_once(padded, query.dtype), num_warps=warps, num_stages=STAGES, **sizes,
     )  # fmt: skip
     if not joins:
         _join[len(tiles) * tile, heads](
-            query, tiles, *seen, parts, sums, maxima, splits,
-            heads=heads, width=width, padded=padded, tile_rows=tile, split_size=SPLIT, words=words, num_warps=1,
+            query, tiles, *seen, parts, sums, maxima, splits, tile_rows=tile, num_warps=1, **sizes,
         )  # fmt: skip
     return query.view(rows, heads * width)
 
@@ -189,10 +192,10 @@ def _over(mixed, weight):
 
 @triton.jit(
     do_not_specialize=["pages", "splits", "scale"],
-    do_not_specialize_on_alignment=["table", "tiles", "length", "until", "first", "path"],
+    do_not_specialize_on_alignment=["table", "tiles", "tile_end", "length", "until", "first", "path"],
 )
 def _attend(
-    query, keys, values, table, tiles, length, until, first, path, parts, sums, maxima, pages, splits, scale,
+    query, keys, values, table, tiles, tile_end, length, until, first, path, parts, sums, maxima, pages, splits, scale,
     heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, page_size: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, split_size: tl.constexpr, words: tl.constexpr, joins: tl.constexpr,
 ):  # fmt: skip
@@ -203,23 +206,24 @@ def _attend(
     `scale` makes of products. `pages` are columns of the table; `words` have 32 bits.
     """
     group: tl.constexpr = heads // kv_heads
-    kv_head, block = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     # The last rows of a prompt see most: programs that take long start first.
-    tile = tiles + 3 * (tl.num_programs(1) - 1 - tl.program_id(1))
-    if block * block_m >= tl.load(tile + 2) * group:
+    number, split = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    # Where one request is long, most programs of the others lie behind their end: those read nothing but that.
+    if split * split_size >= tl.load(tile_end + number):
         return
-    request, row, member, valid = _rows_of(tile, block, block_m, group)
+    kv_head, block = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    if block * block_m >= tl.load(tiles + 3 * number + 2) * group:
+        return
+    request, row, member, valid = _rows_of(tiles + 3 * number, block, block_m, group)
     row_first = tl.load(first + row, mask=valid, other=_FAR)
     row_until = tl.load(until + row, mask=valid, other=0)
     committed = tl.load(length + request)
     low, high = _reach(row_first, row_until, committed, path, row, valid, words)
-    begin, end, split = low // block_n * block_n, high, tl.program_id(2)
+    begin = tl.maximum(low // block_n * block_n, split * split_size)
+    end = high if joins else tl.minimum(high, (split + 1) * split_size)
     if not joins:
-        begin = tl.maximum(begin, split * split_size)
-        end = tl.minimum(end, (split + 1) * split_size)
         if begin >= end:
             return
-
     d = tl.arange(0, padded)
     head = row.to(tl.int64) * heads + kv_head * group + member  # of all rows
     q_at = query + head[:, None] * width + d[None, :]
@@ -243,7 +247,6 @@ def _attend(
         seen = _seen(position, start + block_n, row_first, row_until, committed, path, row, valid, words)
         v = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0)
         maximum, weight, mixed = _with_block(maximum, weight, mixed, tl.where(seen, scores, float("-inf")), v, ones)
-
     if joins:
         _, whole_weight, whole = _with_part(whole_max, whole_weight, whole, maximum, weight, mixed)
         tl.store(q_at, _over(whole, tl.max(whole_weight, 1)[:, None]).to(q.dtype), mask=q_mask)

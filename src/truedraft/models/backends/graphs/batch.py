@@ -123,6 +123,7 @@ class Numbers(Generic[Array]):
         end: `[requests]`: tokens once the forward has run.
         table: `[requests, span / PAGE]`: pages of each request.
         tiles: `[tiles, 3]`: of each its request, its first row, and its rows; 0 rows where it is padding.
+        tile_end: `[tiles]`: the end of each one's request; 0 where it is padding.
     """
 
     tokens: Array
@@ -138,6 +139,7 @@ class Numbers(Generic[Array]):
     end: Array
     table: Array
     tiles: Array
+    tile_end: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,7 @@ class PagedBatch:
             first[:rows] = pattern.first(positions)
         self._write_wanted(numbers.wanted, start, rows)
         _write_tiles(numbers.tiles, start, counts, self.bucket.tile)
+        numbers.tile_end[:] = numbers.end[numbers.tiles[:, 0]] * (numbers.tiles[:, 2] > 0)
         for number, part in enumerate(self.parts if self.bucket.words and not self.level else ()):
             if part.nodes:
                 self._write_tree(part, numbers, slice(start[number], start[number] + part.count))
@@ -458,6 +461,7 @@ def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
         requests,
         (bucket.requests, bucket.span // PAGE),
         (bucket.tiles, 3),
+        (bucket.tiles,),
     ]
 
 

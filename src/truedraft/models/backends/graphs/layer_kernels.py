@@ -15,6 +15,8 @@ from truedraft.models.llama import RootMeanSquareNorm
 
 _GATED_AT_ONCE: tl.constexpr = tl.constexpr(1024)
 _HEADS_AT_ONCE: tl.constexpr = tl.constexpr(8)
+FUSES = True
+"""Whether a product and a sum may be rounded at once, as in torch's own kernels."""
 
 
 def rms_norm(x: Tensor, norm: RootMeanSquareNorm) -> Tensor:
@@ -27,7 +29,10 @@ def rms_norm(x: Tensor, norm: RootMeanSquareNorm) -> Tensor:
     if rows:
         block = triton.next_power_of_2(width)
         warps = min(16, max(1, block // 512))
-        _norm_rows[rows,](x, norm.weight, out, norm.eps, norm.offset, width=width, block=block, num_warps=warps)
+        _norm_rows[rows,](
+            x, norm.weight, out, norm.eps, norm.offset, width=width, block=block,
+            num_warps=warps, enable_fp_fusion=FUSES,
+        )  # fmt: skip
     return out
 
 
@@ -70,7 +75,8 @@ def rotate_and_write(
         _rotate_and_write[rows, triton.cdiv(heads + 2 * kv_heads, _HEADS_AT_ONCE.value)](
             qkv, table, positions, target, query, keys, values, *weights, eps, offset,
             heads=heads, kv_heads=kv_heads, width=width, padded=triton.next_power_of_2(width),
-            rotated=table.shape[-1] * 2 // 3, normed=normed, interleaved=interleaved, num_warps=4,
+            rotated=table.shape[-1] * 2 // 3, normed=normed, interleaved=interleaved,
+            num_warps=4, enable_fp_fusion=FUSES,
         )  # fmt: skip
     return query
 
@@ -80,7 +86,9 @@ def gated(gate_up: Tensor) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
     if rows:
-        _gate[rows, triton.cdiv(inner, _GATED_AT_ONCE.value)](gate_up, out, inner=inner, num_warps=4)
+        _gate[rows, triton.cdiv(inner, _GATED_AT_ONCE.value)](
+            gate_up, out, inner=inner, num_warps=4, enable_fp_fusion=FUSES
+        )
     return out
 
 
