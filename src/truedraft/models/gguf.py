@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -239,7 +240,7 @@ def _convert(path: Path, folder: Path) -> None:
         config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
         model = without_weights(config, torch.float32)
         kind: type[TensorProcessor] = TENSOR_PROCESSORS.get(said.architecture, TensorProcessor)
-        places = get_gguf_hf_weights_map(model, kind(config=config.to_dict()))
+        places = _places(model, kind(config=config.to_dict()))
     except KeyError as error:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
@@ -259,6 +260,22 @@ def _convert(path: Path, folder: Path) -> None:
             file.write(json.dumps(index).encode())
     except OSError as error:
         raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str]:
+    """Parameters by the names of a file's tensors.
+
+    transformers alone would look in each module of each module, and make the table of all names anew for every one.
+    """
+    places: dict[str, str] = {}
+    about = model.config.get_text_config()
+    for prefix, part in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
+        alone = SimpleNamespace(state_dict=part.state_dict, named_children=tuple)
+        places = (
+            get_gguf_hf_weights_map(alone, processor, about.model_type, about.num_hidden_layers, qual_name=prefix)
+            | places
+        )
+    return places
 
 
 def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mapping[str, str]) -> None:
