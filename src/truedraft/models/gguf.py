@@ -386,6 +386,11 @@ def place_of(source: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
 
 
+def files_of(source: str) -> list[Path]:
+    """The GGUF files of a resolved source."""
+    return [Path(each) for each in _index(source)["files"]]
+
+
 def _index(folder: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
     return found

@@ -56,6 +56,7 @@ from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.parallel import follow, parallel_backend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
+from truedraft.models.checkpoint import Checkpoint
 from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
@@ -157,6 +158,7 @@ def _load(
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
     read = partial(read_model, source, str(name), revision=revision, adapter=adapter, as_stored=True)
+    files = _files_behind(source, revision, adapter)
     model = read(kind)
     by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
     if not (by_codes and _runs_quantized(model)):
@@ -166,21 +168,21 @@ def _load(
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend = packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
-    reread = partial(read, torch.bfloat16)
+    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), files)
     with quiet_transformers():
         if pad_to is not None:
-            return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, reread)
+            return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, checkpoint)
         try:
-            return _checked(model, tokenizer, str(name), backend, reread)
+            return _checked(model, tokenizer, str(name), backend, checkpoint)
         except UnsupportedModelError as reason:
             if beside:
                 raise
             why = reason
         if model.config.is_encoder_decoder:
-            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, reread)
+            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, checkpoint)
         del model
         # Read again each time: what was tried may have taken its weights apart.
-        return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, reread)
+        return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, checkpoint)
 
 
 def _load_together(
@@ -226,6 +228,7 @@ def _load_together(
     place = torch.device("cuda", ranks.rank) if place.type == "cuda" else place
     keep_rows_alike(place, kind)
     read = partial(read_model, source, name, revision=revision, adapter=adapter)
+    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), _files_behind(source, revision, adapter))
     model = read(kind)
     backend = parallel_backend(ranks, place, name, fast_paths)
     with quiet_transformers():
@@ -233,7 +236,7 @@ def _load_together(
             follow(backend(model), ranks, place, context_of(config.get_text_config())[0])
             sys.exit(0)
         tokenizer = Tokenizer.load(source, revision=revision)
-        return _checked(model, tokenizer, name, backend, partial(read, torch.bfloat16))
+        return _checked(model, tokenizer, name, backend, checkpoint)
 
 
 def load_reader(name: str) -> Reader:
@@ -272,13 +275,13 @@ def _run_unpacked(
     name: str,
     why: UnsupportedModelError,
     fast_paths: bool,
-    reread: Callable[[], PreTrainedModel],
+    checkpoint: Checkpoint,
 ) -> HuggingFaceModel:
     """A model that cannot run packed: one text at a time, its cache ours or copied, else the whole text each time."""
     for kind in (AloneBackend, CopiedBackend):
         with contextlib.suppress(UnsupportedModelError):
-            return run_alone(read(), tokenizer, name, why, kind, fast_paths, reread)
-    return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, reread)
+            return run_alone(read(), tokenizer, name, why, kind, fast_paths, checkpoint)
+    return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, checkpoint)
 
 
 def _checked(
@@ -286,7 +289,7 @@ def _checked(
     tokenizer: Tokenizer | None,
     name: str,
     backend: BackendMaker,
-    reread: Callable[[], PreTrainedModel] | None,
+    checkpoint: Checkpoint | None,
     refusals: Sequence[Callable[[LanguageModel], None]] = (),
 ) -> HuggingFaceModel:
     """A model behind a backend, held to its own forward and to what else is to be looked at before.
@@ -299,7 +302,7 @@ def _checked(
         )
     check = check_codes(model, name) if is_quantized(model) else check_against_stock(model, name)
     try:
-        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+        loaded = HuggingFaceModel(model, tokenizer, name, backend, checkpoint)
         for refuse in (*refusals, check):
             refuse(loaded)
     except torch.OutOfMemoryError:
@@ -318,7 +321,7 @@ def run_alone(
     reason: UnsupportedModelError,
     kind: type[AloneBackend] = AloneBackend,
     fast_paths: bool = True,
-    reread: Callable[[], PreTrainedModel] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
     """A model that cannot run packed, one text at a time by its own attention.
 
@@ -330,14 +333,14 @@ def run_alone(
         kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`; of an encoder-decoder
             `EncoderDecoderBackend`.
         fast_paths: pack weights where that is faster here.
-        reread: as of `HuggingFaceModel`.
+        checkpoint: as of `HuggingFaceModel`.
 
     Raises:
         UnsupportedModelError: `reason`, where it cannot run so either.
     """
     backend = _after_packing(lambda model: kind(model, str(reason)), fast_paths)
     try:
-        return _checked(model, tokenizer, name, backend, reread, (refuse_hidden_state, refuse_later_tokens))
+        return _checked(model, tokenizer, name, backend, checkpoint, (refuse_hidden_state, refuse_later_tokens))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{reason}; nor does it run one text at a time: {error}") from error
 
@@ -446,6 +449,18 @@ def resolve_source(name: str) -> str:
     return name
 
 
+def _files_behind(source: str, revision: str | None, adapter: str | Path | None) -> list[Path]:
+    """The files that a model is read from, with what lies beside them in their folders."""
+    found: list[Path] = []
+    if gguf.is_one(source):
+        found = gguf.files_of(source)
+    else:
+        with contextlib.suppress(OSError):  # a name that reading refuses
+            config = quantized_folder.file_of(source, "config.json", revision)
+            found = [] if config is None else list(Path(config).parent.iterdir())
+    return found if adapter is None else [*found, *user_path(adapter, ModelError).glob("*")]
+
+
 def read_model(
     source: str,
     name: str,
@@ -454,6 +469,7 @@ def read_model(
     adapter: str | Path | None = None,
     *,
     as_stored: bool = False,
+    mapped: bool = False,
 ) -> PreTrainedModel:
     """A model as transformers loads it, on the CPU, with all of its weights and with no others.
 
@@ -467,6 +483,7 @@ def read_model(
         adapter: the folder of one, merged into the weights.
         as_stored: leave matrices `quantized` where the source has them so and the model's parameters can be, unless an
             adapter is merged.
+        mapped: leave weights in their files, for who reads each once and soon.
 
     Raises:
         ModelNotFoundError: there is no such name.
@@ -477,7 +494,8 @@ def read_model(
     refuse_other_kinds(config, name)
     refuse_broken_generation_config(source, name, revision)
     model = _load_weights(source, config, name, dtype, revision)
-    read_in(model)
+    if not mapped:
+        read_in(model)
     if adapter is not None or not as_stored:
         dequantize(model)
     return model if adapter is None else merge_adapter(model, adapter)

@@ -171,7 +171,7 @@ def train_ngrams(
 def _write_record(result: NgramResult, target: object, model: LanguageModel, told: Callbacks) -> None:
     """Note which target a table is for."""
     try:
-        write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict())
+        write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict(), model.sample)
     except (ModelError, UnsupportedModelError) as error:
         told.on_note(f"the table does not say which target it is for: {error}")
 
