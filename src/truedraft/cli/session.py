@@ -46,6 +46,7 @@ CACHE_HELP = (
 TOGETHER_HELP = (
     "Processes of this machine that run the model together, each with a part of its weights; 1 is this one alone."
 )
+MEASURING = "measuring what steps take on this machine"
 _MOST_THREADS = 64
 _PATIENCE_S = 2.0
 
@@ -218,9 +219,9 @@ def load_engine(
             target = load_target(stack, machine)
             plan = plan_for(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
-        tell("measuring what steps take on this machine")
         budgets: Mapping[str, NodeBudget] = {}
         if not (controller.weighs_costs or controller.takes_all_sizes):
+            tell(MEASURING)
             drafter, budgets = sized(drafter, target, params, requests=requests)
         if plan is not None:
             controller.expect(plan.survival)
@@ -232,7 +233,6 @@ def load_engine(
             most = max(int(cache_share * free), 1)
         share = stack.gpu_memory_utilization
         engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, gpu_memory_utilization=share, **more)
-        engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine
 
