@@ -74,7 +74,7 @@ def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(
     steps_s = sum(step.total_s for step, _ in decoding[1:plain])
     measuring_s = decoding[plain - 1][1] - decoding[0][1] - steps_s
     assert 0.9 * steps_s < measuring_s < steps_s + 0.4, "a quarter of a second at once, and the end of a recording"
-    assert answer.tokens == Engine(target).generate(PROMPT, SamplingParams(max_tokens=400)).tokens
+    assert answer.token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=400)).token_ids
     again = Engine(target, engine.drafter, controller=Goodput(clock=clock))
     seen = steps_of(again)
     again.generate(PROMPT, SamplingParams(max_tokens=24))

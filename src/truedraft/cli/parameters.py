@@ -13,8 +13,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from truedraft.cli import words
 from truedraft.cli.failures import InterruptedCommandError, describe, is_usage_error
-from truedraft.errors import OptionError, TruedraftError
+from truedraft.errors import OptionError, TruedraftError, errors_about
 from truedraft.options import Group, Option
 
 Command = Callable[[Any], int]
@@ -73,8 +74,11 @@ class _Parameter:
         """The field's value of what typer read.
 
         Raises:
-            OptionError: a whole number that is too small.
+            TruedraftError: no command can use it.
         """
+        with errors_about(self.name):
+            for each in (typed or self.default) if self.repeated else [typed]:
+                words.check(self.typed_name, each)
         if self.repeated:
             return tuple(typed or self.default)
         least = self.option.least

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ORDER = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
 """Kinds of trained drafters, in the order in which `auto` lists them."""
+ENGINES = ("vllm", "sglang", "llamacpp", "speculators")
+"""That drafters can be written for."""
 RECORD = "drafter.json"
 """In the folder of a draft model or a table: which target it was trained for."""
 TABLE = "table.ngram"
@@ -243,9 +245,7 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
     if model is not None:
         yield from _in_folder(Path(model) / _FOLDER_OF_MODEL, "the model's own folder")
     for each in drafters_dir:
-        folder = user_path(each, OptionError)
-        if not folder.is_dir():
-            raise OptionError(f"must be a folder of drafters, and {str(each)!r} is no folder", field="drafters_dir")
+        folder = refuse_no_folder(each)
         alone = TrainedDrafter.read(folder, "--drafters-dir")
         yield from () if alone is None else (alone,)
         yield from _in_folder(folder, "--drafters-dir")
@@ -256,6 +256,18 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
             spec = find_spec(package.value)  # which finds it without running it
             for place in (spec.submodule_search_locations or ()) if spec is not None else ():
                 yield from _in_folder(Path(place), f"the package {package.value}")
+
+
+def refuse_no_folder(typed: str | Path) -> Path:
+    """A folder of drafters as it is typed.
+
+    Raises:
+        OptionError: there is no such folder.
+    """
+    folder = user_path(typed, OptionError)
+    if not folder.is_dir():
+        raise OptionError(f"must be a folder of drafters, and {str(typed)!r} is no folder", field="drafters_dir")
+    return folder
 
 
 def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:

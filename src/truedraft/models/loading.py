@@ -41,7 +41,7 @@ from truedraft.errors import (
     UnsupportedModelError,
     first_line,
 )
-from truedraft.files import user_path
+from truedraft.files import refuse_lost_model, user_path
 from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
 from truedraft.models import gguf, quantized_folder, smollm2
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
@@ -74,10 +74,10 @@ from truedraft.models.probe import (
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
+from truedraft.options import BITS
 from truedraft.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-_BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
 # Classes of transformers that continue text, what they see or hear beside it left out.
 _WRITING: tuple[Mapping[str, Any], ...] = (
@@ -128,14 +128,14 @@ def load_model(
         ModelError: its files cannot be read, or an adapter does not fit it.
         MissingExtraError: an adapter is asked for, and peft is not installed, or a GGUF file, and gguf is not.
     """
-    if weights is not None and weights not in _BITS:
-        raise UnknownOptionError.nearest("weights", weights, tuple(_BITS))
+    if weights is not None and weights not in BITS:
+        raise UnknownOptionError.nearest("weights", weights, tuple(BITS))
     if tensor_parallel != 1:
         refused = {"weights": weights, "pad_to": pad_to, "adapters": adapters}
         return _load_together(str(name), dtype, device, revision, fast_paths, adapter, tensor_parallel, refused)
     loaded = _load(name, dtype, device, revision, fast_paths, pad_to, adapter, adapters)
     if weights is not None:
-        loaded.quantize(_BITS[weights])
+        loaded.quantize(BITS[weights])
     return_freed_memory()
     return loaded
 
@@ -431,8 +431,7 @@ def resolve_source(name: str) -> str:
         return smollm2.ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
     path = user_path(name, ModelNotFoundError)
     files = gguf.models_in(path) if path.is_dir() and not (path / "config.json").is_file() else []
-    if path.suffix == ".gguf" and not path.exists():
-        raise ModelNotFoundError(f"there is no file {name!r}; name a GGUF file that exists")
+    refuse_lost_model(name)
     if (path.suffix == ".gguf" and path.is_file()) or len(files) == 1:
         return str(gguf.folder_of(files[0] if files else path))
     if files:
@@ -444,8 +443,6 @@ def resolve_source(name: str) -> str:
         return str(path)
     if path.exists():
         raise ModelNotFoundError(f"{name!r} is a file; name the folder that holds config.json and the weights")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
     return name
 
 
