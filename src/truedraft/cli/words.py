@@ -13,10 +13,12 @@ from truedraft.control.specs import controller_from_spec
 from truedraft.drafters.registry import ENGINES, refuse_no_folder
 from truedraft.drafters.specs import check_drafter_words
 from truedraft.embedded import embedded_folder
-from truedraft.errors import DataError, ModelNotFoundError, UnknownOptionError
+from truedraft.errors import DataError, ModelNotFoundError, OptionError, UnknownOptionError
 from truedraft.files import refuse_lost_model, user_path
 from truedraft.options import BITS, DTYPE_NAMES, PADDED_NAMES, read_bytes
 from truedraft.verification.specs import rule_words
+
+_LAST_PORT = 65_535
 
 
 def check(name: str, value: Any) -> None:
@@ -75,9 +77,32 @@ def _data(value: Path) -> None:
         raise DataError(f"there is no data file {said!r}; check the path")
 
 
+def _prompts(value: str | Path) -> None:
+    file = user_path(value)
+    if {*file.suffixes} & {".json", ".jsonl", ".txt"} and not file.exists():
+        raise DataError(f"there is no prompts file {str(value)!r}; check the path")
+
+
+def _readable(field: str) -> Callable[[Path], None]:
+    def look(file: Path) -> None:
+        try:
+            file.open("rb").close()
+        except OSError as error:
+            raise OptionError(f"cannot be read ({error}): {str(file)!r}", field=field) from error
+
+    return look
+
+
+def _port(value: int) -> None:
+    if value > _LAST_PORT:
+        raise OptionError(f"must be at most {_LAST_PORT}, got {value}", field="port")
+
+
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "--adapters": _named_adapter,
     "--allow-rule": rule_words,
+    "--api-key-file": _readable("api_key_file"),
+    "--chat-template": _readable("chat_template"),
     "--controller": controller_from_spec,
     "--data": _data,
     "--device": _device,
@@ -93,7 +118,11 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "MODEL": _model,
     "--pad-to": _one_of("padding size", *PADDED_NAMES),
     "--plan": _plan,
+    "--port": _port,
     "--prefix-cache-bytes": lambda value: read_bytes("prefix_cache_bytes", value),
+    "--prompts": _prompts,
     "--rule": rule_words,
+    "--simulate": _plan,
+    "--start-from": lambda folder: refuse_lost_model(str(folder)),
     "--weights": _one_of("weights", *BITS),
 }
