@@ -22,6 +22,7 @@ from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.files import user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
+from truedraft.progress import STAGES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -386,19 +387,50 @@ def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tupl
 def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is being waited for; gives a function that changes the message.
 
-    Elsewhere, as where output goes into a file, it is said in a line once it takes some seconds.
+    So are the stages that are told meanwhile, see `told_stage`. Elsewhere, as where output goes into a file, each is
+    said in a line once it takes some seconds.
     """
-    if not console.is_terminal:
-        timer = threading.Timer(_PATIENCE_S, say, (message,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield lambda _: None
-        finally:
-            timer.cancel()
-        return
-    with console.status(message) as status:
-        yield status.update
+    with contextlib.ExitStack() as held:
+        show: Callable[[str], None]
+        if console.is_terminal:
+            show = held.enter_context(console.status(message)).update
+        else:
+            show = held.enter_context(_said_late())
+            show(message)
+        handler = _Shown(show)
+        STAGES.addHandler(handler)
+        held.callback(STAGES.removeHandler, handler)
+        held.callback(STAGES.setLevel, STAGES.level)
+        STAGES.setLevel(logging.INFO)
+        yield show
+
+
+class _Shown(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())
+
+
+@contextlib.contextmanager
+def _said_late() -> Iterator[Callable[[str], None]]:
+    """Says a message where none takes its place for some seconds."""
+    timers: list[threading.Timer] = []
+
+    def show(message: str) -> None:
+        for each in timers:
+            each.cancel()
+        timers[:] = [threading.Timer(_PATIENCE_S, say, (message,))]
+        timers[0].daemon = True
+        timers[0].start()
+
+    try:
+        yield show
+    finally:
+        for each in timers:
+            each.cancel()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from truedraft.files import object_of, written_whole
 from truedraft.machine import cache_folder, could_not_be_kept, versions
 from truedraft.models.padding import recorded_fingerprint
 from truedraft.models.quantized import quantized_of
+from truedraft.progress import told_stage
 
 _log = logging.getLogger("truedraft.models")
 
@@ -57,6 +58,7 @@ class Checkpoint:
         record = record if record.get("state") == self._state else {"state": self._state}
         if isinstance(known := record.get(what), str):
             return known
+        told_stage(f"reading weights for their {what}, once")
         found = find()
         if self._state["files"] and self._now() == self._state:
             try:

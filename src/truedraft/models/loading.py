@@ -75,6 +75,7 @@ from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
 from truedraft.options import BITS
+from truedraft.progress import told_stage
 from truedraft.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ def load_model(
         ModelError: its files cannot be read, or an adapter does not fit it.
         MissingExtraError: an adapter is asked for, and peft is not installed, or a GGUF file, and gguf is not.
     """
+    told_stage(f"loading {name}")
     if weights is not None and weights not in BITS:
         raise UnknownOptionError.nearest("weights", weights, tuple(BITS))
     if tensor_parallel != 1:
