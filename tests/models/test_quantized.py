@@ -18,7 +18,7 @@ from truedraft.errors import OptionError, UnsupportedModelError
 from truedraft.models.backends.alone import AloneBackend
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.linear import with_fewer_bits
+from truedraft.models.backends.native.linear import native_linears
 from truedraft.models.backends.native.memory import PER_SCALE, UNIT, CModel, Scratch, Weights
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -244,7 +244,7 @@ def test_one_layer_alone_gives_what_the_products_give(made: str, bits: int, dtyp
     elif made == "turned":
         source = Conv1D(101, 48).to(dtype)
         source.weight.data, source.bias.data = layer.weight.detach().T.contiguous(), layer.bias.detach()
-    fewer = with_fewer_bits([source, nn.LayerNorm(48), nn.Linear(40, 8)], bits, dtype)
+    fewer = native_linears([source, nn.LayerNorm(48), nn.Linear(40, 8)], bits, dtype)
     assert list(fewer) == [source], "and others are left as they are"
     x = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     bias = torch.nn.functional.pad(torch.arange(101).to(dtype).float(), (0, 27))

@@ -309,7 +309,7 @@ def test_speculation_changes_no_answer(
     assert sum(each.stats.accepted_tokens for each in drafted) > 0
 
 
-def test_a_copy_with_fewer_bits_reads_inputs_in_their_order(tmp_path: Path) -> None:
+def test_a_copy_native_linears_reads_inputs_in_their_order(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, partial(gptq, bits=8, seed=6), GPTQ | {"bits": 8})
     model = load_model(folder, dtype="float32")
     expected = logits(model)

@@ -23,7 +23,7 @@ from truedraft.options import MachineOptions, ModelOptions, Words
 from truedraft.verification.specs import rule_from_spec
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 PLAIN = "plain"
 ENTROPY = 0
@@ -180,7 +180,7 @@ def load_suite(
     target = load_model(model.model, **model.of_target, **machine.of_models)
     room = _room(batch)
     ours = [OurEngine(PLAIN, Engine(target, max_batch=room, entropy=ENTROPY))]
-    notes = _dtype_notes(machine.dtype, target.dtype, target.device)
+    notes = _dtype_notes(machine.dtype, target)
     for spec in drafters:
         if spec != _NO_DRAFTER:
             drafter = from_spec(spec, target, drafters_dir, tell=notes.append)
@@ -233,12 +233,14 @@ def _with_short_path(spec: str) -> str:
     return f"{kind}{colon}{Path(path).name if '/' in path else path}{comma}{options}"
 
 
-def _dtype_notes(asked: str, dtype: torch.dtype, device: torch.device) -> list[str]:
+def _dtype_notes(asked: str, target: LanguageModel) -> list[str]:
     """What to know where the CPU has no instructions for bfloat16."""
-    if device.type != "cpu" or has_bfloat16(device):
+    if target.device.type != "cpu" or has_bfloat16(target.device):
         return []
-    if asked == "auto":
-        return [f"this CPU has no bfloat16 instructions, so {dtype_name(dtype)} is used"]
-    if str(dtype) == "torch.bfloat16":
-        return ["this CPU has no bfloat16 instructions, so bfloat16 is emulated, and slower than float32"]
-    return []
+    if str(target.dtype) != "torch.bfloat16":
+        return (
+            [f"this CPU has no bfloat16 instructions, so {dtype_name(target.dtype)} is used"] if asked == "auto" else []
+        )
+    if "native forward" in target.fast_paths:
+        return ["this CPU has no bfloat16 instructions: weights are read in bfloat16, and products are made in float32"]
+    return ["this CPU has no bfloat16 instructions, so bfloat16 is emulated, and slower than float32"]

@@ -25,6 +25,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, first_line
 from truedraft.files import user_path
 from truedraft.machine import DTYPES, dtype_name
+from truedraft.models.backends.native.linear import is_fastest, native_linears
 from truedraft.models.base import LanguageModel
 from truedraft.models.lm_head import LmHead
 from truedraft.models.mapped import in_memory
@@ -343,6 +344,13 @@ def placed(weight: Tensor, bias: Tensor | None, target: LanguageModel) -> Produc
     device, dtype = target.device, target.dtype
     weight = weight.detach().to(device, dtype, copy=True)
     offset = None if bias is None else bias.detach().to(device, dtype, copy=True)
+    if is_fastest(device, dtype):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        state = {"weight": weight} if offset is None else {"weight": weight, "bias": offset}
+        layer.load_state_dict(state, assign=True)
+        product = native_linears([layer], 0, dtype).get(layer)
+        if product is not None:
+            return product
     if can_pack(device, dtype):
         return PackedLinear(weight, offset)
     return lambda x: functional.linear(x, weight, offset)

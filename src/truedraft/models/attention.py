@@ -18,14 +18,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.cache import WIDEST_GAP, key_span
 from truedraft.core.tree import TreeShape
 
-Position = TypeVar("Position", int, Tensor)
+Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 _LONGEST_KEPT = 512  # of chains whose masks are kept
 
 

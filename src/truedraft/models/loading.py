@@ -53,6 +53,7 @@ from truedraft.models.backends.encoder_decoder import EncoderDecoderBackend
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.native.build import built
 from truedraft.models.backends.parallel import follow, parallel_backend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
@@ -161,9 +162,12 @@ def _load(
     source = resolve_source(str(name))
     read = partial(read_model, source, str(name), revision=revision, adapter=adapter, as_stored=True)
     files = _files_behind(source, revision, adapter)
-    model = read(kind)
+    chosen = dtype != "auto" or kind is torch.bfloat16 or place.type != "cpu" or adapters or not fast_paths
+    model = None if chosen else _emulated(source, str(name), revision, read)
+    if model is None:
+        model = read(kind)
     by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
-    if not (by_codes and _runs_quantized(model)):
+    if not (by_codes and _runs_natively(model)):
         _announce_numbers(model, str(name))
         dequantize(model)
     model = model.to(place)
@@ -185,6 +189,20 @@ def _load(
         del model
         # Read again each time: what was tried may have taken its weights apart.
         return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, checkpoint)
+
+
+def _emulated(
+    source: str, name: str, revision: str | None, read: Callable[[torch.dtype], PreTrainedModel]
+) -> PreTrainedModel | None:
+    """A model that is stored in bfloat16, in bfloat16, where the native forward runs it: it reads half of what float32
+    would make it read, on processors without such instructions, too. None of others."""
+    config = load_config(source, name, revision)
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    quantized = gguf.is_one(source) or quantized_folder.method_of(config) is not None
+    if quantized or stored is not torch.bfloat16 or built(torch.bfloat16).library is None:
+        return None
+    model = read(torch.bfloat16)
+    return model if _runs_natively(model) else None
 
 
 def _load_together(
@@ -372,8 +390,8 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
     return packed_backend({}, True)(model, patterns)
 
 
-def _runs_quantized(model: PreTrainedModel) -> bool:
-    """Whether a forward of ours runs the codes of its weights."""
+def _runs_natively(model: PreTrainedModel) -> bool:
+    """Whether the native forward runs it: quantised weights by their codes, and bfloat16 ones without instructions."""
     llama = Llama.of(model, probe_patterns(model))
     return llama is not None and NativeBackend.fits(llama)
 

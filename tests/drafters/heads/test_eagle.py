@@ -27,7 +27,7 @@ from truedraft.drafters.heads import levels
 from truedraft.drafters.heads.levels import LikeliestTree, drawn_tree
 from truedraft.heads import Eagle3Config, Eagle3Head
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.linear import with_fewer_bits
+from truedraft.models.backends.native.linear import native_linears
 
 SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=32, inner=64, reach=3, most_positions=CONTEXT)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def in_few_bits(made: Eagle3Head) -> Eagle3Head:
     other = copy.deepcopy(made)
     for layer in other.modules():
         if isinstance(layer, torch.nn.Linear):
-            (few,) = with_fewer_bits([layer], levels._FEW_BITS, torch.float32).values()
+            (few,) = native_linears([layer], levels._FEW_BITS, torch.float32).values()
             layer.weight.copy_(few(torch.eye(layer.in_features)).T)
     return other
 

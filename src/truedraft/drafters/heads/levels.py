@@ -32,7 +32,7 @@ from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_i
 from truedraft.errors import CompositionError, OptionError
 from truedraft.heads.base import Head
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.linear import with_fewer_bits
+from truedraft.models.backends.native.linear import is_fastest, native_linears
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
@@ -260,7 +260,9 @@ def packed(head: HeadT, bits: int) -> HeadT:
         for name, layer in head.named_modules()
         if isinstance(layer, nn.Linear) and layer.weight.dim() > 1 and layer.out_features >= _LEAST_PACKED
     }
-    fewer = with_fewer_bits(layers.values(), bits, next(head.parameters()).dtype) if bits else {}
+    some = next(head.parameters())
+    natively = bits or is_fastest(some.device, some.dtype)
+    fewer = native_linears(layers.values(), bits, some.dtype) if natively else {}
     for name, layer in layers.items():
         if layer in fewer:
             head.set_submodule(name, fewer[layer])

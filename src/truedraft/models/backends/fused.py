@@ -19,7 +19,7 @@ from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import AttentionPattern, Scoring
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.linear import QuantizedLinear, with_fewer_bits
+from truedraft.models.backends.native.linear import NativeLinear, native_linears
 from truedraft.models.llama import Linears, Llama, LlamaLayer, Product
 from truedraft.models.packed_linear import PackedLinear, can_pack, fuse
 from truedraft.models.packing import ForwardPlan
@@ -40,7 +40,7 @@ class FusedBackend(Backend):
         self._scorings = [Scoring(layer.scaling) for layer in llama.layers]
         self._norm = llama.norm
         head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
-        self._lm_head: PackedLinear | QuantizedLinear = head
+        self._lm_head: PackedLinear | NativeLinear = head
         self.least_rows = 4 if llama.dtype is torch.bfloat16 else 2
         self.any_threads = llama.dtype is torch.float32  # bfloat16 is summed by their number on some processors
         self.shown_layers = len(self._layers)
@@ -56,7 +56,7 @@ class FusedBackend(Backend):
         if built(dtype).reason:
             raise UnsupportedModelError(built(dtype).reason)
         products = [each for layer in self._layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        fewer = with_fewer_bits([*products, self._lm_head], bits, dtype)
+        fewer = native_linears([*products, self._lm_head], bits, dtype)
         twin = copy.copy(self)
         twin._layers = [layer.with_products(lambda each: _either(fewer, each)) for layer in self._layers]
         twin._lm_head = fewer.get(self._lm_head, self._lm_head)
@@ -91,7 +91,7 @@ def _fused(layers: Linears) -> Product:
     return fuse(layers)
 
 
-def _either(fewer: Mapping[object, QuantizedLinear], product: Product) -> Product:
+def _either(fewer: Mapping[object, NativeLinear], product: Product) -> Product:
     return fewer.get(product, product)
 
 

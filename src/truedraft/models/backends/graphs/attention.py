@@ -37,15 +37,12 @@ def write(inputs: Inputs, pages: Pages, call: int, key: Tensor, value: Tensor) -
 def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
     """By a kernel that reads pages where they lie; a row's result depends on no other row."""
     numbers, bucket = inputs.numbers, inputs.bucket
-    table, tiles, length, until, first = (
-        each.to(torch.int32) for each in (numbers.table, numbers.tiles, numbers.length, numbers.until, numbers.first)
-    )
 
     def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
         keys, values = pages.entries(call)
         return kernels.paged_attention(
-            query.contiguous(), keys, values, table, tiles, length, until, first[pattern], numbers.path[pattern],
-            scaling, bucket.tile, bucket.span,
+            query.contiguous(), keys, values, numbers.table, numbers.tiles, numbers.length, numbers.until,
+            numbers.first[pattern], numbers.path[pattern], scaling, bucket.tile, bucket.span,
         )  # fmt: skip
 
     return look
@@ -60,6 +57,9 @@ def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
     numbers, bucket = inputs.numbers, inputs.bucket
     masks: dict[tuple[int, int], Tensor] = {}  # by pattern, and query heads of a key head
     behind = torch.arange(bucket.span, device=numbers.end.device) >= numbers.end[:, None]  # [requests, span]
+    source = rows_of_requests(inputs)
+    place = torch.arange(bucket.rows, device=source.device) - numbers.start[numbers.request]
+    place += numbers.request * bucket.tokens  # the reverse of `source`, among `requests * tokens`
 
     def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
         keys, values = (
@@ -69,13 +69,20 @@ def gathered_attention(inputs: Inputs, pages: Pages) -> Look:
         group = query.shape[1] // keys.shape[1]
         if (pattern, group) not in masks:
             masks[pattern, group] = additive_mask(visible(inputs, pattern), group, query.dtype)
-        by_request = query[numbers.source].unflatten(2, (-1, group))  # [requests, tokens, kv_heads, group, width]
+        by_request = query[source].unflatten(2, (-1, group))  # [requests, tokens, kv_heads, group, width]
         grouped = by_request.transpose(1, 2).flatten(2, 3)
         mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=masks[pattern, group], scale=scaling)
         mixed = mixed.unflatten(2, (-1, group)).transpose(1, 2)  # as `by_request`
-        return mixed.reshape(bucket.requests * bucket.tokens, -1).index_select(0, numbers.place)
+        return mixed.reshape(bucket.requests * bucket.tokens, -1).index_select(0, place)
 
     return look
+
+
+def rows_of_requests(inputs: Inputs) -> Tensor:
+    """The row of a request's new token number so-and-so, any where it has fewer: `[requests, tokens]`."""
+    numbers, bucket = inputs.numbers, inputs.bucket
+    source = numbers.start[:, None] + torch.arange(bucket.tokens, device=numbers.start.device)
+    return source.clamp_(max=bucket.rows - 1)
 
 
 def visible(inputs: Inputs, pattern: int) -> Tensor:
@@ -86,14 +93,15 @@ def visible(inputs: Inputs, pattern: int) -> Tensor:
     path and in reach.
     """
     bucket, numbers = inputs.bucket, inputs.numbers
-    place = torch.arange(bucket.span, device=numbers.source.device)
-    seen = place >= numbers.first[pattern][numbers.source][..., None]
-    seen &= place < numbers.until[numbers.source][..., None]
+    source = rows_of_requests(inputs)
+    place = torch.arange(bucket.span, device=source.device)
+    seen = place >= numbers.first[pattern][source][..., None]
+    seen &= place < numbers.until[source][..., None]
     if not bucket.words:
         return seen
     node = (place - numbers.length[:, None])[:, None]  # [requests, 1, span]
     word = (node // WORD_BITS).clamp(0, bucket.words - 1)
-    path = numbers.path[pattern][numbers.source]  # [requests, tokens, words]
+    path = numbers.path[pattern][source]  # [requests, tokens, words]
     bit = path.gather(-1, word.expand(-1, bucket.tokens, -1)) >> node.remainder(WORD_BITS) & 1
     return seen | ((bit == 1) & (node >= 0) & (node < WORD_BITS * bucket.words))
 

@@ -17,13 +17,19 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
 from truedraft.cache import CachePool, PagePool, Pages, PageTable
-from truedraft.core.tree import chain_shape
 from truedraft.errors import CacheError
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.attention import attention_for, gathered_attention, tiled_attention, write
-from truedraft.models.backends.graphs.batch import Bucket, Inputs, Numbers, PagedBatch, PagedSegment
+from truedraft.models.backends.graphs.batch import (
+    Bucket,
+    Inputs,
+    Numbers,
+    PagedBatch,
+    PagedSegment,
+    load_in_a_row,
+)
 from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder, Runner, Work
 from truedraft.models.base import Choose, ForwardOutput, Segment
 from truedraft.models.llama import Linears, Llama, LlamaLayer, RotaryTable
@@ -120,7 +126,7 @@ class GraphBackend(Backend):
     def forward_chains(
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
     ) -> tuple[Tensor, Tensor | None]:
-        chains = Chains(self._decoder, self._pages, self._inputs, choose, vocab)
+        chains = Chains(self._decoder, self._pages, choose, vocab)
         ids, *probs = self._paged.run_chains(segments, levels, chains, numbers)
         return ids, probs[0] if probs else None
 
@@ -197,21 +203,17 @@ class PagedForward:
     ) -> Outputs:
         """Forwards behind each other, of which each chooses the tokens of the next; see `Chains`."""
         with self.pages.lock, _on(self.pages.device):
-            following: list[list[Segment]] = [[] for _ in range(levels - 1)]
-            nothing = torch.empty(0, dtype=torch.int64)  # what is fed to these is chosen on the device
+            parts = [PagedSegment(each, self._table_of(each)) for each in segments]
             for segment in segments:
-                cache, count = segment.cache, len(segment.shape)
-                cache.reserve(count + levels - 1, segment.written)
-                for level, own in enumerate(following, count):
-                    own.append(Segment(cache, nothing, chain_shape(level + 1), (0,), written=level))
-            batches = []
-            for each in (list(segments), *following):
-                parts = [PagedSegment(segment, self._table_of(segment)) for segment in each]
-                batches.append(PagedBatch.recorded(parts, self._patterns))
-            self._rotary.reach(max(part.end for part in batches[-1].parts) - 1 + self._start)
+                segment.cache.reserve(len(segment.shape) + levels - 1, segment.written)
+            self._rotary.reach(max(part.end for part in parts) + levels - 2 + self._start)
             addresses = self.pages.generation, self._rotary.table.data_ptr()
-            shape = batches[0].bucket, chains.shape(batches, numbers)
-            return self._runner.run_work(shape, chains.work(batches, numbers), addresses)
+            outputs = []
+            for group in _groups([part.count for part in parts], together=self._together):
+                batches = PagedBatch.chains([parts[number] for number in group], self._patterns, levels)
+                shape, work = chains.work(batches, [each[group[0] : group[-1] + 1] for each in numbers])
+                outputs.append(self._runner.run_work(shape, work, addresses))
+        return outputs[0] if len(outputs) == 1 else tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def _run(self, parts: Sequence[PagedSegment], layers: Layers) -> Outputs:
         if max(part.count for part in parts) > _MOST_RECORDED_TOKENS:
@@ -233,39 +235,33 @@ class Chains:
     Attributes:
         decoder: runs each.
         pages: of the caches.
-        inputs: makes those of a bucket.
         choose: chooses tokens.
         vocab: ids that exist.
     """
 
     decoder: Decoder
     pages: Pages
-    inputs: Callable[[Bucket], Inputs]
     choose: Choose
     vocab: int
 
-    def shape(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Hashable:
-        """What its operations depend on, beside the bucket of the first forward."""
-        return self.choose, tuple(batch.bucket for batch in batches[1:]), len(batches), len(numbers)
-
-    def work(self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]) -> Work[tuple[list[Inputs], list[Tensor]]]:
-        """All forwards, of one row of each request from the second on.
+    def work(
+        self, batches: Sequence[PagedBatch], numbers: Sequence[Tensor]
+    ) -> tuple[tuple[Bucket, Hashable], Work[tuple[list[Inputs], list[Tensor]]]]:
+        """All forwards, and what their operations depend on.
 
         Args:
             batches: of each forward.
             numbers: `[requests, levels]` each, of what is chosen.
         """
-        requests = len(batches[0].parts)
-        rows = 1 << (requests - 1).bit_length()  # of each forward but the first, padding included
+        requests, rows = batches[0].wanted, batches[0].bucket.wanted
+        buckets = [batch.bucket for batch in batches]
 
         def make() -> tuple[list[Inputs], list[Tensor]]:
-            return [self.inputs(batch.bucket) for batch in batches], [
-                each.new_zeros(len(batches), rows) for each in numbers
-            ]
+            inputs = Inputs.in_a_row(buckets, len(self.decoder.patterns), self.pages.device)
+            return inputs, [each.new_zeros(len(batches), rows) for each in numbers]
 
         def load(held: tuple[list[Inputs], list[Tensor]]) -> None:
-            for inputs, batch in zip(held[0], batches, strict=True):
-                inputs.load(batch)
+            load_in_a_row(held[0], batches)
             for memory, given in zip(held[1], numbers, strict=True):
                 memory[:, :requests].copy_(given.t())
 
@@ -275,13 +271,14 @@ class Chains:
             for level, inputs in enumerate(held[0]):
                 if level:
                     inputs.numbers.tokens.copy_(chosen[-1])
-                logits = self.decoder.forward(inputs, self.pages)[0][:rows, : self.vocab]
+                logits = self.decoder.forward(inputs, self.pages)[0][:, : self.vocab]
                 ids, probs = self.choose(logits, *(each[level] for each in held[1]))
                 chosen.append(ids)
                 drawn += [] if probs is None else [probs]
             return torch.stack(chosen, 1), *([torch.stack(drawn, 1)] if drawn else [])
 
-        return Work(make, load, forward, requests)
+        shape = buckets[0], (self.choose, len(batches), len(numbers))
+        return shape, Work(make, load, forward, requests)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from truedraft.cache.pages import PAGE, PageTable, pages_for
+from truedraft.cache.pages import PAGE, PageTable
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape
 from truedraft.models.attention import AttentionPattern
@@ -97,46 +97,47 @@ def _power(number: int) -> int:
 
 
 Array = TypeVar("Array")
+_WIDE = 5  # of the numbers below have 8 bytes
 HostNumbers = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers(Generic[Array]):
-    """The numbers, all int64, on the host or on the device.
+    """The numbers on the host or on the device; int64 where it is said, else int32.
 
     A row is a new token; rows of a request follow each other. Rows without a token are padding; what they compute is
     never looked at.
 
     Attributes:
-        tokens: `[rows]`.
-        positions: `[rows]`, by which heads are rotated.
-        target: `[rows]`: row of the pages that takes the token's key and value.
-        wanted: `[wanted]`: rows that get logits.
+        tokens: `[rows]`, int64.
+        positions: `[rows]`, int64, by which heads are rotated.
+        target: `[rows]`, int64: row of the pages that takes the token's key and value.
+        wanted: `[wanted]`, int64: rows that get logits.
+        path: `[patterns, rows, words]`, int64: of the uncommitted nodes, which lie behind the committed tokens, the
+            token sees those whose bit is set here, and
+        until: `[rows]`: its request's key/value positions below this, of which
+        first: `[patterns, rows]`: only those from here on are in reach of a pattern.
+        request: `[rows]`: whose token it is.
         length: `[requests]`: committed tokens.
+        start: `[requests]`: row of the first new token.
         end: `[requests]`: tokens once the forward has run.
-        until: `[rows]`: the token sees its request's key/value positions below this, and
-        path: `[patterns, rows, words]`: of the uncommitted nodes, which lie behind the committed tokens, those whose
-            bit is set here.
-        first: `[patterns, rows]`: of the positions below `until` only those from here on are in reach of a pattern.
         table: `[requests, span / PAGE]`: pages of each request.
         tiles: `[tiles, 3]`: of each its request, its first row, and its rows; 0 rows where it is padding.
-        source: `[requests, tokens]`: the row of a request's token number so-and-so; any where it has fewer.
-        place: `[rows]`: the reverse, among `requests * tokens`.
     """
 
     tokens: Array
     positions: Array
     target: Array
     wanted: Array
-    length: Array
-    end: Array
-    until: Array
     path: Array
+    until: Array
     first: Array
+    request: Array
+    length: Array
+    start: Array
+    end: Array
     table: Array
     tiles: Array
-    source: Array
-    place: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,70 +182,138 @@ class PagedBatch:
     Attributes:
         parts: the segments.
         patterns: different reaches of attention in the model.
+        sizes: `[3, requests]`: committed tokens, uncommitted ones that were written before, and new ones.
         bucket: a shape that holds them.
+        level: forwards of a chain that ran before this one, whose only token of each request the last of them chose;
+            0 where segments say what is fed.
     """
 
     parts: Sequence[PagedSegment]
     patterns: Sequence[AttentionPattern]
+    sizes: HostNumbers
     bucket: Bucket
+    level: int = 0
 
     @classmethod
     def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
         """In a bucket that many batches share."""
-        return cls(parts, patterns, Bucket.recorded(*_sizes(parts)))
+        sizes = _sizes(parts)
+        return cls(parts, patterns, sizes, Bucket.recorded(*_most(parts, sizes)))
 
     @classmethod
     def exact(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
         """Without padding."""
-        return cls(parts, patterns, Bucket.exact(*_sizes(parts), wanted=sum(len(part.segment.rows) for part in parts)))
+        sizes, wanted = _sizes(parts), sum(len(part.segment.rows) for part in parts)
+        return cls(parts, patterns, sizes, Bucket.exact(*_most(parts, sizes), wanted=wanted))
+
+    @classmethod
+    def chains(
+        cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern], levels: int
+    ) -> list[PagedBatch]:
+        """Forwards of which each chooses what the next is fed; their caches have room for all.
+
+        Args:
+            parts: chains, of each of which one row is wanted.
+            patterns: as above.
+            levels: how many forwards.
+        """
+        sizes = _sizes(parts)
+        requests, tokens, rows, end, nodes = _most(parts, sizes)
+        end += levels - 1
+        other = Bucket.recorded(requests, 1, requests, end, nodes)
+        first = replace(Bucket.recorded(requests, tokens, rows, end, nodes), wanted=other.wanted)
+        return [cls(parts, patterns, sizes, other if level else first, level) for level in range(levels)]
 
     @property
     def wanted(self) -> int:
         """Rows that get logits, without padding."""
-        return sum(len(part.segment.rows) for part in self.parts)
+        return len(self.parts) if self.level else sum(len(part.segment.rows) for part in self.parts)
 
-    def tokens(self) -> list[Tensor]:
-        """New tokens of each segment."""
-        return [part.segment.tokens for part in self.parts]
+    def tokens(self) -> list[tuple[Tensor, int]]:
+        """New tokens, those of neighbours on one device together, and the row of the first; none where they are chosen
+        on the device."""
+        if self.level:
+            return []
+        runs, row = [], 0
+        for _, group in itertools.groupby((part.segment.tokens for part in self.parts), lambda each: each.device):
+            runs.append((torch.cat(list(group)), row))
+            row += len(runs[-1][0])
+        return runs
 
     def write(self, numbers: Numbers[HostNumbers]) -> None:
-        """Say where each token is and what it sees; see `Numbers`."""
-        row = wanted = tile = 0
-        for request, part in enumerate(self.parts):
-            rows, asked = slice(row, row + part.count), part.segment.rows
-            numbers.wanted[wanted : wanted + len(asked)] = [row + each for each in asked]
-            numbers.length[request], numbers.end[request] = part.length, part.end
-            pages = pages_for(part.end)
-            numbers.table[request, :pages] = part.table.table[:pages]
-            numbers.source[request, : part.count] = range(rows.start, rows.stop)
-            first = request * self.bucket.tokens
-            numbers.place[rows] = range(first, first + part.count)
-            for start in range(0, part.count, self.bucket.tile):
-                numbers.tiles[tile] = request, row + start, min(self.bucket.tile, part.count - start)
-                tile += 1
-            self._write_rows(part, numbers, rows)
-            row, wanted = rows.stop, wanted + len(asked)
+        """Say where each token is and what it sees; see `Numbers`.
 
-    def _write_rows(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
+        Worked example: of two requests with 5 and 9 committed tokens the first feeds tokens 5 and 6, the second 9.
+        Rows 0 to 2 belong to requests 0, 0, 1, which start at rows 0 and 2; their places are 5, 6, 9.
+        """
+        lengths, written, counts = self.sizes
+        if self.level:
+            written, counts = written + counts + self.level - 1, np.ones_like(counts)
+        ends = lengths + written + counts
+        start = np.cumsum(counts) - counts
+        request, rows = np.repeat(np.arange(len(counts)), counts), int(counts.sum())
+        places = np.arange(rows) + (lengths + written - start)[request]
+        for own, part, pages in zip(numbers.table, self.parts, (-(-ends // PAGE)).tolist(), strict=False):
+            own[:pages] = part.table.table[:pages]
+        numbers.length[: len(counts)], numbers.start[: len(counts)], numbers.end[: len(counts)] = lengths, start, ends
+        numbers.request[:rows] = request
+        numbers.positions[:rows] = places
+        numbers.target[:rows] = numbers.table[request, places // PAGE].astype(np.int64) * PAGE + places % PAGE
+        numbers.until[:rows] = places + 1
+        for pattern, first in zip(self.patterns, numbers.first, strict=True):
+            first[:rows] = pattern.first(places)
+        self._write_wanted(numbers.wanted, start)
+        _write_tiles(numbers.tiles, start, counts, self.bucket.tile)
+        for number, part in enumerate(self.parts if self.bucket.words else ()):
+            if part.nodes:
+                self._write_tree(part, numbers, slice(start[number], start[number] + part.count))
+
+    def _write_wanted(self, wanted: HostNumbers, start: HostNumbers) -> None:
+        if self.level:
+            wanted[: len(start)] = start
+            return
+        asked = [part.segment.rows for part in self.parts]
+        flat = np.fromiter(itertools.chain.from_iterable(asked), np.int64)
+        wanted[: len(flat)] = flat + np.repeat(start, [len(rows) for rows in asked])
+
+    def _write_tree(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
+        """What is otherwise for a tree: positions by depth, and nodes by their paths."""
         shape, written, length = part.segment.shape, part.segment.written, part.length
-        places = np.arange(length + written, part.end)
-        chain = shape.is_chain
-        positions = places if chain else length - 1 + np.array(shape.depths[written:])
+        positions = length - 1 + np.array(shape.depths[written:])
         numbers.positions[rows] = positions
-        numbers.target[rows] = part.table.rows(length + written, part.end)
-        numbers.until[rows] = places + 1 if chain else length
+        numbers.until[rows] = length
         for number, pattern in enumerate(self.patterns):
-            first = [pattern.first(position) for position in positions.tolist()]
+            first = pattern.first(positions)
             numbers.first[number, rows] = first
-            if not chain:
-                dropped = tuple(max(0, each - length) for each in first)
-                numbers.path[number, rows] = path_bits(shape, written, dropped, self.bucket.words)
+            dropped = tuple(np.maximum(0, first - length).tolist())
+            numbers.path[number, rows] = path_bits(shape, written, dropped, self.bucket.words)
 
 
-def _sizes(parts: Sequence[PagedSegment]) -> tuple[int, int, int, int, int]:
+def _write_tiles(tiles: HostNumbers, start: HostNumbers, counts: HostNumbers, size: int) -> None:
+    """Rows of each request in tiles of so many, the last of a request with what is left.
+
+    Worked example: in tiles of 4 a request of 6 rows and one of 1 have the tiles (0, 0, 4), (0, 4, 2), (1, 6, 1).
+
+    >>> tiles = np.zeros((3, 3), int)
+    >>> _write_tiles(tiles, np.array([0, 6]), np.array([6, 1]), 4)
+    >>> tiles.tolist()
+    [[0, 0, 4], [0, 4, 2], [1, 6, 1]]
+    """
+    each = -(-counts // size)
+    owner = np.repeat(np.arange(len(counts)), each)
+    before = size * (np.arange(len(owner)) - (np.cumsum(each) - each)[owner])
+    tiles[: len(owner)] = np.stack([owner, start[owner] + before, np.minimum(size, counts[owner] - before)], 1)
+
+
+def _sizes(parts: Sequence[PagedSegment]) -> HostNumbers:
+    """See `PagedBatch.sizes`."""
+    return np.array([(part.length, part.segment.written, part.count) for part in parts], dtype=np.int64).T
+
+
+def _most(parts: Sequence[PagedSegment], sizes: HostNumbers) -> tuple[int, int, int, int, int]:
     """Requests, most tokens, all tokens, furthest end, and most nodes, as a bucket is made of."""
-    counts = [part.count for part in parts]
-    return len(parts), max(counts), sum(counts), max(part.end for part in parts), max(part.nodes for part in parts)
+    counts, ends = sizes[2], sizes.sum(axis=0)
+    return len(parts), int(counts.max()), int(counts.sum()), int(ends.max()), max(part.nodes for part in parts)
 
 
 @lru_cache(maxsize=1024)
@@ -283,64 +352,108 @@ class Inputs:
         vectors: `[rows, width]`; None where nothing stands beside tokens.
     """
 
-    def __init__(self, bucket: Bucket, patterns: int, device: torch.device, vectors: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        patterns: int,
+        device: torch.device,
+        vectors: Tensor | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
         self.bucket = bucket
         self._shapes = _shapes(bucket, patterns)
-        self._flat = torch.zeros(sum(map(math.prod, self._shapes)), dtype=torch.int64, device=device)
-        self.numbers: Numbers[Tensor] = _split(self._flat, self._shapes)
+        size = sum(_sizes_of(self._shapes))
+        self._memory = torch.zeros(size, dtype=torch.int64, device=device) if memory is None else memory
+        self.numbers: Numbers[Tensor] = _split(self._memory, self._shapes)
         self.vectors = None if vectors is None else vectors.new_zeros(bucket.rows, len(vectors))
+
+    @classmethod
+    def in_a_row(cls, buckets: Sequence[Bucket], patterns: int, device: torch.device) -> list[Inputs]:
+        """Those of forwards behind each other, in one block of memory."""
+        sizes = [sum(_sizes_of(_shapes(bucket, patterns))) for bucket in buckets]
+        block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        parts = zip(buckets, block.split(sizes), strict=True)
+        return [cls(bucket, patterns, device, memory=memory) for bucket, memory in parts]
 
     def load(self, batch: PagedBatch) -> None:
         """Fill in a batch of this bucket."""
-        # Page-locked, so that the copy is only queued; torch gives the block out again once it was read. Rows of
-        # padding have the target 0, which lies in the scratch page.
-        host = torch.zeros(self._flat.shape, dtype=torch.int64, pin_memory=self._flat.is_cuda)
-        numbers: Numbers[HostNumbers] = _split(host.numpy(), self._shapes)
+        load_in_a_row([self], [batch])
+
+    def write(self, memory: Tensor, batch: PagedBatch) -> list[tuple[Tensor, int]]:
+        """Fill in what the host knows, into zeros on the host that are laid out as this is.
+
+        Returns:
+            Tokens that are elsewhere, and the row of the first of each.
+        """
+        numbers: Numbers[HostNumbers] = _split(memory.numpy(), self._shapes)
         numbers.until.fill(1)  # a softmax over nothing would be NaN
         batch.write(numbers)
-        on_device: list[tuple[int, Tensor]] = []
-        start = 0
-        for tokens in batch.tokens():
+        elsewhere = []
+        for tokens, start in batch.tokens():
             if transfers.waits(tokens.device):
-                on_device.append((start, tokens))
+                elsewhere.append((tokens, start))
             else:
                 numbers.tokens[start : start + len(tokens)] = tokens.numpy()
-            start += len(tokens)
-        self._flat.copy_(host, non_blocking=True)
-        for start, tokens in on_device:
+        return elsewhere
+
+    def load_beside(self, elsewhere: Sequence[tuple[Tensor, int]], batch: PagedBatch) -> None:
+        """Fill in what the host does not know, once its numbers are here."""
+        for tokens, start in elsewhere:
             self.numbers.tokens[start : start + len(tokens)].copy_(tokens)
         if self.vectors is not None:
             beside = torch.cat([part.vectors for part in batch.parts if part.vectors is not None])
             self.vectors[: len(beside)].copy_(beside)
 
 
+def load_in_a_row(inputs: Sequence[Inputs], batches: Sequence[PagedBatch]) -> None:
+    """Fill in batches; the memory of the inputs lies in one block."""
+    sizes = [len(each._memory) for each in inputs]
+    block = inputs[0]._memory.as_strided((sum(sizes),), (1,))
+    # Page-locked, so that the copy is only queued; torch gives the block out again once it was read. Rows of padding
+    # have the target 0, which lies in the scratch page.
+    host = torch.zeros(block.shape, dtype=torch.int64, pin_memory=block.is_cuda)
+    parts = zip(inputs, host.split(sizes), batches, strict=True)
+    elsewhere = [each.write(memory, batch) for each, memory, batch in parts]
+    block.copy_(host, non_blocking=True)
+    for each, tokens, batch in zip(inputs, elsewhere, batches, strict=True):
+        each.load_beside(tokens, batch)
+
+
 def _shapes(bucket: Bucket, patterns: int) -> list[tuple[int, ...]]:
     """Shapes of the numbers, in the order of their names."""
     rows, requests = (bucket.rows,), (bucket.requests,)
-    shapes = {
-        "tokens": rows,
-        "positions": rows,
-        "target": rows,
-        "wanted": (bucket.wanted,),
-        "length": requests,
-        "end": requests,
-        "until": rows,
-        "path": (patterns, bucket.rows, bucket.words),
-        "first": (patterns, bucket.rows),
-        "table": (bucket.requests, bucket.span // PAGE),
-        "tiles": (bucket.tiles, 3),
-        "source": (bucket.requests, bucket.tokens),
-        "place": rows,
-    }
-    return [shapes[field.name] for field in fields(Numbers)]
+    return [
+        rows,
+        rows,
+        rows,
+        (bucket.wanted,),
+        (patterns, bucket.rows, bucket.words),
+        rows,
+        (patterns, bucket.rows),
+        rows,
+        requests,
+        requests,
+        requests,
+        (bucket.requests, bucket.span // PAGE),
+        (bucket.tiles, 3),
+    ]
 
 
-def _split(flat: Any, shapes: list[tuple[int, ...]]) -> Numbers[Any]:
-    """Views of one block, one behind another."""
+def _sizes_of(shapes: list[tuple[int, ...]]) -> list[int]:
+    """What each takes of a block of int64, the first `_WIDE` one for each number and the others half of one, rounded
+    up so that all start at multiples of 64 bytes."""
+    halves = [math.prod(shape) * (2 if number < _WIDE else 1) for number, shape in enumerate(shapes)]
+    return [-(-each // 16) * 8 for each in halves]
+
+
+def _split(memory: Any, shapes: list[tuple[int, ...]]) -> Numbers[Any]:
+    """Views of a block of int64, on the host (numpy) or a device (torch), one behind another."""
+    narrow: Any = torch.int32 if isinstance(memory, Tensor) else np.int32
     parts = []
     start = 0
-    for shape in shapes:
-        end = start + math.prod(shape)
-        parts.append(flat[start:end].reshape(shape))
-        start = end
+    for number, (shape, size) in enumerate(zip(shapes, _sizes_of(shapes), strict=True)):
+        part = memory[start : start + size]
+        part = part if number < _WIDE else part.view(narrow)
+        parts.append(part[: math.prod(shape)].reshape(shape))
+        start += size
     return Numbers(*parts)

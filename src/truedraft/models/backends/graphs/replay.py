@@ -49,7 +49,8 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Record a forward. It may run meanwhile, any number of times: it writes the same whenever it runs."""
+        """Record a forward. It may run meanwhile, any number of times, and runs once before anything is recorded: it
+        writes the same whenever it runs. Nobody but it may run meanwhile."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -99,6 +100,7 @@ class Recordings(Generic[Held]):
         self._seen: set[Hashable] = set()
         self._unrecorded: set[Hashable] = set()  # for recording them failed
         self._kept: OrderedDict[Hashable, tuple[Held, Recording]] = OrderedDict()
+        self._outputs: dict[Hashable, Tensor] = {}
         self.warmups = 0
 
     @property
@@ -137,17 +139,29 @@ class Recordings(Generic[Held]):
     def _record(self, shape: Hashable, work: Work[Held], recorder: Recorder) -> Recording:
         inputs = work.make()
         work.load(inputs)
-        recording = recorder.record(lambda: work.forward(inputs))
+        recording = recorder.record(lambda: self._put_away(work.forward(inputs)))
         self._kept[shape] = (inputs, recording)
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
             self._unrecorded.clear()  # what was given up has left room
         return recording
 
+    def _put_away(self, outputs: Outputs) -> Outputs:
+        """Outputs in memory that all recordings with such outputs share. Whatever a recording leaves in memory of its
+        own stays there for good: with large vocabularies gigabytes."""
+        shared = []
+        for number, output in enumerate(outputs):
+            key = number, output.shape, output.dtype
+            if key not in self._outputs:
+                self._outputs[key] = torch.empty_like(output)
+            shared.append(self._outputs[key].copy_(output))
+        return tuple(shared)
+
     def forget(self) -> None:
         """All recordings are void."""
         self._seen.clear()
         self._unrecorded.clear()
+        self._outputs.clear()
         if self._kept and self._recorder is not None:
             self._kept.clear()
             self._recorder.forget()

@@ -61,8 +61,6 @@ def built(dtype: torch.dtype) -> Built:
     """The forward for a dtype, compiled at the first call on this machine and loaded from the cache after that."""
     if dtype not in (torch.bfloat16, torch.float32):
         return Built(None, f"there is none for {dtype_name(dtype)}")
-    if dtype is torch.bfloat16 and not has_avx512_bfloat16():
-        return Built(None, "this processor has no AVX-512 instructions for bfloat16")
     given = os.environ.get("CC", "").strip()
     compiler = _compiler(given)
     if not compiler:
@@ -135,7 +133,7 @@ def _defines(dtype: torch.dtype) -> tuple[str, ...]:
     narrow, processor = dtype is torch.bfloat16, _processor()
     told = {
         "BF16": narrow,
-        "PAIRED": narrow and "AuthenticAMD" in processor,
+        "PAIRED": narrow and has_avx512_bfloat16() and "AuthenticAMD" in processor,
         "TILES": may_use_tiles(),
         "ASKS_AHEAD": "GenuineIntel" in processor,
     }

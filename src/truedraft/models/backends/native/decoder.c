@@ -1,7 +1,7 @@
 /* One forward of a Llama-like decoder over many requests with a token tree each, from embedding to logits.
  *
- * Compiled on the user's machine, once for bfloat16 (BF16=1, needs AVX-512 BF16) and once for float32 (BF16=0, any
- * processor: vectors are GNU C's, which the compiler maps to what there is).
+ * Compiled on the user's machine, once for bfloat16 (BF16=1) and once for float32 (BF16=0), for any processor: vectors are
+ * GNU C's, which the compiler maps to what there is.
  *
  * Every sum runs in one fixed order that depends on the row alone: products over k from 0 up, attention over the
  * row's own keys in the order of their positions. So a row's result does not depend, to the last bit, on the other
@@ -12,11 +12,12 @@
  */
 #include <stdint.h>
 #include <string.h>
-#if BF16 || defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-#ifndef PAIRED
+#if !defined(PAIRED) || !defined(__AVX512BF16__)
+#undef PAIRED
 #define PAIRED 0 /* whether inputs of bfloat16 are multiplied in pairs, by one instruction */
 #endif
 #if !defined(TILES) || !TILES || !defined(__AMX_BF16__) || !defined(__AMX_INT8__) || !defined(__AVX512BW__)
@@ -62,11 +63,18 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 #if BF16
 typedef uint16_t element;
 typedef uint32_t cell; /* two neighbouring inputs */
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 #define PER_CELL 2
 static inline lanes widen(halves h) { return (lanes)(__builtin_convertvector(h, words) << 16); }
 static inline lanes load(const element *p) { halves h; memcpy(&h, p, sizeof h); return widen(h); }
+#if defined(__AVX512BF16__)
 static inline halves narrow(lanes v) { return (halves)_mm512_cvtneps_pbh((__m512)v); }
+#else /* ties to even; of what is no number the highest bits, with one that stays */
+static inline halves narrow(lanes v) {
+    const words bits = (words)v, nearest = bits + 0x7fffu + (bits >> 16 & 1u), none = (words)(v != v);
+    return __builtin_convertvector(((nearest & ~none) | ((bits | 0x400000u) & none)) >> 16, halves);
+}
+#endif
 static inline void store(element *p, lanes v) { halves h = narrow(v); memcpy(p, &h, sizeof h); }
 static inline lanes rounded(lanes v) { return widen(narrow(v)); }
 static inline float wide(element x) { const uint32_t bits = (uint32_t)x << 16; float v; memcpy(&v, &bits, sizeof v); return v; }

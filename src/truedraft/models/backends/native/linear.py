@@ -1,4 +1,4 @@
-"""Linear layers with weights of 8 or 4 bits, by the native products, for forwards that are not native themselves."""
+"""Linear layers by the native products, for forwards that are not native themselves."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from truedraft.errors import UnsupportedModelError
+from truedraft.machine import has_bfloat16
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import (
@@ -29,12 +30,12 @@ from truedraft.models.packed_linear import PackedExperts, PackedLinear, is_plain
 Source: TypeAlias = PackedLinear | nn.Linear | Conv1D
 
 
-class QuantizedLinear(nn.Module):
-    """`x W^T + b` with weights of 8 or 4 bits, which are made when it is first run.
+class NativeLinear(nn.Module):
+    """`x W^T + b` with weights that are packed, or quantised to 8 or 4 bits, when it is first run.
 
     Args:
         source: that it is made of; its `in_features` are whole vectors.
-        bits: of a weight.
+        bits: of a weight; 0 leaves them as they are.
         scratch: of all such layers of a model; one of them runs at a time.
         stride: elements of a row of that.
     """
@@ -46,8 +47,9 @@ class QuantizedLinear(nn.Module):
         self._scratch = scratch
         self._stride = stride
         self.out_features, self.in_features = _shape(source)
-        self.weight_bytes = quantized_bytes(
-            CLinear(None, None, self.in_features, self.out_features, self.in_features, 0), bits
+        shape = CLinear(None, None, self.in_features, self.out_features, self.in_features, 0)
+        self.weight_bytes = (
+            quantized_bytes(shape, bits) if bits else self.out_features * self.in_features * _dtype(source).itemsize
         )
 
     @cached_property
@@ -57,12 +59,15 @@ class QuantizedLinear(nn.Module):
         library = built(whole.dtype).library
         assert library is not None
         self._weights = weights = Weights(library)
-        packed = Weights(library)  # of the source's dtype, and gone when this returns
         bias = padded_bias([source.bias], [self.out_features])
         if bias is not None:
             weights.keep(bias)
         model = CModel()
-        model.lm_head = weights.quantized(packed.linear([whole], bias), self._bits)
+        if self._bits:
+            packed = Weights(library)  # of the source's dtype, and gone when this returns
+            model.lm_head = weights.quantized(packed.linear([whole], bias), self._bits)
+        else:
+            model.lm_head = weights.linear([whole], bias)
         model.stride = self._stride
         self._source.clear()
         return NativeLmHead(library, model, whole.dtype, self._scratch)
@@ -76,7 +81,7 @@ class QuantizedLinear(nn.Module):
         return residual + self(x)
 
 
-def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, QuantizedLinear]:
+def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, NativeLinear]:
     """The linear layers of a model, its LM head among them, with fewer bits each.
 
     Layers whose inputs are no whole vectors, and those that compute something else beside, are left out.
@@ -88,7 +93,7 @@ def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, Quan
     if reason:
         raise UnsupportedModelError(reason)
     head = model.get_output_embeddings()
-    linears = with_fewer_bits([each for each in model.modules() if each is head or _is_alone(each)], bits, model.dtype)
+    linears = native_linears([each for each in model.modules() if each is head or _is_alone(each)], bits, model.dtype)
     others = [each for each in model.modules() if each not in linears and not isinstance(each, nn.Embedding)]
     left = sum(weight.numel() for each in others for weight in each.parameters(recurse=False))
     taken = sum(linear.in_features * linear.out_features for linear in linears.values())
@@ -97,12 +102,24 @@ def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, Quan
     return linears
 
 
-def with_fewer_bits(found: Iterable[object], bits: int, dtype: torch.dtype) -> Mapping[object, QuantizedLinear]:
-    """Those of some modules that are linear layers whose inputs are whole vectors, with fewer bits each."""
+def is_fastest(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether nothing else multiplies weights of a dtype as fast: bfloat16 without instructions for it."""
+    emulated = device.type == "cpu" and dtype is torch.bfloat16 and not has_bfloat16(device)
+    return emulated and built(dtype).library is not None
+
+
+def native_linears(found: Iterable[object], bits: int, dtype: torch.dtype) -> Mapping[object, NativeLinear]:
+    """Those of some modules that are linear layers whose inputs are whole vectors, with fewer bits each.
+
+    Args:
+        found: any objects.
+        bits: of a weight, 8 or 4; 0 leaves weights as they are.
+        dtype: of the weights.
+    """
     sources = [each for each in found if isinstance(each, Source) and _shape(each)[1] % LANES == 0]
     stride = max((-(-max(_shape(source)) // UNIT) * UNIT for source in sources), default=UNIT)
     scratch = Scratch(built(dtype).library, dtype, stride)
-    return {each: QuantizedLinear(each, bits, scratch, stride) for each in sources}
+    return {each: NativeLinear(each, bits, scratch, stride) for each in sources}
 
 
 def _is_alone(module: nn.Module) -> bool:
@@ -115,6 +132,10 @@ def _shape(source: Source) -> tuple[int, int]:
         inputs, outputs = source.weight.shape
         return outputs, inputs
     return source.out_features, source.in_features
+
+
+def _dtype(source: Source) -> torch.dtype:
+    return source.dtype if isinstance(source, PackedLinear) else source.weight.dtype
 
 
 def _weight(source: Source) -> Tensor:
