@@ -102,6 +102,16 @@ def refuse_lost_model(name: str) -> None:
         raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
 
 
+def refuse_no_adapter(folder: str | Path) -> None:
+    """Refuse a folder that holds no adapter.
+
+    Raises:
+        ModelNotFoundError: it does not.
+    """
+    if not (user_path(folder, ModelNotFoundError) / "adapter_config.json").is_file():
+        raise ModelNotFoundError(f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path")
+
+
 def text_of(path: Path, what: str) -> str:
     """The UTF-8 text of a file, its lines ended by \n alone; it is unpacked where its name ends in .gz.
 

@@ -464,19 +464,19 @@ def test_words_are_refused_before_anything_heavy_is_imported(tmp_path: Path) -> 
         *(["--drafter", drafter] for drafter in ("foo", "draft,foo=1", "portfolio(draft;foo)", f"draft:{none}")),
         *([f"--{name}", none] for name in ("model", "drafters-dir", "plan", "merge-adapter", "weights", "rule")),
         *([f"--{name}", "foo"] for name in ("controller", "dtype", "device", "pad-to", "max-cache-bytes")),
-        ["--model", "embedded:foo"], ["--model", f"{none}.gguf"], ["--adapters", f"a={none}"],
+        ["--model", "embedded:foo"], ["--model", f"{none}.gguf"],
     ]  # fmt: skip
     words = [["generate", "x", *each] for each in stack]
     words += [[command, *each] for command in ("serve", "chat") for each in stack[:2]]
     words += [[*command, "--rule", "foo"] for command in (["bench"], ["certify", "stack"])]
     words += [[command, "--prompts", f"{none}.txt"] for command in ("generate", "bench", "plan")]
-    words += [[command, "--drafter", "foo"] for command in ("bench", "plan", "doctor")]
+    words += [[command, "--drafter", "foo"] for command in ("bench", "plan")]
     files = ("api-key-file", "chat-template", "allow-rule", "prefix-cache-bytes", "max-body-bytes")
     words += [["serve", f"--{name}", none] for name in files] + [
         ["serve", "--port", "99999"],
         ["info", "--model", none],
     ]
-    words += [["export", none, "--for", "vlm", *out], ["export", "--model", none, *out], ["plan", "--simulate", none]]
+    words += [["export", none, "--for", "vlm", *out], ["export", "--model", none, *out]]
     words += [["train", kind, "--model", "smollm2", *out] for kind in ("draft", "medusa", "eagle", "ngram")]
     words += [["train", kind, "--data", none, *out] for kind in ("draft", "redrafter", "ngram")]
     words += [["train", "medusa", "--start-from", none, "--data", str(Path(__file__)), *out]]

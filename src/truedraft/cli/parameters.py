@@ -78,7 +78,7 @@ class _Parameter:
         """
         with errors_about(self.name):
             for each in (typed or self.default) if self.repeated else [typed]:
-                words.check(self.typed_name, each)
+                words.check(f"{self.typed_name} {self.option.metavar}", each)
         if self.repeated:
             return tuple(typed or self.default)
         least = self.option.least

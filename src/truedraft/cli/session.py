@@ -20,7 +20,7 @@ from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.specs import drafter_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
-from truedraft.files import user_path
+from truedraft.files import refuse_no_adapter, user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
 from truedraft.progress import STAGES
 
@@ -244,13 +244,14 @@ def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
     Raises:
         TruedraftError: it does not exist, cannot be loaded, or an option of it is unusable.
     """
+    adapters = _named_folders(stack.adapters)
     set_threads(machine.threads)
     from truedraft.models.loading import load_model
 
     return load_model(
         stack.model,
         adapter=stack.merge_adapter,
-        adapters=_named_folders(stack.adapters),
+        adapters=adapters,
         tensor_parallel=stack.tensor_parallel,
         **stack.of_target,
         **machine.of_models,
@@ -270,6 +271,7 @@ def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
             raise OptionError(f"must be of the form NAME=DIR, got {each!r}", field="adapters")
         if name in found:
             raise OptionError(f"names {name!r} twice; give each adapter a name of its own", field="adapters")
+        refuse_no_adapter(folder)
         found[name] = Path(folder).expanduser()
     return found
 

@@ -271,6 +271,17 @@ def _elsewhere(options: DraftOptions | HeadsOptions | NgramOptions, model: str) 
     return partial(answers_on_ray, model, options.machine.device)
 
 
+def _checked_model(kind: str, job: JobOptions, check: Callable[[], None]) -> str:
+    """The target's name, where there is something to train on."""
+    if job.clean:
+        return job.model
+    check()
+    model = named_model(job.model)
+    if kind != "draft":
+        refuse_no_text(model, job.data, FOR_TABLES if kind == "ngram" else FOR_HEADS)
+    return model
+
+
 def _run(
     kind: str,
     options: DraftOptions | HeadsOptions | NgramOptions,
@@ -288,12 +299,7 @@ def _run(
     Raises:
         TruedraftError: it cannot be trained.
     """
-    job, model = options.job, options.job.model
-    if not job.clean:  # before what takes seconds to import
-        check()
-        model = named_model(job.model)
-        if kind != "draft":
-            refuse_no_text(model, job.data, FOR_TABLES if kind == "ngram" else FOR_HEADS)
+    job, model = options.job, _checked_model(kind, options.job, check)  # before what takes seconds to import
     from truedraft.training.workspace import WORK, TimeBudget
 
     budget = TimeBudget(options.run.minutes)

@@ -13,8 +13,8 @@ from truedraft.control.specs import controller_from_spec
 from truedraft.drafters.registry import ENGINES, refuse_no_folder
 from truedraft.drafters.specs import check_drafter_words
 from truedraft.embedded import embedded_folder
-from truedraft.errors import DataError, ModelNotFoundError, OptionError, UnknownOptionError
-from truedraft.files import refuse_lost_model, user_path
+from truedraft.errors import DataError, OptionError, UnknownOptionError
+from truedraft.files import refuse_lost_model, refuse_no_adapter, user_path
 from truedraft.options import BITS, DTYPE_NAMES, PADDED_NAMES, read_bytes
 from truedraft.verification.specs import rule_words
 
@@ -25,13 +25,13 @@ def check(name: str, value: Any) -> None:
     """Refuse a value that no command can use.
 
     Args:
-        name: of the option, as it is typed.
+        name: of the option, as it is typed, and behind a space what its value is called.
         value: as it is typed; None where it is not given.
 
     Raises:
         TruedraftError: it is unknown, or a file that it names is not there.
     """
-    found = _CHECKS.get(name)
+    found = _CHECKS.get(name) or _CHECKS.get(name.partition(" ")[0])
     if found is not None and value is not None:
         found(value)
 
@@ -58,17 +58,6 @@ def _model(value: str) -> None:
 def _plan(file: Path) -> None:
     if not user_path(file).exists():
         raise DataError(f"cannot read the plan {str(file)!r}: No such file or directory")
-
-
-def _adapter(folder: str | Path) -> None:
-    if not (user_path(folder) / "adapter_config.json").is_file():
-        raise ModelNotFoundError(f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path")
-
-
-def _named_adapter(value: str) -> None:
-    name, _, folder = value.partition("=")
-    if name and folder:  # else it is refused where it is read
-        _adapter(folder)
 
 
 def _data(value: Path) -> None:
@@ -99,21 +88,20 @@ def _port(value: int) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
-    "--adapters": _named_adapter,
     "--allow-rule": rule_words,
     "--api-key-file": _readable("api_key_file"),
     "--chat-template": _readable("chat_template"),
     "--controller": controller_from_spec,
     "--data": _data,
     "--device": _device,
-    "--drafter": check_drafter_words,
+    "--drafter D": check_drafter_words,  # elsewhere it is a path
     "--drafters-dir": refuse_no_folder,
     "--dtype": lambda value: _one_of("dtype", "auto", *DTYPE_NAMES)(value.removeprefix("torch.")),
     "--for": _one_of("engine", *ENGINES),
     "--held-out": _data,
     "--max-body-bytes": lambda value: read_bytes("max_body_bytes", value),
     "--max-cache-bytes": lambda value: read_bytes("max_cache_bytes", value),
-    "--merge-adapter": _adapter,
+    "--merge-adapter": refuse_no_adapter,
     "--model": _model,
     "MODEL": _model,
     "--pad-to": _one_of("padding size", *PADDED_NAMES),
@@ -122,7 +110,6 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "--prefix-cache-bytes": lambda value: read_bytes("prefix_cache_bytes", value),
     "--prompts": _prompts,
     "--rule": rule_words,
-    "--simulate": _plan,
     "--start-from": lambda folder: refuse_lost_model(str(folder)),
     "--weights": _one_of("weights", *BITS),
 }
