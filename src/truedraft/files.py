@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from truedraft.errors import DataError, TruedraftError
+from truedraft.errors import DataError, ModelNotFoundError, TruedraftError
 
 
 @contextlib.contextmanager
@@ -85,6 +85,31 @@ def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: st
         return Path(path).expanduser()
     except RuntimeError as error:
         raise kind(f"{said}{str(path)!r} names the home folder of nobody here; give the whole path") from error
+
+
+def refuse_lost_model(name: str) -> None:
+    """Refuse a model's name that can only be a path, and leads nowhere.
+
+    Raises:
+        ModelNotFoundError: it does, or names the home folder of nobody.
+    """
+    path = user_path(name, ModelNotFoundError)
+    if path.exists():
+        return
+    if path.suffix == ".gguf":
+        raise ModelNotFoundError(f"there is no file {name!r}; name a GGUF file that exists")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
+
+
+def refuse_no_adapter(folder: str | Path) -> None:
+    """Refuse a folder that holds no adapter.
+
+    Raises:
+        ModelNotFoundError: it does not.
+    """
+    if not (user_path(folder, ModelNotFoundError) / "adapter_config.json").is_file():
+        raise ModelNotFoundError(f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path")
 
 
 def text_of(path: Path, what: str) -> str:

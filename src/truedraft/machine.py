@@ -17,8 +17,9 @@ import torch
 from truedraft import __version__
 from truedraft.errors import OptionError, UnknownOptionError
 from truedraft.files import user_path
+from truedraft.options import DTYPE_NAMES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 """Formats of weights, by their names as they are typed and written."""
 
 

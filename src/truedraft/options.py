@@ -119,6 +119,14 @@ MODEL_HELP = "smollm2, a folder, a GGUF file, a name on the Hugging Face hub, or
 UNNAMED_HELP = "smollm2 if it is installed, else embedded:target"
 
 
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+"""Formats of weights, as they are typed and written."""
+BITS = {"q8": 8, "q4": 4}
+"""Bits of a weight that is quantised at load, by how they are typed."""
+PADDED_NAMES = ("110M", "500M", "7B")
+"""Sizes that models are padded to."""
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which target."""

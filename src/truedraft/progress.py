@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,8 +11,19 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from rich.console import Console
 
+STAGES = logging.getLogger("truedraft.stages")
+
 Progress: TypeAlias = Callable[[float, str], None]
 """Is told how much is done, a share where no total was agreed on, and a remark that stands behind the bar."""
+
+
+def told_stage(stage: str) -> None:
+    """Say what begins that may take seconds; whoever waits for it listens to this logger.
+
+    Args:
+        stage: as "compiling ...".
+    """
+    STAGES.info(stage)
 
 
 def unwatched(done: float, remark: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -447,3 +448,45 @@ def test_an_interruption_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(generate, "_run", interrupted)
     assert main(["generate", "x"]) == 130
     assert capsys.readouterr().err == "truedraft: interrupted\n"
+
+
+LIGHT = """
+import sys
+from truedraft.cli.main import main
+
+for words in WORDS:
+    status = main(words)
+    heavy = [name for name in ("torch", "transformers") if name in sys.modules]
+    assert (status, heavy) == (2, []), (words, status, heavy)
+"""
+
+
+def test_words_are_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    """Nor can a model be loaded then."""
+    none, out = str(tmp_path / "none"), ["--out", str(tmp_path / "out")]
+    stack = [
+        *(["--drafter", drafter] for drafter in ("foo", "draft,foo=1", "portfolio(draft;foo)", f"draft:{none}")),
+        *([f"--{name}", none] for name in ("model", "drafters-dir", "plan", "merge-adapter", "weights", "rule")),
+        *([f"--{name}", "foo"] for name in ("controller", "dtype", "device", "pad-to", "max-cache-bytes")),
+        ["--model", "embedded:foo"], ["--model", f"{none}.gguf"],
+    ]  # fmt: skip
+    words = [["generate", "x", *each] for each in stack]
+    words += [[command, *each] for command in ("serve", "chat") for each in stack[:2]]
+    words += [[*command, "--rule", "foo"] for command in (["bench"], ["certify", "stack"])]
+    words += [[command, "--prompts", f"{none}.txt"] for command in ("generate", "bench", "plan")]
+    words += [[command, "--drafter", "foo"] for command in ("bench", "plan")]
+    files = ("api-key-file", "chat-template", "allow-rule", "prefix-cache-bytes", "max-body-bytes")
+    words += [["serve", f"--{name}", none] for name in files] + [
+        ["serve", "--port", "99999"],
+        ["info", "--model", none],
+    ]
+    words += [["export", none, "--for", "vlm", *out], ["export", "--model", none, *out]]
+    words += [["train", kind, "--model", "smollm2", *out] for kind in ("draft", "medusa", "eagle", "ngram")]
+    words += [["train", kind, "--data", none, *out] for kind in ("draft", "redrafter", "ngram")]
+    words += [["train", "medusa", "--start-from", none, "--data", str(Path(__file__)), *out]]
+    run = subprocess.run(
+        [sys.executable, "-c", LIGHT.replace("WORDS", repr(words))], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = run.stderr.splitlines()
+    assert len([line for line in lines if "error: " in line]) == len(words) and "internal" not in run.stderr

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -19,8 +21,8 @@ from truedraft.core.params import SamplingParams
 from truedraft.costs import CostStore, Effort, Measured, StepCosts, drafter_cost, target_cost
 from truedraft.costs import kept as kept_module
 from truedraft.costs import store as store_module
-from truedraft.costs.store import CostKey, model_identity
-from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.costs.store import CostKey, model_identity, target_key
+from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.errors import DrafterError
 from truedraft.machine import could_not_be_kept, versions
 from truedraft.testing import MarkovModel
@@ -52,16 +54,85 @@ def test_a_cost_is_measured_once(store: CostStore) -> None:
     assert [path.name for path in store.folder.iterdir()] == [first.path.name]  # no temporary file stays
 
 
-def test_what_was_measured_beside_other_programs_is_not_kept(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited_s = iter([1.0, 31.0])  # of measurements that take far less
+def test_what_was_measured_beside_other_programs_is_kept_until_there_is_better(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s = iter([1.0, 31.0, 31.0, 61.0])  # of measurements that take far less
     monkeypatch.setattr(kept_module, "run_delay_s", lambda: next(waited_s))
-    found = cost_of(model(), store)
+    found, key = cost_of(model(), store), target_key(model())
     [warning] = found.warnings
-    assert "are not kept, for other programs ran while they were measured" in warning
-    assert not found.path.exists()
+    assert "are in doubt, for other programs ran while they were measured (100% of that time" in warning
+    assert store.doubt(key) == 1.0 and store.load(key, TargetCost) == (None, None)
+    assert store.load(key, TargetCost, 1.0) == (found.value, None)
+    assert not cost_of(model(), store).kept  # whoever wants to be sure measures again
     monkeypatch.setattr(kept_module, "run_delay_s", lambda: 1.0)
-    assert not cost_of(model(), store).kept  # measured again, and kept now that nobody was in the way
-    assert cost_of(model(), store).kept
+    assert not cost_of(model(), store).kept  # nobody was in the way
+    assert cost_of(model(), store).kept and store.doubt(key) == 0.0
+    better = store.load(key, TargetCost)
+    assert store.save(key, dataclasses.asdict(found.value), 0.5) is None
+    assert store.load(key, TargetCost) == better, "a worse one takes no place"
+
+
+def test_a_short_cost_in_doubt_is_used_at_once_and_measured_on(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, params = packed("llama"), SamplingParams()
+    delays = itertools.count(step=10.0)
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: next(delays))  # each waits far longer than it takes
+    first = StepCosts(target, store=store)
+    [whole] = first.pieces({}, params, fail)
+    while whole.go_on():
+        pass
+    kept = first.forwards()
+    assert first.measuring_s == 0.0
+    monkeypatch.setattr(kept_module, "measure_target", fail)
+    again = StepCosts(target, store=store)
+    [piece] = again.pieces({}, params, fail)
+    assert piece.known and again.forwards() == kept
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: 0.0)
+    while piece.go_on():
+        assert again.forwards() == kept, "a part of a measurement is worse"
+    assert again.forwards() != kept
+    sure = StepCosts(target, store=store)
+    assert sure.pieces({}, params, fail) == [] and sure.forwards() == again.forwards()
+
+
+def test_costs_are_known_from_their_first_round_on_and_hold_nothing_when_they_rest(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_module, "run_delay_s", lambda: 0.0)
+    target, params, lookup = packed("llama"), SamplingParams(), PromptLookup()
+    costs = StepCosts(target, store=store)
+    forwards, drafting = costs.pieces({"lookup": lookup}, params, fail)
+    assert (forwards.name, drafting.name) == (None, "lookup")
+    for piece, keys in ((forwards, 24), (drafting, 10)):
+        count = 0
+        while not piece.known:
+            piece.release()  # as between the last request and the next one
+            assert piece.go_on()
+            count += 1
+        assert keys <= count <= 2 * keys + 1, "the round that warms up, and one that counts"
+    assert costs.forwards()(4, [8]) > 0.0 and costs.drafting(lookup, params).points
+    assert costs.measuring_s == 0.0, "nothing was measured at once"
+    assert CostStore(store.folder / "short").doubt(target_key(target)) == pytest.approx(2 / 3, abs=1e-3)
+    assert not lookup.held.requests
+    for piece in (forwards, drafting):
+        while piece.go_on():
+            pass
+    assert CostStore(store.folder / "short").doubt(target_key(target)) == 0.0
+    zero = NoDrafter()
+    assert all(each.name is None for each in StepCosts(target, store=store).pieces({"none": zero}, params, fail))
+    failures: list[str] = []
+    lookup.propose = lambda *given: 1 / 0  # type: ignore[method-assign]
+    for piece in StepCosts(target, store=store).pieces(
+        {"lookup": lookup}, params, lambda name, error: failures.append(name)
+    ):
+        assert piece.name is None
+    assert failures == ["lookup"]
+
+
+def fail(*given: object) -> NoReturn:
+    pytest.fail(f"{given} was asked for")
 
 
 def test_costs_are_measured_where_only_the_sources_are(store: CostStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,26 @@ def test_a_draft_may_be_a_gguf_file_whose_sizes_the_record_has(tmp_path: Path) -
     assert found is not None and (found.kind, found.vocab_size, found.width) == ("draft", 6, None)
 
 
+def test_a_sample_of_the_weights_tells_whose_a_drafter_is_without_reading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sampled(Weighty):
+        sample = "2" * 32
+
+    target = Sampled.random(6, seed=1)
+    for name, sample in (("ours", "2" * 32), ("theirs", "3" * 32)):
+        write_record(draft(tmp_path / "all" / name), "draft", "some/model", OURS, {}, sample)
+    assert [each.folder.name for each in find_drafters(target, [tmp_path / "all"])] == ["ours"]
+    found = TrainedDrafter.read(tmp_path / "all" / "ours")
+    assert found is not None and found.as_dict()["target"]["sample"] == "2" * 32
+    monkeypatch.setattr(Weighty, "fingerprint", property(lambda self: pytest.fail("all weights are read")))
+    assert len(find_drafters(target, [tmp_path / "all"])) == 1
+    monkeypatch.undo()
+    draft(tmp_path / "all" / "older")  # names the fingerprint alone
+    draft(tmp_path / "all" / "another's", OTHERS)
+    assert {each.folder.name for each in find_drafters(target, [tmp_path / "all"])} == {"ours", "older"}
+
+
 def test_packages_bring_drafters_and_are_not_run(
     tmp_path: Path, target: Weighty, monkeypatch: pytest.MonkeyPatch
 ) -> None:

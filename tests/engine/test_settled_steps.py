@@ -18,6 +18,7 @@ from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.drafters.cascade import Cascade
 from truedraft.drafters.portfolio import Portfolio
+from truedraft.errors import TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.planning.decisions import PROBE, what_was_decided
@@ -40,6 +41,7 @@ def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(
     target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
     draft = recorded_model("draft", clock, lambda rows: 0.25e-3)
     engine = Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
+    engine.measure()
     steps = steps_of(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=48))
     decoding = [step for step in steps if not step.prefill]
@@ -49,12 +51,61 @@ def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(
     assert sum(step.nodes for step in decoding) / len(decoding) > 2.0
 
 
+def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock()
+    go_by(clock, monkeypatch, tmp_path)
+    target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
+    engine = Engine(
+        target, DraftModel(recorded_model("draft", clock, lambda rows: 0.25e-3), 4), controller=Goodput(clock=clock)
+    )
+    for _ in range(21):  # or recording its shapes would take longer than the answer
+        engine.measure_ahead()
+    steps, ends = steps_of(engine), []
+    engine.listeners.append(lambda step: ends.append(clock()))
+    answer = engine.generate(PROMPT, SamplingParams(max_tokens=400))
+    decoding = [(step, end) for step, end in zip(steps, ends, strict=True) if not step.prefill]
+    reasons = [None if (it := step.requests[0].decision) is None else it.reason for step, _ in decoding]
+    plain = reasons.count("measuring")
+    assert plain > 20 and set(reasons[:plain]) == {"measuring"}, "they come first"
+    assert all(step.nodes == 0 for step, _ in decoding[:plain])
+    assert sum(step.nodes for step, _ in decoding[plain:]) > 40
+    steps_s = sum(step.total_s for step, _ in decoding[1:plain])
+    measuring_s = decoding[plain - 1][1] - decoding[0][1] - steps_s
+    assert 0.9 * steps_s < measuring_s < steps_s + 0.4, "a quarter of a second at once, and the end of a recording"
+    assert answer.token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=400)).token_ids
+    again = Engine(target, engine.drafter, controller=Goodput(clock=clock))
+    seen = steps_of(again)
+    again.generate(PROMPT, SamplingParams(max_tokens=24))
+    assert sum(step.nodes for step in seen) > 8, "what was measured is kept"
+
+
+def test_measuring_ahead_needs_no_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = Clock()
+    go_by(clock, monkeypatch, tmp_path)
+    target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
+    engine = Engine(
+        target, DraftModel(recorded_model("draft", clock, lambda rows: 0.25e-3), 4), controller=Goodput(clock=clock)
+    )
+    assert sum(1 for _ in itertools.takewhile(bool, iter(engine.measure_ahead, None))) > 100
+    assert not engine.measure_ahead() and engine.costs.measuring_s == 0.0 and engine.check_idle() == []
+    steps = steps_of(engine)
+    engine.generate(PROMPT, SamplingParams(max_tokens=24))
+    assert sum(step.nodes for step in steps) > 8
+    engine.listeners.append(lambda step: engine.measure_ahead())
+    with pytest.raises(TruedraftError, match="inside a step"):
+        engine.generate(PROMPT, SamplingParams(max_tokens=8))
+    assert not Engine(target).measure_ahead()
+
+
 def test_a_draft_that_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It takes as long as the target: what the engine measures says so, too."""
     clock = Clock()
     go_by(clock, monkeypatch, tmp_path)
     target, draft = (recorded_model(name, clock, lambda rows: 5.5e-3) for name in ("target", "draft"))
     engine = Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
+    engine.measure()
     steps = steps_of(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=48))
     assert sum(step.nodes for step in steps) < 12

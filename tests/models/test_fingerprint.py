@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import secrets
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,20 @@ from support.backends import fused_backend, graph_backend
 from support.tiny_models import build, llama, stock
 from truedraft import load_model
 from truedraft.errors import ModelError
-from truedraft.models import huggingface
+from truedraft.models import checkpoint, huggingface
 from truedraft.models.backends.fused import FusedBackend
+from truedraft.models.checkpoint import sample_of
 from truedraft.models.export import export_model, save_padded
 from truedraft.models.huggingface import HuggingFaceModel, fingerprint_of
 from truedraft.models.loading import fastest_backend
 from truedraft.models.padding import PaddedSize, pad_model
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or loads would agree by what the first of them left."""
+    monkeypatch.setattr(checkpoint, "cache_folder", lambda: tmp_path / "of nobody" / secrets.token_hex())
+
 
 SIZE = PaddedSize("0.2M", layers=3, width=192, inner=384)
 
@@ -102,6 +113,64 @@ def test_loading_does_not_compute_it(folder: Path, monkeypatch: pytest.MonkeyPat
     assert not asked
     assert model.fingerprint == model.fingerprint
     assert len(asked) == 1
+
+
+def test_it_is_kept_as_long_as_the_files_are_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PreTrainedModel] = []
+    real = huggingface.weights_hash
+    monkeypatch.setattr(checkpoint, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(huggingface, "weights_hash", lambda model, dtype: asked.append(model) or real(model, dtype))
+    first = load_model(folder).fingerprint
+    assert [load_model(folder, dtype=dtype).fingerprint for dtype in ("float32", "float16")] == [first, first]
+    assert len(asked) == 1
+    copied = shutil.copytree(folder, tmp_path / "copied")  # of the same sizes and times
+    assert load_model(copied).fingerprint == first and len(asked) == 2
+    weights = folder / "model.safetensors"
+    before = weights.stat()
+    save_padded(build(LlamaConfig(**_sizes()), seed=3, dtype=torch.bfloat16), None, folder)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_size == before.st_size
+    changed = load_model(folder).fingerprint
+    assert changed not in (first, None) and len(asked) == 3, "another file has its name"
+    kept = next((tmp_path / "cache" / "fingerprints").iterdir())
+    for broken in ("", "[]", '{"state": 1}', kept.read_text().replace('"fingerprint": "', '"fingerprint": 0, "a": "')):
+        for each in kept.parent.iterdir():
+            each.write_text(broken)
+        assert load_model(folder).fingerprint == changed
+
+
+def test_what_cannot_be_kept_is_found_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / "cache"
+    in_the_way.write_text("no folder")
+    monkeypatch.setattr(checkpoint, "cache_folder", lambda: in_the_way)
+    assert load_model(folder).fingerprint == load_model(folder).fingerprint
+    assert "set TRUEDRAFT_CACHE to a folder that can be written" in caplog.text
+
+
+def test_a_sample_tells_weights_apart_and_reads_two_rows_of_each() -> None:
+    model = stock("llama")
+    first = sample_of(model)
+    assert first is not None and len(first) == 32
+    assert sample_of(stock("llama", dtype=torch.bfloat16)) == first != sample_of(stock("qwen3"))
+    for name, weight in model.named_parameters():
+        before = weight.data.clone()
+        weight.data[-1] += 0.5
+        assert sample_of(model) != first, name
+        weight.data = before
+    model.get_input_embeddings().weight.data[3] += 0.5
+    assert sample_of(model) == first
+
+
+def test_a_sample_is_the_same_however_a_checkpoint_is_loaded(folder: Path, tmp_path: Path) -> None:
+    loads = [load_model(folder, dtype=dtype, fast_paths=fast) for dtype in ("float16", "bfloat16") for fast in (0, 1)]
+    own = sample_of(build(LlamaConfig(**_sizes()), seed=2, dtype=torch.bfloat16))
+    assert {each.sample for each in loads} == {load_model(folder, pad_to="110M", fast_paths=False).sample} == {own}
+    export_model(str(folder), tmp_path / "padded", pad_to="110M", dtype="bfloat16")
+    assert load_model(tmp_path / "padded", dtype="bfloat16", fast_paths=False).sample is None
 
 
 @pytest.mark.parametrize("backend", [fused_backend, graph_backend, fastest_backend])

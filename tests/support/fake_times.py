@@ -22,6 +22,9 @@ class FakeTimes(StepTimes):
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         return self.steps[min(rows, len(self.steps) - 1)]
 
+    def ready(self, greedy: bool) -> bool:
+        return True
+
     def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
         return self.tokens.get(drafter, self.token_s) * depth * (1.0 + 0.2 * (requests - 1))
 

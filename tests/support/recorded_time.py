@@ -87,9 +87,12 @@ def recorded_model(
 
 def go_by(clock: Clock, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let engines take their time from a clock, for steps, drafts and what is measured; costs are kept in a folder."""
-    for module in (step, guarded, request):
+    for module in (step, guarded, request, kept):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(engine, "RunningTimes", partial(engine.RunningTimes, clock=clock))
     monkeypatch.setattr(kept, "measure_target", partial(kept.measure_target, clock=clock))
     monkeypatch.setattr(kept, "measure_drafter", partial(kept.measure_drafter, clock=clock))
+    monkeypatch.setattr(kept, "TargetTimes", partial(kept.TargetTimes, clock=clock))
+    monkeypatch.setattr(kept, "DrafterTimes", partial(kept.DrafterTimes, clock=clock))
+    monkeypatch.setattr(kept, "run_delay_s", lambda: 0.0)
     monkeypatch.setattr(store, "cache_folder", lambda: folder)

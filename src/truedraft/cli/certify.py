@@ -178,10 +178,12 @@ def _loaded(
 ) -> tuple[Engine, Stack]:
     """The parts that are certified, in an engine and by themselves."""
     from truedraft.certify import Stack
-    from truedraft.cli.session import load_engine
+    from truedraft.cli.session import MEASURING, load_engine, waiting
 
     controller = controller_from_spec(options.stack.controller)
     engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
+    with waiting(terminal.err, MEASURING):  # or answers would be looked at that are plain decoding's
+        engine.measure(params)
     return engine, Stack(engine.target, engine.drafter, engine.rule, controller=controller)
 
 

@@ -32,7 +32,7 @@ from truedraft.cli.explain import explain
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
 from truedraft.cli.report import counts_dict, divergence_words, undrafted_line
-from truedraft.cli.session import StackOptions, encoded
+from truedraft.cli.session import MEASURING, StackOptions, encoded, waiting
 from truedraft.cli.streams import say, visible
 from truedraft.cli.terminal import print_table
 from truedraft.core.params import SamplingParams
@@ -195,6 +195,8 @@ def compare(
         TruedraftError: a single prompt cannot be answered.
     """
     alone = len(prompts) == 1
+    with waiting(terminal.err, MEASURING):  # or what is measured would be compared as well
+        engine.measure(prompts[0][1])
     if alone:
         _echo(prompts[0][0], terminal)
         answer = write_answer(engine, prompts[0], terminal, options.report.show_drafts)

@@ -80,7 +80,8 @@ def export(options: ExportOptions) -> int:
 def _export_drafter(options: ExportOptions) -> int:
     from truedraft.cli.session import quiet_hub
     from truedraft.cli.terminal import Terminal
-    from truedraft.drafters.exporting import ENGINES, export_drafter
+    from truedraft.drafters.exporting import export_drafter
+    from truedraft.drafters.registry import ENGINES
 
     if options.engine is None:
         raise OptionError(f"is needed with DRAFTER: one of {', '.join(ENGINES)}", field="engine")

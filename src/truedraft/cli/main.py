@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Annotated
@@ -24,8 +25,10 @@ from truedraft.cli.info import drafters, info
 from truedraft.cli.parameters import command
 from truedraft.cli.plan import plan
 from truedraft.cli.serve import serve
-from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams
+from truedraft.cli.streams import json_line, output_is_open, output_was_taken, prepare_streams, say
 from truedraft.cli.train import DRAFT_NAMES, HEAD_NAMES, dflash, draft, dspark, eagle, medusa, ngram, p_eagle, redrafter
+
+_PATIENCE_S = 2.0
 
 
 def build_app() -> typer.Typer:
@@ -96,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     """Run one command; whatever ends it, a JSON object ends standard output where one was asked for."""
     app = typer.main.get_command(build_app())
+    slow = threading.Timer(_PATIENCE_S, _say_what_is_imported)
+    slow.daemon = True
+    slow.start()
     try:
         with warnings.catch_warnings(), warnings_as_lines():
             warnings.simplefilter("ignore")
@@ -106,7 +112,14 @@ def _run(words: list[str]) -> int:
         return _failed(words, KeyboardInterrupt())
     except (Exception, KeyboardInterrupt) as error:
         return _failed(words, error)
+    finally:
+        slow.cancel()
     return status if isinstance(status, int) else DONE
+
+
+def _say_what_is_imported() -> None:
+    if "torch" in sys.modules and "truedraft.models.loading" not in sys.modules:
+        say("importing torch and transformers")
 
 
 def _failed(words: Sequence[str], error: BaseException) -> int:

@@ -14,8 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from truedraft.cli import words
 from truedraft.cli.failures import InterruptedCommandError, describe, is_usage_error
-from truedraft.errors import OptionError, TruedraftError
+from truedraft.errors import OptionError, TruedraftError, errors_about
 from truedraft.options import Group, Option
 
 Command = Callable[[Any], int]
@@ -96,12 +97,15 @@ class _Parameter:
         """The field's value of what typer read.
 
         Raises:
-            OptionError: a whole number that is too small, or a value that must be given.
+            TruedraftError: no command can use it, or it must be given.
         """
         if self.bare and typed is None:
             if self.default is dataclasses.MISSING:
                 raise OptionError("must be given, or its value alone behind the command", field=self.name)
             return self.default
+        with errors_about(self.name):
+            for each in (typed or self.default) if self.repeated else [typed]:
+                words.check(f"{self.typed_name} {self.option.metavar}", each)
         if self.repeated:
             return tuple(typed or self.default)
         least = self.option.least

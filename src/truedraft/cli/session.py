@@ -19,8 +19,9 @@ from truedraft.cli.streams import say
 from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
-from truedraft.files import user_path
+from truedraft.files import refuse_no_adapter, user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
+from truedraft.progress import STAGES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +49,7 @@ CACHE_HELP = (
 TOGETHER_HELP = (
     "Processes of this machine that run the model together, each with a part of its weights; 1 is this one alone."
 )
+MEASURING = "measuring what steps take on this machine"
 _MOST_THREADS = 64
 _PATIENCE_S = 2.0
 
@@ -220,9 +222,9 @@ def load_engine(
             target = load_target(stack, machine)
             plan = plan_for(stack.plan, target)
             drafter = from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
-        tell("measuring what steps take on this machine")
         budgets: Mapping[str, NodeBudget] = {}
         if not (controller.weighs_costs or controller.takes_all_sizes):
+            tell(MEASURING)
             drafter, budgets = sized(drafter, target, params, requests=requests)
         if plan is not None:
             controller.expect(plan.survival)
@@ -234,7 +236,6 @@ def load_engine(
             most = max(int(cache_share * free), 1)
         share = stack.gpu_memory_utilization
         engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, gpu_memory_utilization=share, **more)
-        engine.measure(params)
     _tell_sizes(engine, budgets, console)
     return engine
 
@@ -245,13 +246,14 @@ def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
     Raises:
         TruedraftError: it does not exist, cannot be loaded, or an option of it is unusable.
     """
+    adapters = _named_folders(stack.adapters)
     set_threads(machine.threads)
     from truedraft.models.loading import load_model
 
     return load_model(
         stack.model,
         adapter=stack.merge_adapter,
-        adapters=_named_folders(stack.adapters),
+        adapters=adapters,
         tensor_parallel=stack.tensor_parallel,
         **stack.of_target,
         **machine.of_models,
@@ -271,6 +273,7 @@ def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
             raise OptionError(f"must be of the form NAME=DIR, got {each!r}", field="adapters")
         if name in found:
             raise OptionError(f"names {name!r} twice; give each adapter a name of its own", field="adapters")
+        refuse_no_adapter(folder)
         found[name] = Path(folder).expanduser()
     return found
 
@@ -388,19 +391,50 @@ def encoded(target: LanguageModel, prompts: Sequence[Asked], batch: int) -> tupl
 def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is being waited for; gives a function that changes the message.
 
-    Elsewhere, as where output goes into a file, it is said in a line once it takes some seconds.
+    So are the stages that are told meanwhile, see `told_stage`. Elsewhere, as where output goes into a file, each is
+    said in a line once it takes some seconds.
     """
-    if not console.is_terminal:
-        timer = threading.Timer(_PATIENCE_S, say, (message,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield lambda _: None
-        finally:
-            timer.cancel()
-        return
-    with console.status(message) as status:
-        yield status.update
+    with contextlib.ExitStack() as held:
+        show: Callable[[str], None]
+        if console.is_terminal:
+            show = held.enter_context(console.status(message)).update
+        else:
+            show = held.enter_context(_said_late())
+            show(message)
+        handler = _Shown(show)
+        STAGES.addHandler(handler)
+        held.callback(STAGES.removeHandler, handler)
+        held.callback(STAGES.setLevel, STAGES.level)
+        STAGES.setLevel(logging.INFO)
+        yield show
+
+
+class _Shown(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())
+
+
+@contextlib.contextmanager
+def _said_late() -> Iterator[Callable[[str], None]]:
+    """Says a message where none takes its place for some seconds."""
+    timers: list[threading.Timer] = []
+
+    def show(message: str) -> None:
+        for each in timers:
+            each.cancel()
+        timers[:] = [threading.Timer(_PATIENCE_S, say, (message,))]
+        timers[0].daemon = True
+        timers[0].start()
+
+    try:
+        yield show
+    finally:
+        for each in timers:
+            each.cancel()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
-from truedraft.cli.session import ReportOptions
+from truedraft.cli.session import ReportOptions, named_model
 from truedraft.cli.streams import say
 from truedraft.cli.train_options import (
     DFlashOptions,
@@ -28,6 +28,7 @@ from truedraft.cli.train_options import (
     RedrafterOptions,
 )
 from truedraft.cluster import ray_module
+from truedraft.embedded import FOR_HEADS, FOR_TABLES, refuse_no_text
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.options import check_positive
 
@@ -270,6 +271,17 @@ def _elsewhere(options: DraftOptions | HeadsOptions | NgramOptions, model: str) 
     return partial(answers_on_ray, model, options.machine.device)
 
 
+def _checked_model(kind: str, job: JobOptions, check: Callable[[], None]) -> str:
+    """The target's name, where there is something to train on."""
+    if job.clean:
+        return job.model
+    check()
+    model = named_model(job.model)
+    if kind != "draft":
+        refuse_no_text(model, job.data, FOR_TABLES if kind == "ngram" else FOR_HEADS)
+    return model
+
+
 def _run(
     kind: str,
     options: DraftOptions | HeadsOptions | NgramOptions,
@@ -287,21 +299,20 @@ def _run(
     Raises:
         TruedraftError: it cannot be trained.
     """
+    job, model = options.job, _checked_model(kind, options.job, check)  # before what takes seconds to import
     from truedraft.training.workspace import WORK, TimeBudget
 
-    budget = TimeBudget(options.run.minutes)  # before what takes seconds to import
+    budget = TimeBudget(options.run.minutes)
     from truedraft.cli import train_report
-    from truedraft.cli.session import named_model, quiet_hub, set_threads
+    from truedraft.cli.session import quiet_hub, set_threads
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
     from truedraft.training.processes import Processes, joined
     from truedraft.training.tracking import Tracker
 
-    job = options.job
     if job.clean:
         return _clean(job, options.report)
-    check()
-    model, terminal = named_model(job.model), Terminal()
+    terminal = Terminal()
     main, tracker = True, None
     try:
         with joined(str(pick_device(options.machine.device))) as device, quiet_hub(), _Bars(terminal) as bars:

@@ -46,6 +46,10 @@ class StepTimes(Protocol):
         """A step was made, and took what its record says; it is the last of so many that were alike."""
         ...
 
+    def ready(self, greedy: bool) -> bool:
+        """Whether all of this can be told without measuring anything first, which goes on between steps."""
+        ...
+
     def measure(self, greedy: bool) -> None:
         """Measure now what would be measured when it is first asked for."""
         ...

@@ -126,6 +126,8 @@ class Goodput(Controller):
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         self._rested, self.rests = self.rests, 0
         self._probe = None
+        if not self._timing.ready(all(view.params.greedy for view in views)):
+            return [Decision(next(iter(view.limits)), NO_DRAFT, reason="measuring") for view in views]
         ids = tuple([view.id for view in views])
         if self._plain_left and self._planned is not None and self._planned[2] == ids:
             self._plain_left -= 1

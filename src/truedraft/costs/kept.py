@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import StepRecord
-from truedraft.costs.measuring import Effort, measure_drafter, measure_target, rehearse
-from truedraft.costs.store import CostKey, CostStore, drafter_key, target_key
+from truedraft.costs.measuring import (
+    DrafterTimes,
+    Effort,
+    TargetTimes,
+    measure_drafter,
+    measure_target,
+    piecewise,
+    rehearse,
+)
+from truedraft.costs.store import LITTLE_DOUBT, CostKey, CostStore, drafter_key, target_key
 from truedraft.drafters.base import Drafter
+from truedraft.errors import TruedraftError
 from truedraft.machine import run_delay_s
 from truedraft.models.base import LanguageModel
 from truedraft.progress import Progress, unwatched
@@ -23,11 +32,11 @@ from truedraft.theory import DraftCost, TargetCost
 STEPS = 50
 """Steps whose median a curve is held to."""
 _PARTED = 0.15
-_DELAYED = 0.1  # share of the time of a measurement that its threads may wait for a core
 _SHORT_TARGET, _SHORT_DRAFTER = Effort(1.0, 3, 25), Effort(0.5, 3, 40)
 _SHORT = "short"
 
 Cost = TypeVar("Cost", DraftCost, TargetCost)
+Made = TypeVar("Made", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +131,81 @@ def _kept_or_measured(
     started, delay_s = time.perf_counter(), run_delay_s()
     cost = measure()
     seconds = time.perf_counter() - started
-    delayed = (run_delay_s() - delay_s) / seconds
-    if delayed <= _DELAYED:
-        lost = store.save(key, asdict(cost))
-    else:
-        lost = (
-            f"the costs of {key.what} are not kept, for other programs ran while they were measured "
-            f"({delayed:.0%} of that time was spent waiting for a core)"
+    delayed, busy = min((run_delay_s() - delay_s) / seconds, 1.0), None
+    if delayed > LITTLE_DOUBT:
+        busy = (
+            f"the costs of {key.what} are in doubt, for other programs ran while they were measured ({delayed:.0%} of "
+            "that time was spent waiting for a core); they are used until there are better ones"
         )
-    warnings = (warning, lost)
+    warnings = (warning, busy, store.save(key, asdict(cost), delayed))
     return Measured(cost, False, seconds, store.path(key), tuple(each for each in warnings if each is not None))
+
+
+class Times(Protocol[Made]):
+    """What measures a cost, one key at a time, as `TargetTimes` does."""
+
+    keys: list[Any]
+
+    def measure(self, key: Any, number: int) -> bool: ...
+    def cost(self, *, whole: bool) -> Made: ...
+    def release(self) -> None: ...
+
+
+class Growing(Generic[Cost]):
+    """A cost that is measured a piece at a time: known from its first round on, better in the end, and kept then.
+
+    Args:
+        name: of the drafter; None is the target.
+        key: what it belongs to.
+        store: where it is kept.
+        times: measures it.
+        effort: how long that takes in all.
+        take: is given the first one, and the last.
+        known: whether there is one already, which a worse one does not replace.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        key: CostKey,
+        store: CostStore,
+        times: Times[Cost],
+        effort: Effort,
+        take: Callable[[Cost], None],
+        known: bool,
+    ) -> None:
+        self.name, self.known = name, known
+        self._key, self._store, self._least = key, store, effort.least_rounds
+        self._times: Times[Cost] = times
+        self._take: Callable[[Cost], None] = take
+        self._spent_s = self._delay_s = 0.0
+        self._pieces = piecewise(times.keys, times.measure, effort, clock=lambda: self._spent_s)
+
+    def go_on(self) -> bool:
+        """Measure one thing more; returns whether there is more.
+
+        Raises:
+            TruedraftError: the model or the drafter failed.
+        """
+        began, delay_s = time.perf_counter(), run_delay_s()
+        rounds = next(self._pieces, None)
+        cost = self._times.cost(whole=True) if rounds is None else None
+        self._spent_s += time.perf_counter() - began
+        self._delay_s += run_delay_s() - delay_s
+        if rounds and not self.known:
+            cost = self._times.cost(whole=False)
+        if cost is not None:
+            doubt = min(max(self._delay_s / self._spent_s, 1.0 - (rounds or self._least) / self._least), 1.0)
+            better = not self.known or doubt <= max(LITTLE_DOUBT, self._store.doubt(self._key))
+            self._store.save(self._key, asdict(cost), doubt)
+            if better:
+                self._take(cost)
+            self.known = True
+        return rounds is not None
+
+    def release(self) -> None:
+        """Give back what measuring holds; it is taken again."""
+        self._times.release()
 
 
 class StepCosts:
@@ -166,7 +240,7 @@ class StepCosts:
         self.target = target
         self.measuring_s = 0.0
         self.warnings: list[str] = []
-        self._forwards = forwards
+        self._forwards, self._given = forwards, forwards is not None
         self._refresh = refresh
         self._store = store or CostStore()
         self._short = CostStore(self._store.folder / _SHORT, self._store.clock)
@@ -179,9 +253,7 @@ class StepCosts:
         Raises:
             ModelError: the model failed.
         """
-        if self._forwards is None and not self._refresh:
-            self._forwards = self._store.load(self._target_key, TargetCost)[0]
-        if self._forwards is None:
+        if not self._has_forwards():
             found = target_cost(
                 self.target,
                 effort=_SHORT_TARGET,
@@ -191,6 +263,7 @@ class StepCosts:
             )
             self._forwards = self._noted(found)
             self._refresh = self._refresh or not found.kept
+        assert self._forwards is not None
         return self._forwards
 
     def drafting(self, drafter: Drafter, params: SamplingParams) -> DraftCost:
@@ -201,8 +274,8 @@ class StepCosts:
             DrafterError: the drafter failed.
         """
         self.forwards()  # first, for it says whether kept costs will do
-        key = drafter, (params.probs_key, params.seeded)
-        if key not in self._drafting:
+        key = _of(drafter, params)
+        if not self._has_drafting(drafter, params):
             found = drafter_cost(
                 drafter,
                 self.target,
@@ -212,10 +285,62 @@ class StepCosts:
                 progress=self._progress,
                 refresh=self._refresh,
             )
-            if found.kept:
-                rehearse(drafter, self.target, params)
             self._drafting[key] = self._noted(found)
         return self._drafting[key]
+
+    def _has_forwards(self) -> bool:
+        """Whether V is known; a kept one is read, in whatever doubt it is."""
+        for store, doubt in ((self._store, LITTLE_DOUBT), (self._short, 1.0)):
+            if self._forwards is None and not self._refresh:
+                self._forwards = store.load(self._target_key, TargetCost, doubt)[0]
+        return self._forwards is not None
+
+    def _has_drafting(self, drafter: Drafter, params: SamplingParams) -> bool:
+        """As `_has_forwards`; it has drafted once where it is."""
+        key = _of(drafter, params)
+        if key not in self._drafting and not self._refresh:
+            found = self._short.load(drafter_key(drafter, self.target, params), DraftCost, 1.0)[0]
+            if found is not None:
+                rehearse(drafter, self.target, params)
+                self._drafting[key] = found
+        return key in self._drafting
+
+    def pieces(
+        self, drafters: Mapping[str, Drafter], params: SamplingParams, failed: Callable[[str, Exception], None]
+    ) -> list[Growing[Any]]:
+        """What is to be measured for requests with such options, V first, a piece at a time; what is known, and in
+        little doubt, is not. While there is something that is not known, nothing here else may be asked for.
+
+        Args:
+            drafters: that may draft for them, by name.
+            params: of them.
+            failed: is told of a drafter that failed, and how.
+        """
+        found: list[Growing[Any]] = []
+        known, at = self._has_forwards(), self._target_key
+        if not known or (not self._given and min(self._store.doubt(at), self._short.doubt(at)) > LITTLE_DOUBT):
+            times = TargetTimes(self.target)
+            found.append(Growing(None, at, self._short, times, _SHORT_TARGET, partial(self._take, None), known))
+        self._refresh = self._refresh or not known
+        for name, drafter in drafters.items():
+            if drafter.limits.is_zero:
+                continue
+            try:
+                drafter.check(self.target)
+                known, at = self._has_drafting(drafter, params), drafter_key(drafter, self.target, params)
+            except TruedraftError as error:
+                failed(name, error)
+                continue
+            if not known or self._short.doubt(at) > LITTLE_DOUBT:
+                of_it, take = DrafterTimes(drafter, self.target, params), partial(self._take, _of(drafter, params))
+                found.append(Growing(name, at, self._short, of_it, _SHORT_DRAFTER, take, known))
+        return found
+
+    def _take(self, place: tuple[Drafter, object] | None, cost: Any) -> None:
+        if place is None:
+            self._forwards = cost
+        else:
+            self._drafting[place] = cost
 
     def _noted(self, found: Measured[Cost]) -> Cost:
         self.measuring_s += found.measuring_s
@@ -242,6 +367,10 @@ class StepCosts:
     @cached_property
     def _target_key(self) -> CostKey:
         return target_key(self.target)
+
+
+def _of(drafter: Drafter, params: SamplingParams) -> tuple[Drafter, object]:
+    return drafter, (params.probs_key, params.seeded)
 
 
 class CurveCheck:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -93,10 +94,22 @@ def in_rounds(
     Returns:
         Rounds that were run, the first not counted.
     """
+    *_, rounds = piecewise(keys, measure, effort, progress, label, clock)
+    return rounds
+
+
+def piecewise(
+    keys: Sequence[Key],
+    measure: Callable[[Key, int], bool],
+    effort: Effort,
+    progress: Progress = unwatched,
+    label: str = "",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[int]:
+    """As `in_rounds`, which stops behind each key and tells how many rounds were run."""
     total = len(keys) * (effort.most_rounds + 1)
     tries = dict.fromkeys(keys, _TRIES)
     started = clock()
-    rounds = 0
     for number in range(-1, effort.most_rounds):
         if number >= effort.least_rounds and clock() - started > effort.budget_s:
             break
@@ -107,9 +120,8 @@ def in_rounds(
             if settled_late and number < 0:
                 started += clock() - began  # what is made ready once takes nothing of the budget
             progress(((number + 1) * len(keys) + place + 1) / total, label)
-        rounds = number + 1
+            yield number + (place == len(keys) - 1) if number >= 0 else 0
     progress(1.0, label)
-    return rounds
 
 
 def _settled_late(measure: Callable[[Key, int], bool], key: Key, number: int, tries: dict[Key, int]) -> bool:
@@ -153,35 +165,73 @@ def measure_target(
     Raises:
         ModelError: the model failed.
     """
-    cells = _cells(_room(model))
-    settled: dict[_Cell, list[float]] = {}
-    others: dict[_Cell, list[float]] = {}
-    caches: dict[int, list[RequestCache]] = {}
+    found = TargetTimes(model, clock)
     try:
-        for cell in cells:
-            held = caches.setdefault(cell.context, [])
-            while len(held) < cell.requests:
-                held.append(model.begun_cache())
-                _fill(model, held[-1], cell.context)
-
-        def measure(cell: _Cell, number: int) -> bool:
-            settling = Settling(model)
-            seconds = _forward_s(model, caches[cell.context][: cell.requests], cell.rows, clock)
-            if number >= 0:
-                (settled if settling.settled else others).setdefault(cell, []).append(seconds)
-            return settling.settled
-
-        in_rounds(cells, measure, effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
-        settled_s = _settled_s(model, caches[cells[0].context][0], clock)
+        in_rounds(found.keys, found.measure, effort or Effort(8.0), progress, f"forwards of {model.name}", clock)
+        return found.cost(whole=True)
     finally:
-        for cache in (cache for held in caches.values() for cache in held):
-            model.release_cache(cache)
-    times = others | settled
-    alone = {(cell.rows, cell.context): median(times[cell]) for cell in cells if cell.requests == 1}
-    batches = [BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in cells if cell.requests > 1]
-    cost = TargetCost.fit(alone, batches)
-    saved_s = cost(1, [cells[0].context]) - settled_s if settled_s is not None else 0.0
-    return replace(cost, settles_s=max(saved_s, 0.0))
+        found.release()
+
+
+class TargetTimes:
+    """What `measure_target` measures, one kind of forward at a time.
+
+    Args:
+        model: as there.
+        clock: seconds.
+
+    Attributes:
+        keys: what there is to measure.
+    """
+
+    def __init__(self, model: LanguageModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.keys = _cells(_room(model))
+        self._model, self._clock = model, clock
+        self._settled: dict[_Cell, list[float]] = {}
+        self._others: dict[_Cell, list[float]] = {}
+        self._caches: dict[int, list[RequestCache]] = {}
+
+    @torch.inference_mode()
+    def measure(self, cell: _Cell, number: int) -> bool:
+        """Measure one of the keys in a round, -1 being that which warms up; returns whether that was settled."""
+        caches = self._filled(cell)
+        settling = Settling(self._model)
+        seconds = _forward_s(self._model, caches, cell.rows, self._clock)
+        if number >= 0:
+            (self._settled if settling.settled else self._others).setdefault(cell, []).append(seconds)
+        return settling.settled
+
+    def _filled(self, cell: _Cell) -> list[RequestCache]:
+        held = self._caches.setdefault(cell.context, [])
+        most = max(each.requests for each in self.keys if each.context == cell.context)
+        while len(held) < most:  # all at once, for memory that grows later voids what was recorded
+            held.append(self._model.begun_cache())
+            _fill(self._model, held[-1], cell.context)
+        return held[: cell.requests]
+
+    @torch.inference_mode()
+    def cost(self, *, whole: bool) -> TargetCost:
+        """By what was measured so far, once a round was.
+
+        Args:
+            whole: also find out what forwards take in the end, one behind another.
+        """
+        first = self.keys[0]
+        settled_s = _settled_s(self._model, self._filled(first)[0], self._clock) if whole else None
+        times = self._others | self._settled
+        alone = {(cell.rows, cell.context): median(times[cell]) for cell in self.keys if cell.requests == 1}
+        batches = [
+            BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in self.keys if cell.requests > 1
+        ]
+        cost = TargetCost.fit(alone, batches)
+        saved_s = cost(1, [first.context]) - settled_s if settled_s is not None else 0.0
+        return replace(cost, settles_s=max(saved_s, 0.0))
+
+    def release(self) -> None:
+        """Give memory back; it is taken again when more is measured."""
+        for cache in (cache for held in self._caches.values() for cache in held):
+            self._model.release_cache(cache)
+        self._caches.clear()
 
 
 def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], float]) -> float | None:
@@ -297,22 +347,71 @@ def measure_drafter(
     drafter.check(target)
     if drafter.limits.is_zero:
         return DraftCost(())
-    settled: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
-    others: dict[int, list[tuple[int, float]]] = {}
+    found = DrafterTimes(drafter, target, params or SamplingParams(), clock)
+    try:
+        in_rounds(
+            found.keys, found.measure, effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock
+        )
+        return found.cost(whole=True)
+    finally:
+        found.release()
 
-    def measure(depth: int, number: int) -> bool:
-        settling = Settling(drafter, target)
-        proposal, seconds = rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
+
+class DrafterTimes:
+    """What `measure_drafter` measures, one depth at a time.
+
+    Args:
+        drafter: that drafts anything at all.
+        target: as there.
+        params: as there.
+        clock: seconds.
+
+    Attributes:
+        keys: what there is to measure.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: LanguageModel,
+        params: SamplingParams,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._drafter, self._target = drafter, target
+        self._make = partial(_Rehearsal, drafter, target, params, clock)
+        self._rehearsal: _Rehearsal | None = None
+        self._settled: dict[int, list[tuple[int, float]]] = {}  # by depth: nodes and seconds
+        self._others: dict[int, list[tuple[int, float]]] = {}
+        self.keys = _depths(min(drafter.limits.depth, _most_depth(drafter, target)))
+
+    @torch.inference_mode()
+    def measure(self, depth: int, number: int) -> bool:
+        """As of `TargetTimes`.
+
+        Raises:
+            DrafterError: the drafter failed.
+        """
+        with _told_of(self._drafter):
+            if self._rehearsal is None:
+                self._rehearsal = self._make()
+            settling = Settling(self._drafter, self._target)
+            proposal, seconds = self._rehearsal.step(depth, _ACCEPTED_SHARES[number % len(_ACCEPTED_SHARES)])
         if number >= 0:
-            depth = proposal.tree.shape.depth if drafter.levels is None else drafter.levels
-            found = settled if settling.settled else others
-            found.setdefault(depth, []).append((len(proposal.tree), seconds))
+            taken = proposal.tree.shape.depth if self._drafter.levels is None else self._drafter.levels
+            found = self._settled if settling.settled else self._others
+            found.setdefault(taken, []).append((len(proposal.tree), seconds))
         return settling.settled
 
-    with _rehearsing(drafter, target, params, clock) as rehearsal:
-        depths = _depths(min(drafter.limits.depth, rehearsal.most_depth))
-        in_rounds(depths, measure, effort or Effort(4.0, 3, 60), progress, f"proposals of {drafter.name}", clock)
-    return DraftCost(_points(others | settled))
+    def cost(self, *, whole: bool) -> DraftCost:
+        """By what was measured so far, once a round was."""
+        return DraftCost(_points(self._others | self._settled))
+
+    @torch.inference_mode()
+    def release(self) -> None:
+        """As of `TargetTimes`."""
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is not None:
+            rehearsal.close()
 
 
 @torch.inference_mode()
@@ -324,27 +423,27 @@ def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) ->
         DrafterError: the drafter failed.
     """
     drafter.check(target)
-    if not drafter.limits.is_zero:
-        with _rehearsing(drafter, target, params, time.perf_counter) as rehearsal:
+    if drafter.limits.is_zero:
+        return
+    with _told_of(drafter):
+        rehearsal = _Rehearsal(drafter, target, params, time.perf_counter)
+        try:
             rehearsal.step(1, 0.0)
+        finally:
+            rehearsal.close()
 
 
 @contextmanager
-def _rehearsing(
-    drafter: Drafter, target: LanguageModel, params: SamplingParams | None, clock: Callable[[], float]
-) -> Iterator[_Rehearsal]:
-    """A rehearsal, closed in the end; what fails in it is told of the drafter."""
-    rehearsal = _Rehearsal(drafter, target, params or SamplingParams(), clock)
+def _told_of(drafter: Drafter) -> Iterator[None]:
+    """What fails is told of the drafter."""
     try:
-        yield rehearsal
+        yield
     except TruedraftError:
         raise
     except Exception as error:
         raise DrafterError(
             f"drafter {drafter.name!r} failed while its cost was measured ({type(error).__name__}: {error})"
         ) from error
-    finally:
-        rehearsal.close()
 
 
 def _depths(limit: int) -> list[int]:
@@ -367,6 +466,21 @@ def _points(found: dict[int, list[tuple[int, float]]]) -> tuple[DraftPoint, ...]
     return tuple(points)
 
 
+def _lengths(drafter: Drafter, target: LanguageModel) -> tuple[int, int]:
+    """Tokens of a made-up prompt, and most of a whole text behind what texts have to begin with."""
+    own = getattr(drafter, "model", None)
+    context = min(_room(target), _room(own) if isinstance(own, LanguageModel) else 1 << 62)
+    prompt = max(1, min(_PROMPT_TOKENS, context // 2))
+    # Beyond the prompt: its first token, that of the first step, and one step with a token of its own.
+    return prompt, max(min(context, prompt + _GROWTH), prompt + 4)
+
+
+def _most_depth(drafter: Drafter, target: LanguageModel) -> int:
+    """Of the deepest proposal that fits into the context."""
+    prompt, limit = _lengths(drafter, target)
+    return limit - prompt - 3
+
+
 class _Rehearsal:
     """A request that lives through steps as in the engine, with made-up verdicts.
 
@@ -375,9 +489,6 @@ class _Rehearsal:
         target: gives hidden vectors once, if the drafter wants them.
         params: of the request.
         clock: seconds.
-
-    Attributes:
-        most_depth: the deepest proposal that fits into the context.
     """
 
     def __init__(
@@ -387,12 +498,7 @@ class _Rehearsal:
         self._target = target
         self._params = params
         self._clock = clock
-        own = getattr(drafter, "model", None)
-        context = min(_room(target), _room(own) if isinstance(own, LanguageModel) else 1 << 62)
-        self._prompt = max(1, min(_PROMPT_TOKENS, context // 2))
-        # Beyond the prompt: its first token, that of the first step, and one step with a token of its own.
-        limit = max(min(context, self._prompt + _GROWTH), self._prompt + 4)
-        self.most_depth = limit - self._prompt - 3
+        self._prompt, limit = _lengths(drafter, target)
         self._limit = len(target.opening) + limit
         self._hidden, self._layers = _last_vectors(target, drafter.features)
         self._kept = drafter.features is not None and drafter.features.rows == "kept"

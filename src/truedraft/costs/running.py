@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from truedraft.core.budget import RequestView
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import DraftTime, StepRecord
-from truedraft.costs.kept import CurveCheck, StepCosts
+from truedraft.costs.kept import CurveCheck, Growing, StepCosts
 from truedraft.drafters.base import Drafter
 from truedraft.errors import TruedraftError
 from truedraft.theory import SETTLED, ForwardTable
@@ -28,6 +29,9 @@ _FURTHER_REQUEST = 0.2  # of a proposal for one request, until more were drafted
 _READ_TOKEN = 0.05  # of a proposal of one token, until a drafter caught up with something
 _LEARN = 0.2
 _MEASURED = 0.5  # share of a step that deciding takes only where something was measured for it
+_AT_ONCE_S = 0.25  # that measuring may take before an answer goes on, and most that it may save up
+_MEASURING_SHARE = 1.0  # of the time of steps that measuring takes beside them, where nothing could be drafted before
+_BETTER_SHARE = 0.05  # where only something better is found
 _SOON = 4 * SETTLED  # plain steps within which what drafted steps take is still known
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
@@ -133,8 +137,13 @@ class RunningTimes:
         self._apart: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._read_s: dict[str, float] = {}  # seconds of a token that a drafter catches up with
-        self._forward_s = ForwardTable(lambda rows, contexts: costs.forwards()(rows, contexts))
-        self._check = CurveCheck(self._forward_s, lambda ratio: costs.judge(ratio))
+        self._growing: dict[bool, list[Growing[Any]]] = {}  # what is still measured, by whether greedy
+        self._held: Growing[Any] | None = None  # what holds memory to be measured on
+        self._left_out: set[str] = set()  # drafters whose cost cannot be measured
+        self._credit_s = _AT_ONCE_S
+        self._forward_s: ForwardTable
+        self._check: CurveCheck
+        self._forget()
 
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         drafted = rows > len(contexts)
@@ -166,10 +175,12 @@ class RunningTimes:
         return found
 
     def _measured_s(self, drafter: str, depth: int, greedy: bool) -> float:
+        if drafter in self._left_out:
+            return math.inf
         try:
             return self._costs.drafting(self._drafters[drafter], _GREEDY if greedy else _SAMPLED)(depth)
-        except TruedraftError as error:  # others can draft
-            _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)
+        except TruedraftError as error:
+            self._leave_out(drafter, error)
             return math.inf
 
     def catch_up_s(self, drafter: str, behind: int) -> float:
@@ -185,9 +196,85 @@ class RunningTimes:
         return () if curve is None else curve.marginal_gains
 
     def measure(self, greedy: bool) -> None:
+        self.rest()
+        self._growing.pop(greedy, None)  # it is known behind this, and at most in doubt
         self._forward_s(1, [0])
         for drafter in self._drafters:
             self._proposals_s(drafter, 1, 1, greedy)
+
+    def ready(self, greedy: bool) -> bool:
+        if greedy not in self._growing:
+            self.rest()
+            fit = {name: each for name, each in self._drafters.items() if name not in self._left_out}
+            found = self._costs.pieces(fit, _GREEDY if greedy else _SAMPLED, self._leave_out)
+            shared = [each for those in self._growing.values() for each in those if each.name is None]
+            self._growing[greedy] = [*shared, *(each for each in found if each.name or not shared)]
+        return all(each.known for each in self._growing[greedy])
+
+    def go_on(self, step_s: float) -> None:
+        """Between steps, measure on for a share of the time, if somebody asked whether this is ready.
+
+        Args:
+            step_s: seconds that the last step took.
+        """
+        while pieces := [each for those in self._growing.values() for each in those]:
+            share = _BETTER_SHARE if all(each.known for each in pieces) else _MEASURING_SHARE
+            self._credit_s, step_s = min(self._credit_s + share * step_s, _AT_ONCE_S), 0.0
+            if self._credit_s <= 0.0:
+                return
+            began = self._clock()
+            self._measure_on(min(pieces, key=lambda each: each.known))
+            self._credit_s -= self._clock() - began
+
+    def measure_one(self) -> bool:
+        """Measure one thing more; returns whether there is more."""
+        for greedy in (True, False):
+            self.ready(greedy)
+        pieces = [each for those in self._growing.values() for each in those]
+        if pieces:
+            self._measure_on(min(pieces, key=lambda each: each.known))
+        return len(pieces) > 0
+
+    def _measure_on(self, piece: Growing[Any]) -> None:
+        if piece is not self._held:  # made-up requests of two would be taken for one
+            self.rest()
+        self._held, known = piece, piece.known
+        more = self._measured_on(piece)
+        if not more:
+            self.rest()
+            for those in self._growing.values():
+                those[:] = [each for each in those if each is not piece]
+        if not more or piece.known != known:
+            self._forget()
+
+    def _measured_on(self, piece: Growing[Any]) -> bool:
+        """Whether there is more to measure."""
+        try:
+            return piece.go_on()
+        except Exception as error:
+            if piece.name is None:
+                _log.warning("what the target's steps cost could not be measured: %s", error)
+            else:
+                self._leave_out(piece.name, error)
+            return False
+
+    def _leave_out(self, drafter: str, error: Exception) -> None:
+        """Others can draft."""
+        _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)
+        self._left_out.add(drafter)
+
+    def _forget(self) -> None:
+        """What was asked for is asked again, for there is something better now."""
+        self._proposals.clear()
+        self._read_s.clear()
+        self._forward_s = ForwardTable(lambda rows, contexts: self._costs.forwards()(rows, contexts))
+        self._check = CurveCheck(self._forward_s, self._costs.judge)
+
+    def rest(self) -> None:
+        """Nothing is measured for now: give back what that holds."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def observe(self, record: StepRecord, steps: int = 1) -> None:
         rows, requests = record.rows, record.requests

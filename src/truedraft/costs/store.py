@@ -20,6 +20,8 @@ from truedraft.options import read_record
 
 Value = TypeVar("Value")
 _FORMAT = 3  # those before held forwards of GPUs that were only being recorded
+LITTLE_DOUBT = 0.1
+"""Up to which a measurement stands as it is; one in more is used until there is a better one."""
 _REST_S = 60.0
 _ALIKE = 1.15
 _NOT_OF_THE_MODEL = {"transformers_version", "dtype", "torch_dtype"}
@@ -68,12 +70,15 @@ class CostStore:
         """The file of a key, whether or not it exists."""
         return self.folder / key.file_name
 
-    def load(self, key: CostKey, kind: type[Value]) -> tuple[Value | None, str | None]:
+    def load(
+        self, key: CostKey, kind: type[Value], most_doubt: float = LITTLE_DOUBT
+    ) -> tuple[Value | None, str | None]:
         """What was kept, or None; and a warning if a file is there but is of no use.
 
         Args:
             key: what the cost belongs to.
             kind: of cost, a dataclass.
+            most_doubt: with which it is of use, see `save`.
         """
         path = self.path(key)
         try:
@@ -90,15 +95,35 @@ class CostStore:
         if kept.get("doubted"):
             taken = f"steps took {kept.get('parted')} times what they say"
             return None, f"the kept costs of {key.what} are measured again, for {taken}"
+        if _doubt_of(kept) > most_doubt:
+            return None, None
         try:
             return read_record(kind, kept.get("cost")), None
         except OptionError as error:
             return None, f"the kept costs of {key.what} in {path} are damaged ({error}); they are measured again"
 
-    def save(self, key: CostKey, cost: Mapping[str, Any]) -> str | None:
-        """Keep a cost: whole or not at all. Returns a warning where that was not possible, the same for all costs."""
+    def doubt(self, key: CostKey) -> float:
+        """Of what is kept, see `save`; 1 where nothing is that still holds."""
+        kept, state = self._kept(key), json.loads(json.dumps(key.state, default=str))
+        holds = kept.get("format") == _FORMAT and kept.get("state") == state and not kept.get("doubted")
+        return _doubt_of(kept) if holds else 1.0
+
+    def save(self, key: CostKey, cost: Mapping[str, Any], doubt: float = 0.0) -> str | None:
+        """Keep a cost: whole or not at all, and one in doubt not in place of one in less.
+
+        Args:
+            key: what the cost belongs to.
+            cost: a dataclass as a dict.
+            doubt: share of its time in which other programs had the cores, or of its rounds that are missing, from 0
+                to 1.
+
+        Returns:
+            A warning where that was not possible, the same for all costs.
+        """
+        if doubt > LITTLE_DOUBT and self.doubt(key) < doubt:
+            return None
         record = {"format": _FORMAT, "what": key.what, "place": key.place, "state": key.state, "cost": cost}
-        record |= {"measured_at": self.clock(), "parted": self._kept(key).get("parted")}
+        record |= {"measured_at": self.clock(), "parted": self._kept(key).get("parted"), "doubt": round(doubt, 3)}
         return self._write(key, record)
 
     def judge(self, key: CostKey, ratio: float, parted: bool) -> None:
@@ -138,6 +163,11 @@ class CostStore:
         except OSError as error:
             return could_not_be_kept(self.folder, error.strerror or str(error))
         return None
+
+
+def _doubt_of(kept: Mapping[str, Any]) -> float:
+    found = kept.get("doubt", 0.0)  # earlier versions kept nothing that was in doubt
+    return float(found) if isinstance(found, int | float) else 1.0
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from truedraft.drafters.registry import TrainedDrafter
+from truedraft.drafters.registry import ENGINES, TrainedDrafter
 from truedraft.drafters.specs import KINDS
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, UnknownOptionError, errors_about
 from truedraft.files import user_path
@@ -208,8 +208,6 @@ _WAYS: Mapping[str, Mapping[str, _Way]] = {
         MtpHead.kind: _Way(""),
     },
 }
-ENGINES = tuple(_WAYS)
-"""That drafters can be written for."""
 _SERVE = {
     "vllm": ["vllm", "serve"],
     "sglang": ["python", "-m", "sglang.launch_server", "--model-path"],

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ORDER = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
 """Kinds of trained drafters, in the order in which `auto` lists them."""
+ENGINES = ("vllm", "sglang", "llamacpp", "speculators")
+"""That drafters can be written for."""
 RECORD = "drafter.json"
 """In the folder of a draft model or a table: which target it was trained for."""
 TABLE = "table.ngram"
@@ -57,6 +59,7 @@ class TrainedDrafter:
         kind: one of `ORDER`.
         target_name: what its target was called when it was trained.
         fingerprint: of that target, by `LanguageModel.fingerprint`.
+        sample: likewise, by `LanguageModel.sample`; None where it does not say.
         figures: what was measured of it, for JSON; `served` are rounds of the engine, each with `temperature` and
             `mean_acceptance_length`, the tokens per target call.
         source: where it was found, in words.
@@ -74,6 +77,7 @@ class TrainedDrafter:
     vocab_size: int | None = None
     width: int | None = None
     modified: float = 0.0
+    sample: str | None = None
 
     @classmethod
     def read(cls, folder: Path, source: str = "") -> TrainedDrafter | None:
@@ -81,9 +85,8 @@ class TrainedDrafter:
         config, record = object_of(folder / _CONFIG), object_of(folder / RECORD)
         about = record or config
         target = about.get("target")
-        kind, name, fingerprint = about.get("kind"), None, None
-        if isinstance(target, dict):
-            name, fingerprint = target.get("name"), target.get("fingerprint")
+        kind, target = about.get("kind"), target if isinstance(target, dict) else {}
+        name, fingerprint, sample = (target.get(each) for each in ("name", "fingerprint", "sample"))
         if kind not in ORDER or not isinstance(fingerprint, str):
             return None
         if not ((folder / TABLE).is_file() if kind == "ngram" else config or any(folder.glob("*.gguf"))):
@@ -95,7 +98,8 @@ class TrainedDrafter:
         figures = _figures(folder) if not record else record.get("figures")
         figures = figures if isinstance(figures, dict) else {}
         written = (folder / (RECORD if record else _CONFIG)).stat().st_mtime
-        return cls(folder, kind, str(name or ""), fingerprint, figures, source, vocab, width, written)
+        sample = sample if isinstance(sample, str) else None
+        return cls(folder, kind, str(name or ""), fingerprint, figures, source, vocab, width, written, sample)
 
     @property
     def tokens_per_call(self) -> dict[float, float]:
@@ -128,17 +132,23 @@ class TrainedDrafter:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        target = {"name": self.target_name, "fingerprint": self.fingerprint}
+        target = _target(self.target_name, self.fingerprint, self.sample)
         return {"folder": str(self.folder), "kind": self.kind, "target": target, "figures": dict(self.figures)}
 
 
-def write_record(folder: Path, kind: str, target_name: str, fingerprint: str, figures: Mapping[str, Any]) -> None:
+def _target(name: str, fingerprint: str, sample: str | None) -> dict[str, str]:
+    return {"name": name, "fingerprint": fingerprint} | ({} if sample is None else {"sample": sample})
+
+
+def write_record(
+    folder: Path, kind: str, target_name: str, fingerprint: str, figures: Mapping[str, Any], sample: str | None = None
+) -> None:
     """Let the folder of a draft model or a table say which target it was trained for, and what was measured of it.
 
     Raises:
         ModelError: it cannot be written.
     """
-    about = {"kind": kind, "version": _VERSION, "target": {"name": target_name, "fingerprint": fingerprint}}
+    about = {"kind": kind, "version": _VERSION, "target": _target(target_name, fingerprint, sample)}
     try:
         _write_whole(folder / RECORD, about | {"figures": dict(figures)})
     except OSError as error:
@@ -202,10 +212,11 @@ def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] =
 def find_drafters(
     target: LanguageModel, drafters_dir: Iterable[str | Path] = (), tell: Callable[[str], None] = lambda sentence: None
 ) -> list[TrainedDrafter]:
-    """The trained drafters that belong to a target: those that name its fingerprint, by kind, the newest first.
+    """The trained drafters that belong to a target: those that name its weights, by kind, the newest first.
 
     Args:
-        target: whose weights are read for its fingerprint, where the sizes of a drafter allow it.
+        target: whose weights are read for its fingerprint, once, where the sizes of a drafter allow it and that one
+            names no sample of them.
         drafters_dir: folders of drafters to look into, too.
         tell: given a sentence where the fingerprint cannot be known.
 
@@ -215,16 +226,18 @@ def find_drafters(
     from truedraft.models.padding import unpadded_name
 
     fitting = [each for each in list_drafters(unpadded_name(target.name), drafters_dir) if each.may_fit(target)]
-    if not fitting:
-        return []
     try:
-        fingerprint = target.fingerprint
+        sample = target.sample if any(each.sample for each in fitting) else None
+        own = [
+            each
+            for each in fitting
+            if (each.sample == sample if sample and each.sample else each.fingerprint == target.fingerprint)
+        ]
     except UnsupportedModelError:  # no weights, so nothing was trained for it
         return []
     except ModelError as error:
         tell(f"no trained drafter can be found: {error}")
         return []
-    own = [each for each in fitting if each.fingerprint == fingerprint]
     return sorted(own, key=lambda each: (ORDER.index(each.kind), -each.modified))
 
 
@@ -232,9 +245,7 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
     if model is not None:
         yield from _in_folder(Path(model) / _FOLDER_OF_MODEL, "the model's own folder")
     for each in drafters_dir:
-        folder = user_path(each, OptionError)
-        if not folder.is_dir():
-            raise OptionError(f"must be a folder of drafters, and {str(each)!r} is no folder", field="drafters_dir")
+        folder = refuse_no_folder(each)
         alone = TrainedDrafter.read(folder, "--drafters-dir")
         yield from () if alone is None else (alone,)
         yield from _in_folder(folder, "--drafters-dir")
@@ -245,6 +256,18 @@ def _everywhere(model: str | None, drafters_dir: Iterable[str | Path]) -> Iterat
             spec = find_spec(package.value)  # which finds it without running it
             for place in (spec.submodule_search_locations or ()) if spec is not None else ():
                 yield from _in_folder(Path(place), f"the package {package.value}")
+
+
+def refuse_no_folder(typed: str | Path) -> Path:
+    """A folder of drafters as it is typed.
+
+    Raises:
+        OptionError: there is no such folder.
+    """
+    folder = user_path(typed, OptionError)
+    if not folder.is_dir():
+        raise OptionError(f"must be a folder of drafters, and {str(typed)!r} is no folder", field="drafters_dir")
+    return folder
 
 
 def _in_folder(folder: Path, source: str) -> list[TrainedDrafter]:

@@ -18,6 +18,7 @@ import truedraft.drafters
 from truedraft.drafters.registry import ORDER, find_drafters
 from truedraft.embedded import embedded_heads
 from truedraft.errors import CompositionError, OptionError, UnknownOptionError, UnsupportedModelError, errors_about
+from truedraft.files import refuse_lost_model
 from truedraft.options import Words, called, read_whole
 
 if TYPE_CHECKING:
@@ -201,6 +202,34 @@ def drafter_described(word: str) -> dict[str, str]:
     return {"typed": kind.typed(word), "does": kind.meaning} | ({"options": options} if options else {})
 
 
+def check_drafter_words(spec: str) -> None:
+    """Refuse words that name no drafter, as far as that is known without loading anything.
+
+    Raises:
+        OptionError: there is no such kind, it has no such option, or it takes no path or no members.
+        ModelNotFoundError: a path leads nowhere.
+    """
+    words = Words.parse("drafter", spec)
+    for member in words.members:
+        check_drafter_words(member)
+    kind = KINDS.get(words.kind)
+    if words.kind in (_AUTO, _PORTFOLIO):
+        words.check((), takes_members=words.kind == _PORTFOLIO)
+    elif kind is not None:
+        words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
+        if words.path is not None and kind.path in ("DIR", "MODEL"):
+            refuse_lost_model(words.path)
+    elif words.path is None and not Path(words.kind).expanduser().exists() and not {*"./"} & {*words.kind}:
+        raise _unknown(words)
+
+
+def _unknown(words: Words) -> UnknownOptionError:
+    valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", "MODULE:CLASS")
+    is_class = words.path is not None and words.path.isidentifier()
+    also = ", and no module of that name can be imported" if is_class else ""
+    return UnknownOptionError.nearest("drafter", words.kind, valid, also)
+
+
 def _auto(target: LanguageModel, drafters_dir: Sequence[str | Path], tell: Callable[[str], None]) -> Portfolio:
     """What `auto` is: see `auto_members`."""
     from truedraft.drafters.portfolio import Portfolio
@@ -356,10 +385,7 @@ def _made(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path
 
         own = None if words.members else own_drafter(words.kind, words.path, words.options, target)
         if own is None:
-            valid = (_AUTO, *KINDS, f"{_PORTFOLIO}(A;B)", "MODULE:CLASS")
-            is_class = words.path is not None and words.path.isidentifier()
-            also = ", and no module of that name can be imported" if is_class else ""
-            raise UnknownOptionError.nearest("drafter", words.kind, valid, also)
+            raise _unknown(words)
         return own
     words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
     return kind.make(_with_trained(words, target, drafters_dir), target, drafters_dir)

@@ -5,11 +5,13 @@ Each folder is an ordinary Hugging Face folder with its card.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from truedraft.errors import ModelNotFoundError, UnknownOptionError
+from truedraft.errors import DataError, ModelNotFoundError, UnknownOptionError
 
 _FOLDER = Path(__file__).parent / "stdlib"
+FOR_HEADS, FOR_TABLES = "to cut prompts for {} from", "to count for {}"
 _MODELS = ("target", "draft")
 _HEADS = ("medusa", "redrafter")
 
@@ -41,6 +43,24 @@ def _installed(what: str, name: str, known: tuple[str, ...]) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"the {what} {name!r} is not part of this installation; reinstall truedraft")
     return folder
+
+
+def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:
+    """Refuse to train for a target without text that is like what it will be used for; the embedded one has its own.
+
+    Args:
+        target: by its name.
+        data: files of text.
+        doing: what the text is needed for, with {} in place of the target.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not data and target != "embedded:target":
+        raise DataError(
+            f"there is no text {doing.format(repr(target))}; name at least one file like what it will be used for with "
+            "--data FILE"
+        )
 
 
 def embedded_names() -> tuple[str, ...]:

@@ -244,13 +244,13 @@ class Engine:
         self._settle()
 
     def make_ready(self, tokens: int = 2048, progress: Progress = unwatched) -> None:
-        """Run now what would take long in the first answers: measure, and record the forwards that steps will run.
+        """Run now what would take long in the first answers: record the forwards that steps will run, and measure.
 
         On a GPU a shape of forward is recorded when it comes back, which takes 50 to 100 ms. Here made-up requests run
         those of 1, 2, 4, ... `max_batch` requests with what the drafters' limits let them draft, behind texts of up to
         256, 512, ... `tokens` tokens; longer ones are recorded as they come, and so are those of most tokens behind the
-        longest texts where all would be more than a model keeps. Where nothing is recorded, as on a CPU, only costs are
-        measured. No request, counter or listener notices.
+        longest texts where all would be more than a model keeps. Where nothing is recorded, as on a CPU, costs are
+        measured between steps and by `measure_ahead`. No request, counter or listener notices.
 
         Args:
             tokens: of the longest text whose forwards are recorded.
@@ -261,17 +261,40 @@ class Engine:
             TruedraftError: target or drafter failed, or this was called from inside a step.
         """
         check_whole("tokens", tokens, least=1)
-        for params in (SamplingParams(), SamplingParams(temperature=1.0)):
-            self.measure(params)
         if self._turns.mine:
             raise TruedraftError("nothing can be made ready from inside a step; do it before requests come")
         with self._turns, torch.inference_mode():
+            self._times.rest()
             # Beside the longest text there are short ones, and a draft has one of its own.
             tokens = max(1, min(tokens, self.cache_tokens // 2))
             drafters, features = list(self.drafter.members.values()), self._drafting.features
             make_ready(self.target, drafters, features, self.max_batch, tokens, progress)
             self._memory.settle(self._scheduler.running)
         self._settle()
+        if self.target.warmups or any(each.warmups for each in drafters):
+            for params in (SamplingParams(), SamplingParams(temperature=1.0)):
+                self.measure(params)
+
+    def measure_ahead(self) -> bool:
+        """Measure one thing more of what a controller weighs, while nobody asks anything.
+
+        Returns:
+            Whether there is more to measure. What is measured takes memory until there is not, or the next step.
+
+        Raises:
+            TruedraftError: this was called from inside a step.
+        """
+        if not self.controller.weighs_costs or self.drafter.limits.is_zero:
+            return False
+        if self._turns.mine:
+            raise TruedraftError("nothing can be measured from inside a step; measure between steps")
+        with self._turns, torch.inference_mode(), self.target.stepping():
+            more = self._times.measure_one()
+            if not more:
+                self._times.rest()
+                self._memory.settle(self._scheduler.running)
+        self._settle()
+        return more
 
     @overload
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Answer: ...
@@ -713,6 +736,7 @@ class Engine:
                 self._run(half)
             return
         self._scheduler.reading.observe(record)
+        self._times.go_on(record.total_s)
         self._memory.settle(self._scheduler.running)
         for listener in self.listeners:
             listener(record)
@@ -729,6 +753,7 @@ class Engine:
         Called whenever the engine becomes idle. What an interrupted step did not close is closed; what should not be
         there is logged.
         """
+        self._times.rest()
         for request in [request for request in self._open.values() if request.finish_reason is not None]:
             self._close(request)
         lost = [f"request {number} is neither over nor running" for number in self._open]

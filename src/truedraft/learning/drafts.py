@@ -152,7 +152,7 @@ class LearnableDrafts(Learnable[Any]):
         save_llama(module, folder, dtype=self.dtype)
         if self._model.tokenizer is not None:
             save_tokenizer(self._model.tokenizer.backend, folder)
-        write_record(folder, "draft", self._target.name, self._target.fingerprint, {})
+        write_record(folder, "draft", self._target.name, self._target.fingerprint, {}, self._target.sample)
 
     def load(self, folder: Path) -> PreTrainedModel:
         module = load_causal_lm(folder, dtype=self.dtype)

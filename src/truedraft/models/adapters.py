@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from truedraft.errors import MissingExtraError, ModelError, ModelNotFoundError, UnsupportedModelError, first_line
+from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
+from truedraft.files import refuse_no_adapter
 from truedraft.models.packed_linear import filled
 from truedraft.models.packing import ForwardPlan
 
@@ -84,10 +85,7 @@ def _with_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) ->
         raise MissingExtraError("adapters need peft; install it by: pip install 'truedraft[train]'") from error
     wrapped: Any = None
     for name, folder in folders.items():
-        if not (Path(folder) / "adapter_config.json").is_file():
-            raise ModelNotFoundError(
-                f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path"
-            )
+        refuse_no_adapter(folder)
         try:
             if wrapped is None:
                 wrapped = PeftModel.from_pretrained(model, str(folder), adapter_name=name)

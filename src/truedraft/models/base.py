@@ -157,6 +157,11 @@ class LanguageModel(Reader, ABC):
         raise UnsupportedModelError(f"{self.name} has no weights that a fingerprint could be taken of")
 
     @property
+    def sample(self) -> str | None:
+        """A hash of a few rows of each weight, which is found at once; None where there are none to read."""
+        return None
+
+    @property
     def processor(self) -> Processor:
         """What makes prompts of texts with pictures.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -40,6 +41,7 @@ from truedraft.machine import cache_folder, could_not_be_kept
 from truedraft.models.gguf_config import Said, hold_positions, read_config
 from truedraft.models.gguf_header import Header, StoredTensor, parts_of, read_header
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight
+from truedraft.progress import told_stage
 from truedraft.text.gguf_tokenizer import read_tokenizer
 
 INDEX = "gguf.json"
@@ -231,6 +233,7 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 def _convert(path: Path, folder: Path) -> None:
+    told_stage(f"converting what {path.name} says of its model and tokenizer, once")
     header = _header(path)
     said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}
@@ -239,7 +242,7 @@ def _convert(path: Path, folder: Path) -> None:
         config = read_config(said, len(header.fields["tokenizer.ggml.tokens"]), tokens)
         model = without_weights(config, torch.float32)
         kind: type[TensorProcessor] = TENSOR_PROCESSORS.get(said.architecture, TensorProcessor)
-        places = get_gguf_hf_weights_map(model, kind(config=config.to_dict()))
+        places = _places(model, kind(config=config.to_dict()))
     except KeyError as error:
         raise ModelError(f"{str(path)!r} does not say {error.args[0]!r} of its model; fetch it again") from error
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
@@ -259,6 +262,22 @@ def _convert(path: Path, folder: Path) -> None:
             file.write(json.dumps(index).encode())
     except OSError as error:
         raise ModelError(f"what was converted of {str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _places(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str]:
+    """Parameters by the names of a file's tensors.
+
+    transformers alone would look in each module of each module, and make the table of all names anew for every one.
+    """
+    places: dict[str, str] = {}
+    about = model.config.get_text_config()
+    for prefix, part in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
+        alone = SimpleNamespace(state_dict=part.state_dict, named_children=tuple)
+        places = (
+            get_gguf_hf_weights_map(alone, processor, about.model_type, about.num_hidden_layers, qual_name=prefix)
+            | places
+        )
+    return places
 
 
 def _hold_for_transformers(path: Path, said: Said, header: Header, places: Mapping[str, str]) -> None:
@@ -373,6 +392,11 @@ def place_of(source: str) -> dict[str, Any]:
         return {"pretrained_model_name_or_path": source}
     file = Path(_index(source)["files"][0])
     return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+
+
+def files_of(source: str) -> list[Path]:
+    """The GGUF files of a resolved source."""
+    return [Path(each) for each in _index(source)["files"]]
 
 
 def _index(folder: str | Path) -> dict[str, Any]:

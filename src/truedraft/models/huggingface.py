@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Choose, ForwardOutput, HeadRun, LanguageModel, Segment
+from truedraft.models.checkpoint import Checkpoint, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.multimodal import placeholders_of, senses_of
 from truedraft.models.packed_linear import PackedLinear
@@ -57,8 +58,8 @@ class HuggingFaceModel(LanguageModel):
         tokenizer: of the model, or None.
         name: what the user called it.
         backend: makes what runs the forwards; `loading.fastest_backend` takes the fastest that fits.
-        reread: loads the weights again as they were before padding and packing, for the fingerprint. Without it, a
-            model that may be packed has its fingerprint taken at once, for it may have lost its weights later.
+        checkpoint: what it was read from, for the fingerprint. Without it, a model that may be packed has its
+            fingerprint taken at once, for it may have lost its weights later.
 
     Attributes:
         parameters: how many weights the model has.
@@ -76,7 +77,7 @@ class HuggingFaceModel(LanguageModel):
         tokenizer: Tokenizer | None,
         name: str,
         backend: BackendMaker = StockBackend,
-        reread: Callable[[], PreTrainedModel] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         keep_rows_alike(model.device, model.dtype)
         self._model = model.eval().requires_grad_(False)
@@ -102,9 +103,9 @@ class HuggingFaceModel(LanguageModel):
         self.head_width = unpadded_width(model) or lm_head_width(head)
         self._finish = LogitFinish.of(model)
         self._finish_is_checked = False
-        self._reread = reread
+        self._checkpoint = checkpoint
         self._fingerprint: str | None = None
-        if reread is None and backend is not StockBackend and can_be_read_from(model):
+        if checkpoint is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
         self._make_backend, self._backend = backend, backend(model)
         self.device = model.device
@@ -152,16 +153,26 @@ class HuggingFaceModel(LanguageModel):
     @property
     def fingerprint(self) -> str:
         if self._fingerprint is None:
-            model = self._model
-            if not can_be_read_from(model) and self._reread is not None:
-                model = self._reread()
-            elif is_padded(model) and self._reread is None:
+            model, checkpoint = self._model, self._checkpoint
+            if checkpoint is not None:
+                whole = can_be_read_from(model)
+                self._fingerprint = checkpoint.kept(
+                    "fingerprint", lambda: fingerprint_of(model if whole else checkpoint.read())
+                )
+                return self._fingerprint
+            if is_padded(model):
                 raise ModelError(
                     f"the fingerprint of {self.name} is not known, for it was padded in memory; load it by load_model "
                     "with pad_to"
                 )
             self._fingerprint = fingerprint_of(model)
         return self._fingerprint
+
+    @property
+    def sample(self) -> str | None:
+        if self._checkpoint is not None:
+            return self._checkpoint.sample()
+        return sample_of(self._model) if can_be_read_from(self._model) else None
 
     @cached_property
     def processor(self) -> Processor:
@@ -293,12 +304,12 @@ class HuggingFaceModel(LanguageModel):
         """
         module = self._model
         cut = getattr(module, "cut_into", 1) > 1  # over processes
-        if cut or is_padded(module) or not (self._reread or is_whole(module)):
+        if cut or is_padded(module) or not (self._checkpoint or is_whole(module)):
             raise UnsupportedModelError(
                 f"the weights of {self.name} were padded, packed or shared out to processes; load it without these"
             )
-        read = module if self._reread is None else self._reread()
-        if self._reread is not None:
+        read = module if self._checkpoint is None else self._checkpoint.read()
+        if self._checkpoint is not None:
             dequantize(read)
         with torch.random.fork_rng(devices=[]):  # what it draws is not kept
             made = type(read)(copy.deepcopy(read.config))

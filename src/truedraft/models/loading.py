@@ -41,7 +41,7 @@ from truedraft.errors import (
     UnsupportedModelError,
     first_line,
 )
-from truedraft.files import user_path
+from truedraft.files import refuse_lost_model, user_path
 from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
 from truedraft.models import gguf, quantized_folder, smollm2
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
@@ -57,6 +57,7 @@ from truedraft.models.backends.native.build import built
 from truedraft.models.backends.parallel import follow, parallel_backend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
+from truedraft.models.checkpoint import Checkpoint
 from truedraft.models.extents import refuse_vast_sizes
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
@@ -74,11 +75,12 @@ from truedraft.models.probe import (
 from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
+from truedraft.options import BITS
+from truedraft.progress import told_stage
 from truedraft.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _UNRECORDED = "its forwards are not recorded as CUDA graphs"
-_BITS = {"q8": 8, "q4": 4}
 _GENERATION_CONFIG = "generation_config.json"
 # Classes of transformers that continue text, what they see or hear beside it left out.
 _WRITING: tuple[Mapping[str, Any], ...] = (
@@ -129,14 +131,15 @@ def load_model(
         ModelError: its files cannot be read, or an adapter does not fit it.
         MissingExtraError: an adapter is asked for, and peft is not installed, or a GGUF file, and gguf is not.
     """
-    if weights is not None and weights not in _BITS:
-        raise UnknownOptionError.nearest("weights", weights, tuple(_BITS))
+    told_stage(f"loading {name}")
+    if weights is not None and weights not in BITS:
+        raise UnknownOptionError.nearest("weights", weights, tuple(BITS))
     if tensor_parallel != 1:
         refused = {"weights": weights, "pad_to": pad_to, "adapters": adapters}
         return _load_together(str(name), dtype, device, revision, fast_paths, adapter, tensor_parallel, refused)
     loaded = _load(name, dtype, device, revision, fast_paths, pad_to, adapter, adapters)
     if weights is not None:
-        loaded.quantize(_BITS[weights])
+        loaded.quantize(BITS[weights])
     return_freed_memory()
     return loaded
 
@@ -159,6 +162,7 @@ def _load(
         padded_size(pad_to)  # an unknown one is refused before anything is read
     source = resolve_source(str(name))
     read = partial(read_model, source, str(name), revision=revision, adapter=adapter, as_stored=True)
+    files = _files_behind(source, revision, adapter)
     chosen = dtype != "auto" or kind is torch.bfloat16 or place.type != "cpu" or adapters or not fast_paths
     model = None if chosen else _emulated(source, str(name), revision, read)
     if model is None:
@@ -171,21 +175,21 @@ def _load(
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend = packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
-    reread = partial(read, torch.bfloat16)
+    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), files)
     with quiet_transformers():
         if pad_to is not None:
-            return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, reread)
+            return _checked(pad_model(model, pad_to), tokenizer, padded_name(str(name), pad_to), backend, checkpoint)
         try:
-            return _checked(model, tokenizer, str(name), backend, reread)
+            return _checked(model, tokenizer, str(name), backend, checkpoint)
         except UnsupportedModelError as reason:
             if beside:
                 raise
             why = reason
         if model.config.is_encoder_decoder:
-            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, reread)
+            return run_alone(model, tokenizer, str(name), why, EncoderDecoderBackend, fast_paths, checkpoint)
         del model
         # Read again each time: what was tried may have taken its weights apart.
-        return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, reread)
+        return _run_unpacked(lambda: read(kind).to(place), tokenizer, str(name), why, fast_paths, checkpoint)
 
 
 def _emulated(
@@ -245,6 +249,7 @@ def _load_together(
     place = torch.device("cuda", ranks.rank) if place.type == "cuda" else place
     keep_rows_alike(place, kind)
     read = partial(read_model, source, name, revision=revision, adapter=adapter)
+    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), _files_behind(source, revision, adapter))
     model = read(kind)
     backend = parallel_backend(ranks, place, name, fast_paths)
     with quiet_transformers():
@@ -252,7 +257,7 @@ def _load_together(
             follow(backend(model), ranks, place, context_of(config.get_text_config())[0])
             sys.exit(0)
         tokenizer = Tokenizer.load(source, revision=revision)
-        return _checked(model, tokenizer, name, backend, partial(read, torch.bfloat16))
+        return _checked(model, tokenizer, name, backend, checkpoint)
 
 
 def load_reader(name: str) -> Reader:
@@ -291,13 +296,13 @@ def _run_unpacked(
     name: str,
     why: UnsupportedModelError,
     fast_paths: bool,
-    reread: Callable[[], PreTrainedModel],
+    checkpoint: Checkpoint,
 ) -> HuggingFaceModel:
     """A model that cannot run packed: one text at a time, its cache ours or copied, else the whole text each time."""
     for kind in (AloneBackend, CopiedBackend):
         with contextlib.suppress(UnsupportedModelError):
-            return run_alone(read(), tokenizer, name, why, kind, fast_paths, reread)
-    return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, reread)
+            return run_alone(read(), tokenizer, name, why, kind, fast_paths, checkpoint)
+    return run_alone(read(), tokenizer, name, why, WholeTextBackend, fast_paths, checkpoint)
 
 
 def _checked(
@@ -305,7 +310,7 @@ def _checked(
     tokenizer: Tokenizer | None,
     name: str,
     backend: BackendMaker,
-    reread: Callable[[], PreTrainedModel] | None,
+    checkpoint: Checkpoint | None,
     refusals: Sequence[Callable[[LanguageModel], None]] = (),
 ) -> HuggingFaceModel:
     """A model behind a backend, held to its own forward and to what else is to be looked at before.
@@ -318,7 +323,7 @@ def _checked(
         )
     check = check_codes(model, name) if is_quantized(model) else check_against_stock(model, name)
     try:
-        loaded = HuggingFaceModel(model, tokenizer, name, backend, reread)
+        loaded = HuggingFaceModel(model, tokenizer, name, backend, checkpoint)
         for refuse in (*refusals, check):
             refuse(loaded)
     except torch.OutOfMemoryError:
@@ -337,7 +342,7 @@ def run_alone(
     reason: UnsupportedModelError,
     kind: type[AloneBackend] = AloneBackend,
     fast_paths: bool = True,
-    reread: Callable[[], PreTrainedModel] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> HuggingFaceModel:
     """A model that cannot run packed, one text at a time by its own attention.
 
@@ -349,14 +354,14 @@ def run_alone(
         kind: `AloneBackend`, or where that does not do `CopiedBackend`, or `WholeTextBackend`; of an encoder-decoder
             `EncoderDecoderBackend`.
         fast_paths: pack weights where that is faster here.
-        reread: as of `HuggingFaceModel`.
+        checkpoint: as of `HuggingFaceModel`.
 
     Raises:
         UnsupportedModelError: `reason`, where it cannot run so either.
     """
     backend = _after_packing(lambda model: kind(model, str(reason)), fast_paths)
     try:
-        return _checked(model, tokenizer, name, backend, reread, (refuse_hidden_state, refuse_later_tokens))
+        return _checked(model, tokenizer, name, backend, checkpoint, (refuse_hidden_state, refuse_later_tokens))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{reason}; nor does it run one text at a time: {error}") from error
 
@@ -447,8 +452,7 @@ def resolve_source(name: str) -> str:
         return smollm2.ON_THE_HUB if installed is None else str(gguf.folder_of(installed))
     path = user_path(name, ModelNotFoundError)
     files = gguf.models_in(path) if path.is_dir() and not (path / "config.json").is_file() else []
-    if path.suffix == ".gguf" and not path.exists():
-        raise ModelNotFoundError(f"there is no file {name!r}; name a GGUF file that exists")
+    refuse_lost_model(name)
     if (path.suffix == ".gguf" and path.is_file()) or len(files) == 1:
         return str(gguf.folder_of(files[0] if files else path))
     if files:
@@ -460,9 +464,19 @@ def resolve_source(name: str) -> str:
         return str(path)
     if path.exists():
         raise ModelNotFoundError(f"{name!r} is a file; name the folder that holds config.json and the weights")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
     return name
+
+
+def _files_behind(source: str, revision: str | None, adapter: str | Path | None) -> list[Path]:
+    """The files that a model is read from, with what lies beside them in their folders."""
+    found: list[Path] = []
+    if gguf.is_one(source):
+        found = gguf.files_of(source)
+    else:
+        with contextlib.suppress(OSError):  # a name that reading refuses
+            config = quantized_folder.file_of(source, "config.json", revision)
+            found = [] if config is None else list(Path(config).parent.iterdir())
+    return found if adapter is None else [*found, *user_path(adapter, ModelError).glob("*")]
 
 
 def read_model(
@@ -473,6 +487,7 @@ def read_model(
     adapter: str | Path | None = None,
     *,
     as_stored: bool = False,
+    mapped: bool = False,
 ) -> PreTrainedModel:
     """A model as transformers loads it, on the CPU, with all of its weights and with no others.
 
@@ -486,6 +501,7 @@ def read_model(
         adapter: the folder of one, merged into the weights.
         as_stored: leave matrices `quantized` where the source has them so and the model's parameters can be, unless an
             adapter is merged.
+        mapped: leave weights in their files, for who reads each once and soon.
 
     Raises:
         ModelNotFoundError: there is no such name.
@@ -496,7 +512,8 @@ def read_model(
     refuse_other_kinds(config, name)
     refuse_broken_generation_config(source, name, revision)
     model = _load_weights(source, config, name, dtype, revision)
-    read_in(model)
+    if not mapped:
+        read_in(model)
     if adapter is not None or not as_stored:
         dequantize(model)
     return model if adapter is None else merge_adapter(model, adapter)

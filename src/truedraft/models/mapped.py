@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -27,12 +29,19 @@ def forget_pages(weight: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
-def in_memory(tensor: Tensor) -> Tensor:
+def in_memory(tensor: Tensor, files: Sequence[tuple[int, int]] | None = None) -> Tensor:
     """A tensor of a file, copied where the file may be mapped: it stays what it is, whatever becomes of the file.
 
     Of one that is overwritten in place the bytes would change, and one that is cut short would end the process.
+
+    Args:
+        tensor: any.
+        files: where files are mapped, as `_files_mapped` found it when the tensor was there; None looks now.
     """
-    if tensor.device.type != "cpu" or not tensor.numel() or not _may_be_mapped(tensor.data_ptr()):
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor
+    files = _files_mapped() if files is None else files
+    if files is not None and not _is_within(tensor.data_ptr(), files):
         return tensor
     copy = tensor.clone()
     forget_pages(tensor)
@@ -41,21 +50,24 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 def read_in(module: nn.Module) -> None:
     """Copy a module's weights that lie in mapped files, one by one; what is copied leaves memory at once."""
+    files = _files_mapped()  # once: to read it takes as long as to copy a weight
     for weight in (*module.parameters(), *module.buffers()):
         if type(weight.data) is Tensor:
-            weight.data = in_memory(weight.data)
+            weight.data = in_memory(weight.data, files)
 
 
-def _may_be_mapped(address: int) -> bool:
-    """Whether an address lies in a mapping of a file, as far as the system says."""
+def _files_mapped() -> list[tuple[int, int]] | None:
+    """Where files are mapped, in order, as far as the system says."""
     if not _MAPS.exists():
-        return True
-    for line in _MAPS.read_text().splitlines():
-        span, _, _, _, inode, *_ = line.split(maxsplit=5)
-        begin, end = (int(each, 16) for each in span.split("-"))
-        if begin <= address < end:
-            return inode != "0"
-    return False
+        return None
+    lines = [line.split(maxsplit=5) for line in _MAPS.read_text().splitlines()]
+    spans = [span.split("-") for span, _, _, _, inode, *_ in lines if inode != "0"]
+    return sorted((int(begin, 16), int(end, 16)) for begin, end in spans)
+
+
+def _is_within(address: int, spans: Sequence[tuple[int, int]]) -> bool:
+    place = bisect_right(spans, address, key=lambda span: span[0]) - 1
+    return place >= 0 and address < spans[place][1]
 
 
 def _is_of_a_file(first: int, last: int) -> bool:

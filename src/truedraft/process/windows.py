@@ -134,6 +134,9 @@ class Times:
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         return ()
 
+    def ready(self, greedy: bool) -> bool:
+        return True
+
     def measure(self, greedy: bool) -> None:
         """Nothing is left to measure."""
 

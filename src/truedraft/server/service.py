@@ -462,6 +462,8 @@ class Service:
                 if ended and busy:
                     self._linger(ended, _LINGERING * (time.monotonic() - began))
                 if not busy and not self.waiting:
+                    while not self._work.is_set() and self.engine.measure_ahead():
+                        pass
                     if not self._work.wait(_IDLE_S):
                         self.engine.give_back()
                         self._work.wait()

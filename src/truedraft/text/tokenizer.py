@@ -399,7 +399,13 @@ class Tokenizer:
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether both give and understand the same ids, whatever size their models pad the vocabulary to."""
-        return self is other or self.fingerprint == other.fingerprint
+        if self is other or (self.backend.is_fast and other.backend.is_fast and self._as_file == other._as_file):
+            return True  # a vocabulary takes ten times as long to read
+        return self.fingerprint == other.fingerprint
+
+    @property
+    def _as_file(self) -> str:
+        return str(self.backend.backend_tokenizer.to_str())
 
     def difference(self, other: Tokenizer) -> str:
         """Say in one sentence where the vocabularies first differ; empty if they do not."""

@@ -26,6 +26,7 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
+from truedraft.models.checkpoint import sample_of
 from truedraft.models.huggingface import fingerprint_of, weights_hash
 from truedraft.models.loading import load_model, resolve_source
 from truedraft.options import check_share
@@ -403,7 +404,7 @@ def record_draft(
     """
     figures: dict[str, Any] = {"alpha": report.alpha, "greedy_agreement": report.greedy_agreement}
     figures["served"] = [each.as_dict() for each in evaluations]
-    write_record(folder, "draft", target, fingerprint_of(target_model), figures)
+    write_record(folder, "draft", target, fingerprint_of(target_model), figures, sample_of(target_model))
 
 
 def stream_loop(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from truedraft.core.stats import repeated_ngrams
+from truedraft.embedded import FOR_HEADS, refuse_no_text
 from truedraft.errors import CompositionError, DataError, OptionError
 from truedraft.heads import Head, HeadRecord
 from truedraft.heads.base import HeadConfig
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 TRAIN_TEXT, TREE_TEXT = "train", "tree"
 """Names of what the target wrote: to train on, and to choose trees and measure on."""
-_EMBEDDED_TARGET = "embedded:target"
 _TRAIN_WRITTEN = 0.9 * WRITTEN  # the rest of it is for the text that trees are chosen on
 _FLOOR = 0.1  # of the tokens that are asked for: with less, next to nothing of the training that was asked for is left
 _ENOUGH = 0.95  # of them is as good as all
@@ -235,11 +235,7 @@ def _prompts_of(
     config: HeadTrainingConfig,
     asked: Callable[[Tokenizer, int], Sequence[Sequence[int]]],
 ) -> PromptSets:
-    if not data and str(target) != _EMBEDDED_TARGET:
-        raise DataError(
-            f"there is no text to cut prompts for {str(target)!r} from; name at least one file like what it will be "
-            "used for with --data FILE"
-        )
+    refuse_no_text(str(target), data, FOR_HEADS)
     tokenizer = load_tokenizer(target)
     if not data:
         return standard_library_prompts(tokenizer, config.prompts, config.prompt_tokens)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from truedraft.drafters.ngram.drafter import NgramDrafter
 from truedraft.drafters.ngram.table import MOST_ORDER
 from truedraft.drafters.registry import TABLE, write_record
+from truedraft.embedded import FOR_TABLES, refuse_no_text
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import describe_machine, in_bytes
 from truedraft.models.loading import load_model, quiet_transformers
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from truedraft.training.texts.data import Encoder
     from truedraft.training.texts.self_distillation import WrittenAnswer
 
-_EMBEDDED_TARGET = "embedded:target"
 _HELD_OUT = 0.05  # of the text, where no other is given
 _TEST_PROMPTS, _TEST_TOKENS = 32, 64
 _PIECE = 1 << 18  # characters that are encoded at once
@@ -171,7 +171,7 @@ def train_ngrams(
 def _write_record(result: NgramResult, target: object, model: LanguageModel, told: Callbacks) -> None:
     """Note which target a table is for."""
     try:
-        write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict())
+        write_record(result.folder, "ngram", str(target), model.fingerprint, result.as_dict(), model.sample)
     except (ModelError, UnsupportedModelError) as error:
         told.on_note(f"the table does not say which target it is for: {error}")
 
@@ -183,11 +183,7 @@ def _refuse_prompts(source: Source, config: NgramConfig) -> None:
 
 def _refuse_early(target: str | Path, data: Sequence[Path]) -> None:
     Processes.here().refuse_several("a table is counted")
-    if not data and str(target) != _EMBEDDED_TARGET:
-        raise DataError(
-            f"there is no text to count for {str(target)!r}; name at least one file like what it will be used for with "
-            "--data FILE"
-        )
+    refuse_no_text(str(target), data, FOR_TABLES)
 
 
 def _source(data: Sequence[Path], held_out: Sequence[Path], tokenizer: Encoder) -> tuple[Source, str]:

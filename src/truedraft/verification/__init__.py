@@ -1,10 +1,29 @@
-"""Verification rules: which drafted tokens stay, and what is drawn where they stop."""
+"""Verification rules: which drafted tokens stay, and what is drawn where they stop.
 
-from truedraft.verification.block import BlockVerification
-from truedraft.verification.coupled import ArgmaxRule, CoupledSampling
-from truedraft.verification.lossy import LenientSampling, TypicalAcceptance
-from truedraft.verification.rule import Rule
-from truedraft.verification.speculative import SpeculativeSampling
+Each name loads on first use, so that the words for rules load alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from truedraft.lazy import loads
+
+if TYPE_CHECKING:
+    from truedraft.verification.block import BlockVerification
+    from truedraft.verification.coupled import ArgmaxRule, CoupledSampling
+    from truedraft.verification.lossy import LenientSampling, TypicalAcceptance
+    from truedraft.verification.rule import Rule
+    from truedraft.verification.speculative import SpeculativeSampling
+
+_MODULES = {
+    "block": ("BlockVerification",),
+    "coupled": ("ArgmaxRule", "CoupledSampling"),
+    "lossy": ("LenientSampling", "TypicalAcceptance"),
+    "rule": ("Rule",),
+    "speculative": ("SpeculativeSampling",),
+}
+__getattr__ = loads(__name__, {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names})
 
 __all__ = [
     "ArgmaxRule",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, read_number
-from truedraft.verification.block import BlockVerification
-from truedraft.verification.lossy import LenientSampling, TypicalAcceptance
-from truedraft.verification.rule import Rule
-from truedraft.verification.speculative import SpeculativeSampling
+
+if TYPE_CHECKING:
+    from truedraft.verification.rule import Rule
 
 Options = Mapping[str, float]
 
@@ -25,15 +25,27 @@ def rule_from_spec(spec: str) -> Rule:
         OptionError: an unusable value.
     """
     with errors_about("rule"):
-        words = Words.parse("rule", spec)
-        if words.kind not in _MAKERS:
-            raise UnknownOptionError.nearest("rule", words.kind, _MAKERS)
-        make, known = _MAKERS[words.kind]
-        words.check(known)
+        words = rule_words(spec)
+        make, _ = _MAKERS[words.kind]
         return make({name: read_number(name, value) for name, value in words.options.items()})
 
 
+def rule_words(spec: str) -> Words:
+    """The words of a rule, which are known; whether their values can be used is seen where it is made.
+
+    Raises:
+        OptionError: as of `rule_from_spec`.
+    """
+    words = Words.parse("rule", spec)
+    if words.kind not in _MAKERS:
+        raise UnknownOptionError.nearest("rule", words.kind, _MAKERS)
+    words.check(_MAKERS[words.kind][1])
+    return words
+
+
 def _speculative(options: Options) -> Rule:
+    from truedraft.verification import LenientSampling, SpeculativeSampling
+
     lenience = options.get("lenience", 1.0)
     return SpeculativeSampling() if lenience == 1.0 else LenientSampling(lenience)
 
@@ -41,19 +53,22 @@ def _speculative(options: Options) -> Rule:
 def _block(options: Options) -> Rule:
     if "lenience" in options:
         raise OptionError(
-            f"rule {BlockVerification.name!r} is lossless and has no lenience; "
-            f"take {SpeculativeSampling.name},lenience={options['lenience']:g}"
+            f"rule 'block' is lossless and has no lenience; take speculative,lenience={options['lenience']:g}"
         )
+    from truedraft.verification import BlockVerification
+
     return BlockVerification()
 
 
 def _typical(options: Options) -> Rule:
+    from truedraft.verification import TypicalAcceptance
+
     return TypicalAcceptance(**options)
 
 
 _MAKERS: dict[str, tuple[Callable[[Options], Rule], tuple[str, ...]]] = {
-    SpeculativeSampling.name: (_speculative, ("lenience",)),
+    "speculative": (_speculative, ("lenience",)),
     # The option is known so that it is refused with the rule that has it.
-    BlockVerification.name: (_block, ("lenience",)),
-    TypicalAcceptance.name: (_typical, ("epsilon", "delta")),
+    "block": (_block, ("lenience",)),
+    "typical": (_typical, ("epsilon", "delta")),
 }

@@ -28,6 +28,7 @@ import torch
 
 from truedraft.files import take_place
 from truedraft.machine import cache_folder, could_not_be_kept, dtype_name, has_avx512_bfloat16, may_use_tiles
+from truedraft.progress import told_stage
 
 _log = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, 
 
 def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
     """Compile to a file; returns why it failed, or ""."""
+    told_stage("compiling the forward for this processor, once on this machine")
     failure = ""
     for option in _TRIES:
         command = [*compiler, *_PLAIN, option, *_defines(dtype), str(SOURCE), "-o", str(path)]
