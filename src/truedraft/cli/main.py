@@ -119,7 +119,7 @@ def _run(words: list[str]) -> int:
 
 def _say_what_is_imported() -> None:
     if "torch" in sys.modules and "truedraft.models.loading" not in sys.modules:
-        say("importing torch and transformers")
+        say("loading torch and transformers")
 
 
 def _failed(words: Sequence[str], error: BaseException) -> int:

@@ -58,7 +58,7 @@ class Checkpoint:
         record = record if record.get("state") == self._state else {"state": self._state}
         if isinstance(known := record.get(what), str):
             return known
-        told_stage(f"reading weights for their {what}, once")
+        told_stage(f"loading: reading weights for their {what}, once")
         found = find()
         if self._state["files"] and self._now() == self._state:
             try:

@@ -233,7 +233,7 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 def _convert(path: Path, folder: Path) -> None:
-    told_stage(f"converting what {path.name} says of its model and tokenizer, once")
+    told_stage(f"loading: converting what {path.name} says of its model and tokenizer, once")
     header = _header(path)
     said = Said(str(path), header.fields, {each.name: each.shape for each in header.tensors})
     tokens = {f"{name}_token_id": _token(header, kind) for name, kind in _TOKENS.items()}

@@ -174,7 +174,7 @@ def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, 
 
 def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
     """Compile to a file; returns why it failed, or ""."""
-    told_stage("compiling the forward for this processor, once on this machine")
+    told_stage("loading: compiling the forward for this processor, once on this machine")
     failure = ""
     for option in _TRIES:
         command = [*compiler, *_PLAIN, option, *_defines(dtype), str(SOURCE), "-o", str(path)]
