@@ -14,11 +14,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor, nn
+from transformers import BloomConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from support.gguf_files import TYPES, random_blocks, write
 from truedraft import load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import ModelNotFoundError, UnsupportedModelError
+from truedraft.models import gguf as gguf_files
 from truedraft.models.backends.native import backend as native
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
@@ -254,3 +257,18 @@ def test_a_file_is_in_memory_once_and_is_read_on_from_what_it_was(tmp_path: Path
     assert torch.equal(logits(model), expected)
     apart = (logits(model.quantized(4)) - expected).std()
     assert 0 < apart < 0.6 * expected.std(), "the copy is made of the file that was loaded"
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen3MoeConfig, BloomConfig])
+def test_names_are_those_of_transformers_and_looked_up_once_for_each_part(
+    config: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 50}
+    layers = {"num_hidden_layers": 3, "n_layer": 3, "num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 2}
+    model = gguf_files.without_weights(config(**sizes, **layers, pad_token_id=0), torch.float32)
+    kind = TENSOR_PROCESSORS.get(model.config.model_type.replace("_", ""), TensorProcessor)
+    processor, tables = kind(config=model.config.to_dict()), []
+    expected, real = get_gguf_hf_weights_map(model, processor), gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *given: tables.append(given) or real(*given))
+    assert gguf_files._places(model, processor) == expected and len(expected) > 20
+    assert len(tables) == 1 + len(list(model.children()))
