@@ -55,6 +55,7 @@ class _Own:
         accepted: whether anything of the last proposal was, by drafter.
         share: what the last plan has for it.
         decided: by these kinds, since that plan was made.
+        waited: whether it had plain steps because what steps take was not known yet.
         weighed: what could last be drafted for it, and by whom that was decided.
     """
 
@@ -64,6 +65,7 @@ class _Own:
     accepted: dict[str, bool] = field(default_factory=dict)
     share: Share = None
     decided: dict[tuple[Kind, ...], Decision] = field(default_factory=dict)
+    waited: bool = False
     weighed: tuple[Planner, Sequence[Candidate]] | None = None
 
     def weigh(self, planner: Planner, candidates: Sequence[Candidate]) -> None:
@@ -127,6 +129,8 @@ class Goodput(Controller):
         self._rested, self.rests = self.rests, 0
         self._probe = None
         if not self._timing.ready(all(view.params.greedy for view in views)):
+            for view in views:
+                self._own_of(view).waited = True
             return [Decision(next(iter(view.limits)), NO_DRAFT, reason="measuring") for view in views]
         ids = tuple([view.id for view in views])
         if self._plain_left and self._planned is not None and self._planned[2] == ids:
@@ -209,7 +213,8 @@ class Goodput(Controller):
     def undrafted(self, request: int) -> str:
         own = self._own.get(request)
         if own is None or own.weighed is None:
-            return "no drafter found anything to propose"
+            waited = own is not None and own.waited
+            return "what drafts take was still being measured" if waited else "no drafter found anything to propose"
         planner, candidates = own.weighed
         return f"plain was expected to be faster ({planner.weighed(candidates)})"
 
