@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_PLAIN = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-w")
+_PLAIN = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-w")
+_PARTS = 4  # of decoder.c, see quantized.h
 # Some compilers know this machine under another option.
 _TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
@@ -173,17 +175,30 @@ def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, 
 
 
 def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
-    """Compile to a file; returns why it failed, or ""."""
+    """Compile to a file, in parts side by side, for a compiler takes seconds; returns why it failed, or ""."""
     told_stage("loading: compiling the forward for this processor, once on this machine")
     failure = ""
+    objects = [path.with_name(f"part{part}.o") for part in range(_PARTS)]
     for option in _TRIES:
-        command = [*compiler, *_PLAIN, option, *_defines(dtype), str(SOURCE), "-o", str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return type(error).__name__
-        if done.returncode == 0:
+        common = [*compiler, *_PLAIN, option]
+        parts = [
+            [*common, *_defines(dtype), f"-DPART={part}", "-c", str(SOURCE), "-o", str(each)]
+            for part, each in enumerate(objects)
+        ]
+        with ThreadPoolExecutor(_PARTS) as pool:
+            failures = [each for each in pool.map(_failure_of, parts) if each]
+        failed = failures[0] if failures else _failure_of([*common, "-shared", *map(str, objects), "-o", str(path)])
+        if not failed:
             return ""
-        message = done.stderr.decode(errors="replace").strip()
-        failure = failure or (message.splitlines() or ["no message"])[0]
+        failure = failure or failed
     return failure
+
+
+def _failure_of(command: Sequence[str]) -> str:
+    """Why a command failed, or ""."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return type(error).__name__
+    message = done.stderr.decode(errors="replace").strip()
+    return (message.splitlines() or ["no message"])[0] if done.returncode else ""

@@ -146,17 +146,6 @@ static inline lanes exponential(lanes x) {
     return choose(x < -87.0f, all(0.0f), p);
 }
 
-/* Rows of a weight [rows][cells] as blocks of 16 outputs [cells][16], each `apart` blocks behind the one before. */
-void truedraft_pack(const cell *weight, int64_t rows, int64_t cells, cell *target, int64_t apart) {
-    for (int64_t from = 0; from < rows; from += BLOCK) {
-        const int64_t some = rows - from < BLOCK ? rows - from : BLOCK;
-        cell *block = target + from / BLOCK * apart * BLOCK * cells;
-        for (int64_t c = 0; c < cells; c += BLOCK)
-            for (int64_t o = 0; o < some; o++)
-                for (int64_t k = c; k < c + BLOCK && k < cells; k++) block[k * BLOCK + o] = weight[(from + o) * cells + k];
-    }
-}
-
 /* A linear layer. Weights lie as [blocks of 16 outputs][input cells][16 outputs]; blocks come in fours. */
 typedef struct {
     const cell *weights;
@@ -182,6 +171,18 @@ typedef struct {
 #define TILE_ROWS 0
 #endif
 #include "quantized.h"
+#if !defined(PART) || PART == 0 /* to the end of the file */
+
+/* Rows of a weight [rows][cells] as blocks of 16 outputs [cells][16], each `apart` blocks behind the one before. */
+void truedraft_pack(const cell *weight, int64_t rows, int64_t cells, cell *target, int64_t apart) {
+    for (int64_t from = 0; from < rows; from += BLOCK) {
+        const int64_t some = rows - from < BLOCK ? rows - from : BLOCK;
+        cell *block = target + from / BLOCK * apart * BLOCK * cells;
+        for (int64_t c = 0; c < cells; c += BLOCK)
+            for (int64_t o = 0; o < some; o++)
+                for (int64_t k = c; k < c + BLOCK && k < cells; k++) block[k * BLOCK + o] = weight[(from + o) * cells + k];
+    }
+}
 
 typedef struct {
     const element *before_attention, *before_mlp, *query_norm, *key_norm, *after_attention, *after_mlp; /* all but the first two may be NULL */
@@ -1124,3 +1125,4 @@ void truedraft_heads(const Heads *heads, const Asked *asked, const Scratch *scra
                      .heads = *heads, .asked = *asked};
     run_together(&job, threads);
 }
+#endif

@@ -152,9 +152,6 @@ static inline MAY_BE_LATE ints dot(ints sum, words codes, const int8_t *inputs) 
 #endif
 }
 
-/* By which of these products are made here: 2, 1 or 0. */
-int truedraft_dot(void) { return DOT; }
-
 static inline words load_codes(const uint8_t *p) { words v; memcpy(&v, p, sizeof v); return v; }
 static inline lanes octets_as_numbers(const uint8_t *p) { return __builtin_convertvector(load_octets(p), lanes); }
 static inline lanes bytes_as_numbers(const uint8_t *p) { return __builtin_convertvector((load_octets(p) ^ 128) - 128, lanes); }
@@ -349,24 +346,47 @@ static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
     }
 }
 
+/* The forms that weights come in, bits and kind. They take most of a compiler's time, so it may be given them in parts: where
+ * PART is defined, those of that number alone, or with 0 all but them. */
+#define FORMS_1(F) F(8, ONE) F(8, SHIFTED) F(8, ZEROED) F(6, HALVES) F(5, ONE)
+#define FORMS_2(F) F(5, SHIFTED) F(5, NESTED) F(4, ONE) F(4, SHIFTED) F(4, ZEROED)
+#define FORMS_3(F) F(4, NESTED) F(8, WIDE) F(8, WIDE_ZEROED) F(4, WIDE) F(4, WIDE_ZEROED)
+#if TILES
+#define FORM(B, K) case B * 8 + K: \
+        if (rows < LEAST_TILED * (K == HALVES ? 2 : 1)) quantized_rows(w, groups, B, K, x, rows, sum); \
+        else quantized_tiles(w, groups, B, K, x, rows, sum); \
+        return 1;
+#else
+#define FORM(B, K) case B * 8 + K: quantized_rows(w, groups, B, K, x, rows, sum); return 1;
+#endif
+#define TILE_OF(N) __attribute__((visibility("hidden"))) MAY_BE_LATE \
+    int truedraft_tile_##N(const uint8_t *w, int64_t groups, int64_t form, const Inputs *x, int64_t rows, lanes (*sum)[SUMS])
+#define TILE_OF_FORMS(N) TILE_OF(N) { switch (form) { FORMS_##N(FORM) } return 0; }
+#if !defined(PART) || PART == 1
+TILE_OF_FORMS(1)
+#endif
+#if !defined(PART) || PART == 2
+TILE_OF_FORMS(2)
+#endif
+#if !defined(PART) || PART == 3
+TILE_OF_FORMS(3)
+#endif
+#if defined(PART) && PART == 0
+TILE_OF(1);
+TILE_OF(2);
+TILE_OF(3);
+#endif
+#if !defined(PART) || PART == 0
+
+/* By which of these products are made here: 2, 1 or 0. */
+int truedraft_dot(void) { return DOT; }
+
 /* A tile of rows of quantised inputs against one unit of outputs: sums `[rows][SUMS]`. */
 static MAY_BE_LATE void quantized_tile(const Linear *l, int64_t at, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
     const uint8_t *w = (const uint8_t *)(l->weights + at * unit_cells(l));
-    const int64_t groups = groups_of(l);
-    switch (l->bits * 8 + l->scales) {
-#if TILES
-#define FORM(B, K) case B * 8 + K: \
-            if (rows < LEAST_TILED * (K == HALVES ? 2 : 1)) quantized_rows(w, groups, B, K, x, rows, sum); \
-            else quantized_tiles(w, groups, B, K, x, rows, sum); \
-            break;
-#else
-#define FORM(B, K) case B * 8 + K: quantized_rows(w, groups, B, K, x, rows, sum); break;
-#endif
-        FORM(8, ONE) FORM(8, SHIFTED) FORM(8, ZEROED) FORM(6, HALVES) FORM(5, ONE) FORM(5, SHIFTED) FORM(5, NESTED)
-        FORM(4, ONE) FORM(4, SHIFTED) FORM(4, ZEROED) FORM(4, NESTED)
-        FORM(8, WIDE) FORM(8, WIDE_ZEROED) FORM(4, WIDE) FORM(4, WIDE_ZEROED)
-#undef FORM
-    }
+    const int64_t groups = groups_of(l), form = l->bits * 8 + l->scales;
+    if (!truedraft_tile_1(w, groups, form, x, rows, sum) && !truedraft_tile_2(w, groups, form, x, rows, sum))
+        truedraft_tile_3(w, groups, form, x, rows, sum);
 }
 
 /* Some weights of a layer as numbers, as whoever wrote the file reads them: every product and sum is rounded. Outputs are
@@ -516,3 +536,4 @@ void truedraft_quantize(const Linear *from, int64_t first, int64_t units, int64_
             }
         }
 }
+#endif
