@@ -98,7 +98,7 @@ def test_a_target_that_breaks_is_no_check_that_failed(
 def test_an_earlier_report_is_kept(run: Run, name: str, tmp_path: Path) -> None:
     """Told before anything is loaded: there is no such model."""
     (tmp_path / name).write_text("of an earlier run")
-    done = run("certify", "stack", "--model", "/nowhere/at/all", "--out", str(tmp_path))
+    done = run("certify", "stack", "--model", "nobody/nothing", "--out", str(tmp_path))
     assert done.status == 2
     assert len(done.err.strip().splitlines()) == 1
     assert f"holds {name} of an earlier run; name another folder with --out" in done.err
