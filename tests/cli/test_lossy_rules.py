@@ -74,7 +74,7 @@ def test_unusable_words_are_refused_in_one_sentence() -> None:
 
 
 def test_help_names_the_rules(run: Run) -> None:
-    shown = " ".join(run("generate", "--help").out.replace("│", " ").split())
+    shown = " ".join(run("generate", "--help-all").out.replace("│", " ").split())
     for words in ("speculative,lenience=L", "typical,epsilon=.09,delta=.3", "Lossy"):
         assert words.replace(" ", "") in shown.replace(" ", "")
 
