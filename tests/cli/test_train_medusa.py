@@ -42,14 +42,6 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
 
     again = run(*words)
     assert again.status == 2 and "holds a training; add --resume" in again.err
-    words = tuple(word for word in words if word != "--keep-work")
-    assert run(*words, "--resume").status == 0
-    kept = sorted(path.name for path in Path(out).iterdir())
-    assert kept == ["README.md", "config.json", "heads.safetensors", "log.jsonl", "trees.json"]
-    again = run(*words)
-    assert again.status == 2 and "holds a model, which would be overwritten" in again.err
-    card = (Path(out) / "README.md").read_text()
-    assert "license: other\n" in card and "is under the licence of that: which its files do not name" in card
     other = run(*words, "--resume", "--heads", "3", "--free", "--learning-rate", "0.5")
     assert other.status == 2 and other.complaint.count("\n") == 1
     for phrase in ("--heads was 2 and is now 3", "--tied was True and is now False", "--learning-rate was"):
@@ -62,6 +54,15 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
     assert (
         other.status == 2 and "the prompts (--data, --held-out, --tokens, --prompt-tokens, --minutes) was" in other.err
     )
+
+    words = tuple(word for word in words if word != "--keep-work")
+    assert run(*words, "--resume").status == 0
+    kept = sorted(path.name for path in Path(out).iterdir())
+    assert kept == ["README.md", "config.json", "heads.safetensors", "log.jsonl", "trees.json"]
+    again = run(*words)
+    assert again.status == 2 and "holds a model, which would be overwritten" in again.err
+    card = (Path(out) / "README.md").read_text()
+    assert "license: other\n" in card and "is under the licence of that: which its files do not name" in card
 
 
 def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, tmp_path: Path) -> None:

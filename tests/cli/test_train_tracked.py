@@ -73,8 +73,9 @@ def test_a_second_stage_follows_the_first_and_promises_stand_beside_what_was_ser
 
 def test_what_is_not_there_is_one_sentence(run: Run, target: str, tmp_path: Path) -> None:
     missing = next(each for each in ("aim", "wandb") if each not in map(str, tracking.get_available_trackers()))
-    words = ("train", "draft", "--model", target, "--data", "text.txt", "--out", str(tmp_path / "out"), "--tracker")
+    (tmp_path / "text.txt").write_text("some text")
+    words = ("train", "draft", "--model", target, "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"))
     for name, status, said in ((missing, 1, f"installed: pip install {missing}\n"), ("wnadb", 2, "you mean 'wandb'?")):
-        result = run(*words, name)
+        result = run(*words, "--tracker", name)
         assert result.status == status and said in result.err and result.err.count("\n") == 1, result.err
     assert not (tmp_path / "out").exists()
