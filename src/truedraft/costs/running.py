@@ -211,20 +211,26 @@ class RunningTimes:
             self._growing[greedy] = [*shared, *(each for each in found if each.name or not shared)]
         return all(each.known for each in self._growing[greedy])
 
-    def go_on(self, step_s: float) -> None:
+    def go_on(self, step_s: float) -> bool:
         """Between steps, measure on for a share of the time, if somebody asked whether this is ready.
 
         Args:
             step_s: seconds that the last step took.
+
+        Returns:
+            Whether anything was measured, or holds memory to be measured on.
         """
+        measured = False
         while pieces := [each for those in self._growing.values() for each in those]:
             share = _BETTER_SHARE if all(each.known for each in pieces) else _MEASURING_SHARE
             self._credit_s, step_s = min(self._credit_s + share * step_s, _AT_ONCE_S), 0.0
             if self._credit_s <= 0.0:
-                return
+                break
+            measured = True
             began = self._clock()
             self._measure_on(min(pieces, key=lambda each: each.known))
             self._credit_s -= self._clock() - began
+        return measured or self._held is not None
 
     def measure_one(self) -> bool:
         """Measure one thing more; returns whether there is more."""
