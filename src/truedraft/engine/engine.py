@@ -739,7 +739,6 @@ class Engine:
         measured = self._times.go_on(record.total_s)
         if measured and self._memory.limit is not None and self.cache_bytes > self._memory.limit:
             self._times.rest()  # what is measured on has what requests leave
-            self._memory.trim()
         self._memory.settle(self._scheduler.running)
         for listener in self.listeners:
             listener(record)
