@@ -21,6 +21,8 @@ from truedraft.options import Group, Option
 
 Command = Callable[[Any], int]
 """A command takes one dataclass of options, and gives its exit status."""
+Check = Callable[[str, Any], None]
+"""Refuses an option's value: of its name as it is typed, and the value."""
 Read = TypeVar("Read")
 _NOTHING = Group("")
 _ALL = "help_all"
@@ -93,7 +95,7 @@ class _Parameter:
             told = typer.Option(self.option.name or self.typed_name, **more)
         yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, told])
 
-    def value(self, typed: Any) -> Any:
+    def value(self, typed: Any, check: Check) -> Any:
         """The field's value of what typer read.
 
         Raises:
@@ -105,7 +107,7 @@ class _Parameter:
             return self.default
         with errors_about(self.name):
             for each in (typed or self.default) if self.repeated else [typed]:
-                words.check(f"{self.typed_name} {self.option.metavar}", each)
+                check(f"{self.typed_name} {self.option.metavar}", each)
         if self.repeated:
             return tuple(typed or self.default)
         least = self.option.least
@@ -114,7 +116,7 @@ class _Parameter:
         return typed
 
 
-def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..., int]:
+def command(run: Command, names: Mapping[str, str] | None = None, check: Check = words.check) -> Callable[..., int]:
     """A function that typer makes a command of, with the options of the dataclass that `run` takes.
 
     An error that knows its field is told by the option's name as it is typed.
@@ -122,6 +124,7 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
     Args:
         run: the command.
         names: what else errors may be about, as it is called here.
+        check: refuses values that no command can use.
     """
     kind = next(iter(_types(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
@@ -137,7 +140,7 @@ def command(run: Command, names: Mapping[str, str] | None = None) -> Callable[..
             typed.pop(_ALL, None)
             for each in parameters.values():
                 _take_bare(each, typed)
-            values = {name: parameters[name].value(given) for name, given in typed.items()}
+            values = {name: parameters[name].value(given, check) for name, given in typed.items()}
             return run(_made(kind, _NOTHING, values))
         except TruedraftError as error:
             error.call_fields({name: each.typed_name for name, each in parameters.items()} | dict(names or {}))
@@ -185,6 +188,8 @@ def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
     """A dataclass of options from their values by name, as the command of that dataclass reads them.
 
+    Files that they name are not looked for: who uses the options may do so on another machine.
+
     Args:
         kind: of options.
         words: each value as it is typed, or a list of them where an option may be repeated, or whether a flag is given.
@@ -208,7 +213,7 @@ def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
             for each in given if isinstance(given, list | tuple) else [given]:
                 typed += [option, str(each)]
     app = typer.Typer(add_completion=False)
-    app.command()(command(keep))
+    app.command()(command(keep, check=lambda name, value: None))
     try:
         typer.main.get_command(app).main(typed, standalone_mode=False)
     except TruedraftError:
