@@ -46,7 +46,7 @@ from truedraft.text.gguf_tokenizer import read_tokenizer
 
 INDEX = "gguf.json"
 _FORMAT = 6
-_PIECE, _WHOLE = 1 << 22, 64  # codes that are read at a time, of outputs in whole units of the native products
+_PIECE, _WHOLE = 1 << 19, 64  # codes that are read at a time, of outputs in whole units of the native products
 _FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
 _BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
 _HAS_OTHERS = "has tensors that its model has not"
@@ -70,7 +70,10 @@ def _codes(codes: NDArray[Any], out: int) -> Tensor:
 def _nibbles(blocks: Blocks, first: int, count: int) -> NDArray[np.uint8]:
     """`[out, blocks, 2 * count]`: lower halves of bytes, then upper ones."""
     part = blocks[..., first : first + count]
-    return np.concatenate([part & 15, part >> 4], axis=-1)
+    both = np.empty((*part.shape[:-1], 2 * count), np.uint8)
+    np.bitwise_and(part, 15, out=both[..., :count])
+    np.right_shift(part, 4, out=both[..., count:])
+    return both
 
 
 def _fifth_bits(blocks: Blocks, first: int) -> NDArray[np.uint8]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -25,6 +26,7 @@ _STRING, _ARRAY = 8, 9
 _ENTRIES = 1 << 22  # of a header with those of its lists; the largest vocabularies with their merges have a third of it
 _AXES = 4  # ggml's limit
 _ALIGNMENT = 32
+_ONE_READER = threading.Lock()  # a file has one place that is read next
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -60,8 +62,9 @@ class StoredTensor:
         """
         file, each = files[self.part], self.size // self.shape[0]
         wanted = ((self.shape[0] if end is None else end) - first) * each
-        file.seek(self.offset + first * each)
-        found = np.fromfile(file, np.uint8, wanted)
+        with _ONE_READER:
+            file.seek(self.offset + first * each)
+            found = np.fromfile(file, np.uint8, wanted)
         if len(found) < wanted:
             raise ModelError(f"the file was cut short while {self.name!r} was read from it; get it again")
         return found.reshape(-1, each) if len(self.shape) > 1 else found
@@ -115,13 +118,23 @@ class _Bytes:
         """As `struct` knows the form."""
         return struct.unpack_from("<" + form, self._data, self._next(struct.calcsize("<" + form)))
 
-    def text(self) -> str:
-        (count,) = self.numbers("Q")
-        begin = self._next(count)
+    def texts(self, count: int) -> list[str]:
+        """Some of them; a vocabulary with its merges has hundreds of thousands."""
+        data, at, end, found, length = self._data, self.at, len(self._data), [], struct.Struct("<Q").unpack_from
         try:
-            return self._data[begin : self.at].decode()
-        except UnicodeDecodeError as error:
+            for _ in range(count):
+                begin = at + 8
+                at = begin + length(data, at)[0]
+                if at > end:
+                    raise _DamagedError(_CUT_OFF)
+                found.append(data[begin:at].decode())
+        except (struct.error, UnicodeDecodeError) as error:
             raise _DamagedError(_CUT_OFF) from error
+        self.at = at
+        return found
+
+    def text(self) -> str:
+        return self.texts(1)[0]
 
     def value(self, key: str) -> Any:
         """A value behind its type."""
@@ -130,7 +143,7 @@ class _Bytes:
             kind, count = self.numbers("IQ")
             self.count_entries(count)
             if kind == _STRING:
-                return [self.text() for _ in range(count)]
+                return self.texts(count)
             if kind == _ARRAY:
                 raise _DamagedError(f"has lists in a list ({key!r})")
             return list(self.numbers(f"{count}{self._scalar(kind, key)}"))

@@ -168,13 +168,15 @@ def _load(
     if model is None:
         model = read(kind)
     by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
-    if not (by_codes and _runs_natively(model)):
+    patterns = _native_patterns(model) if by_codes else None
+    if patterns is None:
         _announce_numbers(model, str(name))
         dequantize(model)
     model = model.to(place)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
-    backend = packed_backend(beside, fast_paths) if beside or not fast_paths else fastest_backend
+    plain = beside or not fast_paths
+    backend = packed_backend(beside, fast_paths) if plain else partial(fastest_backend, patterns=patterns)
     checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), files)
     with quiet_transformers():
         if pad_to is not None:
@@ -203,7 +205,7 @@ def _emulated(
     if quantized or stored is not torch.bfloat16 or built(torch.bfloat16).library is None:
         return None
     model = read(torch.bfloat16)
-    return model if _runs_natively(model) else None
+    return None if _native_patterns(model) is None else model
 
 
 def _load_together(
@@ -366,13 +368,17 @@ def run_alone(
         raise UnsupportedModelError(f"{reason}; nor does it run one text at a time: {error}") from error
 
 
-def fastest_backend(model: PreTrainedModel) -> Backend:
+def fastest_backend(model: PreTrainedModel, patterns: Sequence[AttentionPattern] | None = None) -> Backend:
     """The native forward where it fits, else the fused loop, else the model's own modules with packed weights.
 
     On a CUDA device recorded forwards where they fit, else the model's own modules, as in dtypes that cannot be
     packed. What was measured: benchmarks/LOG.md.
+
+    Args:
+        model: as transformers loaded it.
+        patterns: of its attention, where they are known.
     """
-    patterns = probe_patterns(model)
+    patterns = probe_patterns(model) if patterns is None else patterns
     llama = Llama.of(model, patterns)
     if model.device.type == "cuda":
         misfit = GraphBackend.misfit(llama)
@@ -389,10 +395,12 @@ def fastest_backend(model: PreTrainedModel) -> Backend:
     return packed_backend({}, True)(model, patterns)
 
 
-def _runs_natively(model: PreTrainedModel) -> bool:
-    """Whether the native forward runs it: quantised weights by their codes, and bfloat16 ones without instructions."""
-    llama = Llama.of(model, probe_patterns(model))
-    return llama is not None and NativeBackend.fits(llama)
+def _native_patterns(model: PreTrainedModel) -> Sequence[AttentionPattern] | None:
+    """Of its attention, where the native forward runs it: quantised weights by their codes, and bfloat16 ones without
+    instructions; else None."""
+    patterns = probe_patterns(model)
+    llama = Llama.of(model, patterns)
+    return patterns if llama is not None and NativeBackend.fits(llama) else None
 
 
 def _announce_numbers(model: PreTrainedModel, name: str) -> None:

@@ -124,7 +124,7 @@ class StoredWeight:
 
     Attributes:
         form: of what is read.
-        rows: reads some outputs.
+        rows: reads some outputs; several threads may ask at once.
         shape: `[out, in]` of all that can be read.
         order: of what is read.
         together: outputs that are read at a time where all are wanted one after another; None for all of them, where
@@ -141,11 +141,11 @@ class StoredWeight:
         """All outputs."""
         return self.rows(slice(None))
 
-    def pieces(self) -> Iterator[QuantizedWeight]:
-        """All outputs, a few at a time: codes of all would take much memory beside what is made of them."""
+    def pieces(self) -> Iterator[slice]:
+        """All outputs, as many at a time: codes of all would take much memory beside what is made of them."""
         step = self.together or self.shape[0]
         for first in range(0, self.shape[0], step):
-            yield self.rows(slice(first, first + step))
+            yield slice(first, min(first + step, self.shape[0]))
 
 
 def quantized_of(weight: Tensor) -> StoredWeight | None:

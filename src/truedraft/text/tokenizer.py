@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -403,9 +404,10 @@ class Tokenizer:
             return True  # a vocabulary takes ten times as long to read
         return self.fingerprint == other.fingerprint
 
-    @property
-    def _as_file(self) -> str:
-        return str(self.backend.backend_tokenizer.to_str())
+    @cached_property
+    def _as_file(self) -> bytes:
+        """A hash of it; of a vocabulary of 262,144 the text has 30 MB."""
+        return hashlib.sha256(self.backend.backend_tokenizer.to_str().encode()).digest()
 
     def difference(self, other: Tokenizer) -> str:
         """Say in one sentence where the vocabularies first differ; empty if they do not."""

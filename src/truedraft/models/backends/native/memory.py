@@ -186,16 +186,24 @@ class Weights:
         memory = _huge(self.bytes_of(linear), torch.uint8)
         linear.weights = memory.data_ptr()
         apart, place = len(parts) if turns else 1, 0
+        jobs: list[tuple[StoredWeight, slice, int]] = []
         for number, part in enumerate(parts):
             place = number if turns else place
-            for piece in part.pieces():
-                tensors = [piece.codes, piece.scales, piece.shifts, piece.inner, piece.lesser]
-                held = [None if each is None else each.contiguous() for each in tensors]
-                coded = CCoded(*(None if each is None else each.data_ptr() for each in held))
-                self._library.truedraft_lay_out(
-                    ctypes.byref(linear), ctypes.byref(coded), c_int64(len(piece)), c_int64(place), c_int64(apart)
-                )
-                place += len(piece) // LANES * apart
+            for rows in part.pieces():
+                jobs.append((part, rows, place))
+                place += (rows.stop - rows.start) // LANES * apart
+
+        def run(job: tuple[StoredWeight, slice, int]) -> None:
+            piece = job[0].rows(job[1])
+            tensors = [piece.codes, piece.scales, piece.shifts, piece.inner, piece.lesser]
+            held = [None if each is None else each.contiguous() for each in tensors]
+            coded = CCoded(*(None if each is None else each.data_ptr() for each in held))
+            self._library.truedraft_lay_out(
+                ctypes.byref(linear), ctypes.byref(coded), c_int64(len(piece)), c_int64(job[2]), c_int64(apart)
+            )
+
+        with ThreadPoolExecutor(min(len(jobs), forward_threads())) as pool:
+            list(pool.map(run, jobs))
         self._kept.append(memory)
         return memory.data_ptr()
 

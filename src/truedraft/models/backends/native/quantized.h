@@ -443,6 +443,8 @@ void truedraft_look_up(const Linear *l, const int64_t *outputs, int64_t count, e
     for (int64_t i = 0; i < count; i++) decode_row(l, outputs[i], to + i * l->inputs);
 }
 
+static inline void add_bits(uint8_t *to, uint32_t four) { uint32_t v; memcpy(&v, to, 4), v |= four, memcpy(to, &v, 4); }
+
 /* Lays `rows` outputs out, in blocks of 16 from block `first` on, each `apart` blocks behind the one before. */
 void truedraft_lay_out(const Linear *l, const Coded *from, int64_t rows, int64_t first, int64_t apart) {
     const int64_t groups = groups_of(l), heads = (groups + PER_HEAD - 1) / PER_HEAD, bits = l->bits, kind = l->scales;
@@ -462,14 +464,15 @@ void truedraft_lay_out(const Linear *l, const Coded *from, int64_t rows, int64_t
             if (kind == HALVES) for (int h = 0; h < 2; h++) own[h * UNIT + at] = from->inner[(o * groups + g) * 2 + h];
             if (kind == ZEROED) own[2 * UNIT + at] = from->inner[o * groups + g];
             if (kind == WIDE_ZEROED) own[4 * UNIT + at] = from->inner[o * groups + g];
-            for (int64_t k = 0; k < PER_SCALE && g * PER_SCALE + k < l->inputs; k++) {
-                const uint8_t code = from->codes[o * l->inputs + g * PER_SCALE + k];
-                const int64_t q = k / 4;
-                uint8_t *others = codes + QUADS / 2 * BLOCK * 4 + k % 4;
-                if (bits == 8) codes[q * BLOCK * 4 + k % 4] = code;
-                else codes[q / 2 * BLOCK * 4 + k % 4] |= (uint8_t)((code & 15) << q % 2 * 4);
-                if (bits == 5) *others |= (uint8_t)(code >> 4 << q);
-                if (bits == 6) others[q / 4 * BLOCK * 4] |= (uint8_t)(code >> 4 << q % 4 * 2);
+            const int64_t left = l->inputs - g * PER_SCALE;
+            for (int64_t q = 0; q < QUADS && 4 * q < left; q++) { /* four codes at a time, a byte each */
+                uint32_t four = 0;
+                memcpy(&four, from->codes + o * l->inputs + g * PER_SCALE + 4 * q, left - 4 * q < 4 ? left - 4 * q : 4);
+                uint8_t *others = codes + QUADS / 2 * BLOCK * 4;
+                if (bits == 8) add_bits(codes + q * BLOCK * 4, four);
+                else add_bits(codes + q / 2 * BLOCK * 4, (four & 0x0f0f0f0fu) << q % 2 * 4);
+                if (bits == 5) add_bits(others, (four >> 4 & 0x01010101u) << q);
+                if (bits == 6) add_bits(others + q / 4 * BLOCK * 4, (four >> 4 & 0x03030303u) << q % 4 * 2);
             }
         }
     }
