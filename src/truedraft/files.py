@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from truedraft.errors import DataError, ModelNotFoundError, TruedraftError
+from truedraft.errors import DataError, ModelNotFoundError, OptionError, TruedraftError
 
 
 @contextlib.contextmanager
@@ -110,6 +110,20 @@ def refuse_no_adapter(folder: str | Path) -> None:
     """
     if not (user_path(folder, ModelNotFoundError) / "adapter_config.json").is_file():
         raise ModelNotFoundError(f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path")
+
+
+def named_adapter(typed: str) -> tuple[str, Path]:
+    """The name and the folder of an adapter that was typed as NAME=DIR.
+
+    Raises:
+        OptionError: it is not of that form.
+        ModelNotFoundError: the folder holds no adapter.
+    """
+    name, equals, folder = typed.partition("=")
+    if not (name and equals and folder):
+        raise OptionError(f"must be of the form NAME=DIR, got {typed!r}", field="adapters")
+    refuse_no_adapter(folder)
+    return name, user_path(folder, ModelNotFoundError)
 
 
 def text_of(path: Path, what: str) -> str:

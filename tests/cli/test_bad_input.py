@@ -110,7 +110,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["x", "--num-beams", "4", "--temperature", "1"], "--temperature does not go with --num-beams"),
         (["x", "--num-beams", "4", "--seed", "3"], "--seed does not go with --num-beams"),
         (["x", "--num-beams", "4", "--adapter", "sql"], "--adapter does not go with --num-beams"),
-        (["x", "--num-beams", "4", "--adapters", "sql=x"], "--adapters does not go with --num-beams"),
+        (["x", "--num-beams", "4", "--adapters", "sql=tuned"], "--adapters does not go with --num-beams"),
         (["x", "--num-beams", "4", "--rule", "block"], "--rule does not go with --num-beams"),
         (["x", "--num-beams", "4", "--controller", "fixed"], "--controller does not go with --num-beams"),
         (["x", "--num-beams", "4", "--show-drafts"], "--show-drafts does not go with --num-beams"),
@@ -166,7 +166,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--length", "3", "--prompts", "four.txt"], "--alpha", "length"),
         (["--bandwidth", "2", "--prompts", "four.txt"], "--simulate", "bandwidth"),
         (["--simulate", "nothing.json", "--prompts", "four.txt"], "cannot read", "simulate"),
-        (["--simulate", "x.json", "--alpha", "0.5", "--cost", "0.1", "--prompts", "four.txt"], "two ways", "alpha"),
+        (["--simulate", "four.txt", "--alpha", "0.5", "--cost", "0.1", "--prompts", "four.txt"], "two ways", "alpha"),
         (["--prompts", "three.txt"], "must be 4 or more", "prompts"),
         (["--limit", "3"], "there are 3", "prompts"),
         (["--drafter", "nobody", "--prompts", "four.txt"], "unknown drafter", "drafter"),
@@ -351,6 +351,8 @@ def files(tmp_path: Path) -> Path:
     (folder / "text.txt").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30)))
     (folder / "prompts.csv").write_text("a\n")
     (folder / "folder").mkdir()
+    (folder / "tuned").mkdir()
+    (folder / "tuned" / "adapter_config.json").write_text("{}")
     (folder / "full").mkdir()
     (folder / "full" / "file").write_text("mine")
     return folder
@@ -475,7 +477,16 @@ def test_words_are_refused_before_anything_heavy_is_imported(tmp_path: Path) -> 
     words += [[*command, "--rule", "foo"] for command in (["bench"], ["certify", "stack"])]
     words += [[command, "--prompts", f"{none}.txt"] for command in ("generate", "bench", "plan")]
     words += [[command, "--drafter", "foo"] for command in ("bench", "plan")]
-    files = ("api-key-file", "chat-template", "allow-rule", "prefix-cache-bytes", "max-body-bytes")
+    files = (
+        "api-key-file",
+        "chat-template",
+        "tls-key",
+        "tls-certificate",
+        "allow-rule",
+        "prefix-cache-bytes",
+        "max-body-bytes",
+    )
+    words += [["chat", "--adapters", named] for named in (f"a={none}", "a")] + [["plan", "--simulate", none]]
     words += [["serve", f"--{name}", none] for name in files] + [
         ["serve", "--port", "99999"],
         ["info", "--model", none],

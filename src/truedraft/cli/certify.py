@@ -41,7 +41,7 @@ _ABOVE = {"command", "findings", "failures", "undecided", "certified", "verdict"
 class TimeOptions:
     """How long a certificate may take."""
 
-    minutes: float = option(5.0, "About how long to take, at most four times that; more find smaller deviations.", "N")
+    minutes: float = option(5.0, "How long to take at most; more find smaller deviations.", "N")
 
     @property
     def seconds(self) -> float:

@@ -19,7 +19,7 @@ from truedraft.cli.streams import say
 from truedraft.control.specs import controller_from_spec, controller_help
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
-from truedraft.files import refuse_no_adapter, user_path
+from truedraft.files import named_adapter, user_path
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
 from truedraft.progress import STAGES
 
@@ -268,13 +268,10 @@ def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for each in typed:
-        name, equals, folder = each.partition("=")
-        if not (name and equals and folder):
-            raise OptionError(f"must be of the form NAME=DIR, got {each!r}", field="adapters")
+        name, folder = named_adapter(each)
         if name in found:
             raise OptionError(f"names {name!r} twice; give each adapter a name of its own", field="adapters")
-        refuse_no_adapter(folder)
-        found[name] = Path(folder).expanduser()
+        found[name] = folder
     return found
 
 

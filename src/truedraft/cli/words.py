@@ -14,7 +14,7 @@ from truedraft.drafters.registry import ENGINES, refuse_no_folder
 from truedraft.drafters.specs import check_drafter_words
 from truedraft.embedded import embedded_folder
 from truedraft.errors import DataError, OptionError, UnknownOptionError
-from truedraft.files import refuse_lost_model, refuse_no_adapter, user_path
+from truedraft.files import named_adapter, refuse_lost_model, refuse_no_adapter, user_path
 from truedraft.options import BITS, DTYPE_NAMES, PADDED_NAMES, read_bytes
 from truedraft.verification.specs import rule_words
 
@@ -77,7 +77,7 @@ def _readable(field: str) -> Callable[[Path], None]:
         try:
             file.open("rb").close()
         except OSError as error:
-            raise OptionError(f"cannot be read ({error}): {str(file)!r}", field=field) from error
+            raise OptionError(f"cannot be read ({error.strerror or error}): {str(file)!r}", field=field) from error
 
     return look
 
@@ -88,6 +88,7 @@ def _port(value: int) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "--adapters": named_adapter,
     "--allow-rule": rule_words,
     "--api-key-file": _readable("api_key_file"),
     "--chat-template": _readable("chat_template"),
@@ -110,6 +111,9 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "--prefix-cache-bytes": lambda value: read_bytes("prefix_cache_bytes", value),
     "--prompts": _prompts,
     "--rule": rule_words,
+    "--simulate": _plan,
     "--start-from": lambda folder: refuse_lost_model(str(folder)),
+    "--tls-certificate": _readable("tls_certificate"),
+    "--tls-key": _readable("tls_key"),
     "--weights": _one_of("weights", *BITS),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from truedraft.certify.checks import PATIENCE, Deadline, Finding, Part, Status, Tell, now
+from truedraft.certify.checks import Deadline, Finding, Part, Status, Tell, now
 from truedraft.certify.counts import smallest_detectable, total_variation, variation_by_chance
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.report import Report, evidence_words
@@ -27,7 +27,6 @@ GOAL = 0.05
 ROWS = 60_000
 """Of each world, at most."""
 _FIRST, _GROWTH, _LARGEST = 2, 1.25, 4096  # rows of a call
-_LEAST = 30_000  # of each world, for which more time is taken
 _NAMED = 1_000  # of each world, to name a fault
 
 
@@ -92,8 +91,8 @@ def certify_sampler(
 
     Args:
         sampler: the function.
-        seconds: about how long to take at most; up to four times as long where little could be seen by then, or where a
-            deviation must be seen a second time. A fast sampler is done sooner.
+        seconds: how long to take at most, a second run included, in which a deviation must be seen again. A fast
+            sampler is done sooner.
         seed: of drafts and of the sampler's numbers.
         rows: of each world, after which a run is over at the latest.
         worlds: None is `sampler_worlds`.
@@ -106,22 +105,21 @@ def certify_sampler(
         raise OptionError(f"the time for a sampler must be above 0, got {seconds} seconds")
     started = now()
     worlds = sampler_worlds() if worlds is None else worlds
-    time, patience = Deadline(seconds), Deadline(PATIENCE * seconds)
+    time = Deadline(seconds)
 
     def run(number: int, done: Callable[[_Run], bool]) -> _Run:
         own = _Run(random.Random(f"{seed}/{number}"), Evidence(worlds, suspects()))
         while not own.rows_of_each or not done(own):
             own.go_on(sampler)
-            tell(min(1.0, max(own.rows_of_each / rows, (time if number == 0 else patience).fraction)))
+            tell(min(1.0, max(own.rows_of_each / rows, time.fraction)))
         return own
 
     def first_done(own: _Run) -> bool:
-        limit = time if own.rows_of_each >= _LEAST else patience
-        return own.deviates or own.rows_of_each >= rows or limit.over
+        return own.deviates or own.rows_of_each >= rows or time.over
 
     def second_done(own: _Run) -> bool:
         again = own.deviates and own.rows_of_each >= _NAMED
-        return again or own.rows_of_each >= rows or patience.over
+        return again or own.rows_of_each >= rows or time.over
 
     runs = [run(0, first_done)]
     if runs[0].deviates:
