@@ -35,9 +35,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip(tmp_path: Path, tied: bool, layers: int) -> None:
     heads = some_heads(tied=tied, layers=layers)
-    heads.save(tmp_path, HeadRecord("some/target", "abc", TREES, {"top_1": [0.5]}))
+    heads.save(tmp_path, HeadRecord("some/target", "abc", TREES, {"top_1": [0.5]}, sample="ab" * 16))
     kept = MedusaHeads.load(tmp_path)
     record = kept.record
+    assert record.sample == "ab" * 16
     assert (record.target_name, record.fingerprint, record.note) == ("some/target", "abc", None)
     assert record.facts == {"top_1": [0.5]}
     assert kept.record.trees == TREES

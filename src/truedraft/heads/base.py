@@ -66,6 +66,8 @@ class HeadRecord:
         trees: trees of ranks that were counted for them: "greedy" for requests at temperature 0, "sampled" for others.
         facts: whatever was measured of them, for JSON.
         note: what a user should know of a file that cannot say which target it is for.
+        sample: of that target, by `LanguageModel.sample`, which is found without reading all weights; None where nobody
+            knows.
     """
 
     target_name: str = ""
@@ -73,6 +75,13 @@ class HeadRecord:
     trees: Mapping[str, RankTree] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
+    sample: str | None = None
+
+    def names(self, target: LanguageModel) -> bool:
+        """Whether the target's weights are those of the target that it names, or it names none."""
+        if self.sample is not None and (sample := target.sample) is not None:
+            return self.sample == sample
+        return self.fingerprint in (None, target.fingerprint)
 
 
 class Head(nn.Module, ABC):
@@ -140,6 +149,7 @@ class Head(nn.Module, ABC):
             ModelError: the files cannot be written.
         """
         path, target = Path(folder), {"name": record.target_name, "fingerprint": record.fingerprint}
+        target |= {} if record.sample is None else {"sample": record.sample}
         about = {"kind": self.kind, "version": _VERSION, "target": target}
         about |= {"dtype": dtype_name(dtype), **asdict(self.config)}  # type: ignore[call-overload]
         weights = {name: _in(dtype, each.detach().cpu()).contiguous() for name, each in self.state_dict().items()}
@@ -195,6 +205,7 @@ class Head(nn.Module, ABC):
             config = cls.sizes(**given)
             name, known = str(about["target"]["name"]), about["target"]["fingerprint"]
             fingerprint = None if known is None else str(known)  # nobody knows it of one that was published
+            sample = about["target"].get("sample")
             dtype = DTYPES[about["dtype"]]
         except (KeyError, TypeError, OptionError) as error:
             raise ModelError(f"{str(path / _CONFIG)!r} is damaged ({error}); {_AGAIN}") from error
@@ -202,7 +213,9 @@ class Head(nn.Module, ABC):
         heads = cls.with_weights(config, weights, path / _WEIGHTS)
         kept = _read_json(path / cls.facts_file)
         try:
-            heads.record = HeadRecord(name, fingerprint, *cls._read(kept))
+            heads.record = HeadRecord(
+                name, fingerprint, *cls._read(kept), sample=None if sample is None else str(sample)
+            )
         except (OptionError, TypeError) as error:
             raise ModelError(f"{str(path / cls.facts_file)!r} is damaged ({error}); {_AGAIN}") from error
         return heads

@@ -74,7 +74,8 @@ class LearnableHeads(Learnable[HeadT]):
         return partial(self._drafter.take, module)
 
     def save(self, module: HeadT, folder: Path) -> None:
-        record = replace(self.origin.record, target_name=self._target.name, fingerprint=self._target.fingerprint)
+        target, known = self._target, self.origin.record
+        record = replace(known, target_name=target.name, fingerprint=target.fingerprint, sample=target.sample)
         short = self.dtype in (torch.bfloat16, torch.float16)
         module.save(folder, record, dtype=self.dtype if short else torch.float32)
 

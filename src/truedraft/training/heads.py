@@ -103,11 +103,13 @@ class TargetText:
         train: to train on.
         tree: to choose trees on.
         fingerprint: of the target.
+        sample: of its weights, by `LanguageModel.sample`; None where there is none.
     """
 
     train: SelfDistillationData
     tree: SelfDistillationData
     fingerprint: str
+    sample: str | None = None
 
 
 def train_heads(
@@ -309,7 +311,7 @@ def write_texts(job: HeadJob, model: LanguageModel, folder: Path) -> TargetText:
     if len(train.records) < len(job.prompts.train):
         got = f"{len(train.tokens):,} of about {job.config.tokens:,} tokens"
         job.told.on_note(f"in the time given the target wrote {got}")
-    return TargetText(train, write_tree_text(job, model, folder, TREE_TEXT), model.fingerprint)
+    return TargetText(train, write_tree_text(job, model, folder, TREE_TEXT), model.fingerprint, model.sample)
 
 
 def _say_what_fits(job: HeadJob, left_s: float) -> None:
@@ -366,7 +368,9 @@ def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tupl
     loop = _loop(job, head, lm_head, text, work)
     Processes.here().from_main((job.prompts, job.config, text.fingerprint))  # see `_train_beside`
     effort = run(job, loop, text)
-    return judge(job, head, lm_head, HeadRecord(job.target, text.fingerprint), text.tree, out, effort), effort
+    return judge(
+        job, head, lm_head, HeadRecord(job.target, text.fingerprint, sample=text.sample), text.tree, out, effort
+    ), effort
 
 
 def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:

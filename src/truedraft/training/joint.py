@@ -266,10 +266,11 @@ def train_jointly(job: HeadJob, text: TargetText, out: Path) -> HeadResult:
     rank, head, effort = _train(job_of_both, text, out)
     model = load_model(target, device=job.config.device)
     fingerprint = model.fingerprint
+    record = HeadRecord(target, fingerprint, sample=model.sample)
     tree_text = write_tree_text(job, model, out / WORK, f"{TREE_TEXT}-{fingerprint[:8]}")
     del model
     lm_head = lm_head_of(target, job.config.device)
-    report = judge(job, head, lm_head, HeadRecord(target, fingerprint), tree_text, out, effort)
+    report = judge(job, head, lm_head, record, tree_text, out, effort)
     loss_before, tokens = _loss(job, job.target)
     loss_after, _ = _loss(job, target)
     return HeadResult(out, report, effort, JointReport(out / _TARGET, rank, loss_before, loss_after, tokens, before))
@@ -282,7 +283,7 @@ def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadRe
         return folder, train_stage_1(job, text, folder, folder / WORK)[0]
     lm_head = lm_head_of(job.target, job.config.device)
     head = starting_head(job, lm_head, text.fingerprint)
-    record = HeadRecord(job.target, text.fingerprint)
+    record = HeadRecord(job.target, text.fingerprint, sample=text.sample)
     return folder, judge(job, head, lm_head, record, text.tree, folder, Effort(0, 0, 0, 0.0))
 
 

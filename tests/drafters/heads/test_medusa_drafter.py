@@ -293,6 +293,17 @@ def test_heads_of_another_target_are_refused_with_both_names(heads: MedusaHeads,
         known.check(other)
 
 
+def test_a_sample_of_the_weights_tells_whose_heads_are_without_reading_them(
+    heads: MedusaHeads, target: MarkovWithHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = (HeadRecord("some/model", "0123", sample=each * 32) for each in "23")
+    assert not ours.names(target), "a target without a sample goes by its fingerprint"
+    monkeypatch.setattr(MarkovWithHead, "sample", "2" * 32, raising=False)
+    monkeypatch.setattr(MarkovWithHead, "fingerprint", property(lambda self: pytest.fail("all weights are read")))
+    Medusa(heads.with_record(ours), {"greedy": TREE}).check(target)
+    assert not theirs.names(target)
+
+
 def test_sizes_that_do_not_fit_are_refused(heads: MedusaHeads, target: MarkovWithHead) -> None:
     with pytest.raises(CompositionError, match=r"read 36 numbers and know 6 ids.*25 numbers and 5 ids"):
         Medusa(heads, {"greedy": TREE}).check(MarkovWithHead.random(5, seed=1))

@@ -227,7 +227,7 @@ def refuse_other_target(head: Head, target: LanguageModel) -> None:
             f"this head reads the target's embedding of the id {mask} as its mask, and {target.name} has "
             f"{target.vocab_size} ids; take a head that was trained for it"
         )
-    if record.fingerprint is not None and record.fingerprint != target.fingerprint:
+    if not record.names(target):
         raise CompositionError(
             f"these {what} were trained for {record.target_name} (fingerprint {record.fingerprint}), and the target is "
             f"{target.name} (fingerprint {target.fingerprint}); take heads that were trained for it"
