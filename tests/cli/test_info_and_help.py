@@ -136,6 +136,11 @@ def test_info_lists_trained_drafters(run: Run, target: str, tmp_path: Path) -> N
     assert {each["kind"] for each in shipped} == {"draft", "medusa", "redrafter"}
     assert all(each["belongs"] is False and each["figures"]["served"] for each in shipped)
     assert "belongs to --model" in result.out and "2.35 at temperature 0" in result.out
+    seconds = record["runs"]["forward_s"]
+    assert f"at most {2.345 * seconds['1'] / seconds['3']:.2f} times plain decoding here" in " ".join(
+        result.out.split()
+    )
+    assert info._most_gain(20.0, {"1": 1.0, "16": 2.0}) is None and info._most_gain(3.0, {"1": 1.0, "4": 2.0}) == 1.5
 
 
 def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path) -> None:
@@ -146,9 +151,10 @@ def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path
     runs = result.record["runs"]
     assert result.status == 0, result.err
     assert "one text at a time, since it cannot run packed" in runs["note"]
-    assert runs["context"] == 56 and set(runs["forward_s"]) == {"1", "8"} and runs["forward_s"]["1"] > 0
+    assert runs["context"] == 48 and {"1", "8", "16"} <= set(runs["forward_s"]) and runs["forward_s"]["1"] > 0
+    assert runs["weight_bytes"] > 0 and (runs["read_bytes_per_s"] or 1.0) > 0.0
     told = " ".join(result.out.split())
-    assert "one text at a time, since it cannot run packed" in told and "a forward behind 56 tokens: 1 token" in told
+    assert "one text at a time, since it cannot run packed" in told and "a forward behind 48 tokens: 1 token" in told
     assert run("info", "--json").record["runs"] is None
     assert all(each["belongs"] is None for each in run("info", "--json").record["drafters"])
 

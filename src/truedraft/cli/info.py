@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions
 from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.embedded import embedded_folder, embedded_heads, embedded_heads_names, embedded_names
-from truedraft.errors import ModelNotFoundError, errors_about
+from truedraft.errors import ModelNotFoundError, OptionError, errors_about
 from truedraft.files import parameters_in
 from truedraft.options import group, option
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from truedraft.cli.terminal import Terminal
     from truedraft.drafters.registry import TrainedDrafter
 
-_ROWS, _CONTEXT, _PARTS = (1, 8), 256, 100
+_ROWS, _SHOWN, _CONTEXT, _PARTS = (1, 2, 3, 4, 5, 6, 8, 12, 16), (1, 8, 16), 256, 100
 _KL_OF_TYPES = (
     "SmolLM2 135M: Q4_0 0.0057, Q4_1 0.0050, Q5_0 0.0047, Q5_1 0.0065, Q8_0 0.0047, Q4_K_S 0.0047, Q5_K_S 0.0055, "
     "Q6_K 0.0043; Gemma 3 270M: Q4_0 0.0068, Q5_0 0.0091, Q8_0 0.0068, Q4_K_M 0.0073, Q6_K 0.0110"
@@ -68,7 +69,7 @@ def info(options: InfoOptions) -> int:
     rows[smollm2.WORD] = "installed" if lacking is None else f"not installed; run {lacking}"
     if own is not None:
         rows |= _model_rows(own)
-    rows["trained drafters"] = "\n".join(_describe_drafter(each, fingerprint) for each in drafters) or "none found"
+    rows["trained drafters"] = "\n".join(_describe_drafter(each, own) for each in drafters) or "none found"
     _print(terminal, rows)
     if options.report.json:
         found = {"fast_paths": paths, "equality": equality, "native_forward": native, "cost_curves": costs}
@@ -118,7 +119,7 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         ModelError: there is no such model, or it cannot be loaded.
     """
     from truedraft.cli.session import quiet_hub
-    from truedraft.costs import StepCosts
+    from truedraft.costs import StepCosts, read_bandwidth
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
     from truedraft.text.notations import notation_of
@@ -134,6 +135,9 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
     notation = notation_of(template) if template else None
     marks = notation.reasoning if notation is not None else None
     context = max(min(_CONTEXT, model.context_length - max(_ROWS)), 0)
+    bandwidth = None
+    with contextlib.suppress(OptionError):  # too little memory is free to measure it
+        bandwidth = read_bandwidth(model.device)
     return {
         "parameters": model.parameters,
         "dtype": dtype_name(model.dtype),
@@ -145,6 +149,8 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         "chat": "no chat template" if notation is None else notation.described,
         "calls": None if notation is None else notation.name,
         "reasoning": None if marks is None else [marks.opening, marks.closing],
+        "weight_bytes": model.weight_bytes,
+        "read_bytes_per_s": bandwidth,
         "context": context,
         "forward_s": {str(rows): forwards(rows, [context]) for rows in _ROWS if context + rows <= model.context_length},
     }
@@ -153,10 +159,18 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
 def _model_rows(model: dict[str, Any]) -> dict[str, str]:
     """What the table says of the model that was asked about."""
     paths = ", ".join(model["fast_paths"]) or "its own modules as they are"
-    takes = ", ".join(f"{rows} tokens {1e3 * s:.1f} ms" for rows, s in model["forward_s"].items())
+    seconds = {rows: model["forward_s"].get(str(rows)) for rows in _SHOWN}
+    takes = ", ".join(f"{rows} token{'s' * (rows > 1)} {1e3 * s:.1f} ms" for rows, s in seconds.items() if s)
+    read, size, speed = [], model["weight_bytes"], model["read_bytes_per_s"]
+    if speed:
+        read = [
+            f"memory is read at {speed / 1e9:.1f} GB/s: weights of {size / 1e6:.0f} MB in {1e3 * size / speed:.1f} ms"
+        ]
     told = [
         f"{model['parameters'] / 1e6:.2f} M parameters, {model['dtype']}; runs by: {paths}",
-        f"a forward behind {model['context']} tokens: {takes.replace('1 tokens', '1 token', 1)}",
+        f"a forward behind {model['context']} tokens: {takes}; a drafter pays where a call gives more tokens than it "
+        "costs forwards of 1 token, drafting included",
+        *read,
         f"greedy answers are {model['equality']} the same with a drafter",
         f"chats: {model['chat']}",
         *(each for each in (model["quantised"], model["note"]) if each),
@@ -254,13 +268,24 @@ def _describe(model: dict[str, Any]) -> str:
     return f"{size}\n{model['card']}" if model["card"] else size
 
 
-def _describe_drafter(drafter: TrainedDrafter, fingerprint: str | None) -> str:
-    """What and where it is, for which target, and what was measured of it."""
-    belongs = "" if fingerprint is None else ": belongs to --model" if drafter.fingerprint == fingerprint else ""
+def _most_gain(tokens: float, forward_s: Mapping[str, float]) -> float | None:
+    """How many times as fast as plain decoding so many tokens per target call could be if drafting took no time: a call
+    has at least as many rows. None where such a forward was not measured."""
+    cost = next((s for rows, s in forward_s.items() if int(rows) >= tokens), None)
+    return None if cost is None else tokens * forward_s["1"] / cost
+
+
+def _describe_drafter(drafter: TrainedDrafter, own: Mapping[str, Any] | None) -> str:
+    """What and where it is, for which target, and what was measured of it; and what that can bring the model `own`."""
+    is_own = own is not None and drafter.fingerprint == own["fingerprint"]
+    belongs = ": belongs to --model" if is_own else ""
     target = f"{drafter.target_name or 'a target without a name'} ({drafter.fingerprint})"
     measured = [f"{tokens:.2f} at temperature {at:g}" for at, tokens in sorted(drafter.tokens_per_call.items())]
     told = [f"{drafter.kind}:{drafter.folder}", f"  {drafter.source}; for {target}{belongs}"]
     if measured:
         left = "; auto leaves it out, for that cannot pay" if drafter.brings_too_little else ""
         told.append(f"  tokens per target call, at most: {', '.join(measured)}{left}")
+    most = drafter.most_tokens_per_call
+    if own is not None and is_own and most and (gain := _most_gain(most, own["forward_s"])):
+        told.append(f"  so at most {gain:.2f} times plain decoding here, before the time that drafting takes")
     return "\n".join(told)
