@@ -149,47 +149,69 @@ class PrefixCache:
                 best, most = (other, alike), alike
         return best
 
+    def has(self, number: int) -> bool:
+        """Whether a request joined, and did not leave."""
+        return number in self._members
+
+    def alike(self, number: int) -> list[int]:
+        """Other requests that may read more of what a request begins with than it has itself."""
+        own = self._members[number]
+        most = own.cache.length + FEW
+        return [
+            other
+            for other, each in self._members.items()
+            if each is not own and each.scope == own.scope and _alike(own.tokens, each.tokens) >= most
+        ]
+
+    def available(self, number: int, least: int = 0, most: int | None = None) -> int:
+        """How many tokens a request's cache would hold behind `fill` with these arguments."""
+        with self._lock:
+            return self._found(self._members[number], least, most)[0]
+
     @torch.inference_mode()
-    def fill(self, number: int, least: int = 0) -> int:
+    def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
         """Copy what is there of a request's text into its cache; at least the last token is left to be computed.
 
         Args:
             number: of the request.
             least: copy nothing unless at least so many tokens are there.
+            most: tokens that the cache holds then at most; None is no bound.
 
         Returns:
             Tokens that were copied.
         """
-        if not self.shares:
-            return 0
         with self._lock:
-            return self._fill(number, least)
+            own = self._members[number]
+            before, family = own.cache.length, own.cache.family
+            length, donor, blocks = self._found(own, least, most)
+            if blocks:
+                self._extend(own.cache, _parts(blocks, before, length), blocks[-1].states)
+            elif donor is not None:
+                part = donor.cache.part(before, length, lasting=False), 0, length - before
+                self._extend(own.cache, [part], donor.cache.family.carried.at(length) if family.carries else None)
+                family.begin_as(donor.cache.family)
+            self.copied += own.cache.length - before
+            return own.cache.length - before
 
-    def _fill(self, number: int, least: int) -> int:
-        own = self._members[number]
-        before, last, family = own.cache.length, own.last, own.cache.family
+    def _found(self, own: _Member, least: int, most: int | None) -> tuple[int, _Member | None, list[_Block]]:
+        """How many tokens a cache can hold, and of whom or of which blocks it would copy those that it has not."""
+        before, last = own.cache.length, own.last if most is None else min(own.last, most)
         least = max(before + FEW, least)
-        if last < least or (family.encodes and before):
-            return 0
+        if not self.shares or last < least or (own.cache.family.encodes and before):
+            return before, None, []
         donor, alike = None, least - 1
         for each in self._members.values():
             if each is not own and each.scope == own.scope:
                 shared = each.cache.shared(min(_alike(own.tokens, each.tokens), last))
                 if shared > alike:
                     donor, alike = each, shared
-        blocks = self._known(own) if self._blocks else []
+        blocks = self._known(own, last) if self._blocks else []
         kept = min(len(blocks) * BLOCK, last)
         if kept > alike:
-            self._extend(own.cache, _parts(blocks, before, kept), blocks[-1].states)
-        elif donor is not None:
-            part = donor.cache.part(before, alike, lasting=False), 0, alike - before
-            self._extend(own.cache, [part], donor.cache.family.carried.at(alike) if family.carries else None)
-            family.begin_as(donor.cache.family)
-        copied = own.cache.length - before
-        self.copied += copied
-        return copied
+            return kept, None, blocks
+        return (before, None, []) if donor is None else (alike, donor, [])
 
-    def _known(self, own: _Member) -> list[_Block]:
+    def _known(self, own: _Member, last: int) -> list[_Block]:
         """The blocks that a text begins with and can be gone on from."""
         found: list[_Block] = []
         block = self._roots.get(own.scope)
@@ -199,7 +221,7 @@ class PrefixCache:
             if block is not None:
                 found.append(block)
         if own.cache.family.carries:
-            while found and (found[-1].states is None or len(found) * BLOCK > own.last):
+            while found and (found[-1].states is None or len(found) * BLOCK > last):
                 found.pop()
         self._use(found)
         return found

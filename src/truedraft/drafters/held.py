@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.models.base import LanguageModel
@@ -55,6 +56,28 @@ class HeadCaches:
         return tokens + self.drafted
 
 
+class SharedTexts(Protocol):
+    """What a head, which reads the target's vectors at all tokens of a text, shares of texts that begin alike.
+
+    Attributes:
+        prefixes: of the head's keys and values.
+        layers: that have such.
+    """
+
+    prefixes: PrefixCache
+    layers: int
+
+    @property
+    def pool(self) -> CachePool:
+        """Where its caches come from."""
+
+    def available(self, number: int) -> int | None:
+        """How many of a request's first tokens it need not see; None where the request is no matter of it."""
+
+    def take(self, number: int, tokens: int) -> None:
+        """The target's cache was filled up to so many tokens, which are available."""
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """All that a drafter holds for requests; what it keeps of earlier ones is counted apart (`PrefixCache`).
@@ -68,6 +91,7 @@ class Held:
         beside: bytes that it holds in another process.
         in_target: whether it drafts in the target's own cache of a request (`DraftRequest.cache`).
         heads: caches of its heads, beside `token_bytes`.
+        shared: what its heads share of texts that begin alike, and keep for requests to come.
     """
 
     models: Sequence[ModelCaches] = ()
@@ -78,6 +102,7 @@ class Held:
     beside: int = 0
     in_target: bool = False
     heads: Sequence[HeadCaches] = ()
+    shared: Sequence[SharedTexts] = ()
 
     @property
     def requests(self) -> set[int]:

@@ -148,7 +148,7 @@ class Engine:
         if learner is not None:
             self.drafter, watcher = learner.begin(self)
         self._sharing = PrefixSharing(self.target, self.drafter.members, prefix_cache_bytes)
-        members, stores = self.drafter.members, self._sharing.stores
+        members, stores = self.drafter.members, list(zip(self._sharing.stores, self._sharing.pools, strict=True))
         self._memory = CacheMemory(
             self.target, members, max_cache_bytes, stores, gpu_memory_utilization, requests=max_batch
         )

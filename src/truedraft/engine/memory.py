@@ -97,7 +97,7 @@ class CacheMemory:
         target: what is drafted for.
         members: the drafters, by name.
         limit: bytes; None is no limit, on a GPU what `utilization` leaves.
-        prefixes: what is kept of earlier requests, of target and drafters.
+        prefixes: what is kept of earlier requests, of target and drafters, and where the memory of each comes from.
         utilization: share of a GPU's memory that may be in use, by whoever; see `gpu_cache_bytes`. What is measured
             while requests run has its part of what that leaves.
         requests: most that run at once; None is any number.
@@ -114,7 +114,7 @@ class CacheMemory:
         target: LanguageModel,
         members: Mapping[str, Drafter],
         limit: int | None,
-        prefixes: Sequence[PrefixCache] = (),
+        prefixes: Sequence[tuple[PrefixCache, CachePool | None]] = (),
         utilization: float = GPU_MEMORY_UTILIZATION,
         requests: int | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class CacheMemory:
         if self.limit is None:
             self._limited_by = "gpu_memory_utilization"
             self.limit = gpu_cache_bytes(target.device, utilization, sum(each.most_bytes or 0 for each in distinct))
-        self._stores = prefixes
+        self._stores = [store for store, _ in prefixes]
         if self.limit is not None:
             drafted = sum(each.limits.nodes for each in members.values()) + sum(own.drafted for own in heads)
             self._longest = max(model.context_length for model in models) + drafted + _AHEAD
@@ -145,9 +145,7 @@ class CacheMemory:
             self._reserve(distinct, requests, spare)
         self._distinct_pools = distinct
         # What is kept in a block that does not grow is given back where a request needs it, and needs no care here.
-        self._prefixes = [
-            store for store, model in zip(prefixes, models, strict=False) if self._pools[id(model)].most_bytes is None
-        ]
+        self._prefixes = [store for store, pool in prefixes if pool is None or pool.most_bytes is None]
 
     def _reserve(self, pools: Sequence[CachePool], requests: int | None, spare: int) -> None:
         """Get the memory of caches that lie in one block now: each model a share by what a token takes in its caches.

@@ -10,6 +10,8 @@ from truedraft.engine.request import Request
 from truedraft.models.base import LanguageModel
 from truedraft.options import check_whole
 
+_AMPLE = 1.25
+"""Of what heads would be given by their layers: what they forget before the target is read again by both."""
 _LEAST_SHARE = 1 / 16
 """Of the bytes, for a drafter's model however small it is beside the target."""
 
@@ -19,12 +21,13 @@ class PrefixSharing:
 
     Args:
         target: the model that answers.
-        members: the drafters, by name; those with models of their own share what these read.
+        members: the drafters, by name; those with models or heads of their own share what these read.
         most_bytes: kept for requests to come, over all models, shared out by their weights; None keeps nothing, and 0
             lets nobody share.
 
     Attributes:
         stores: what is kept, of the target and of drafters.
+        pools: where the memory of each of these comes from; None where nobody counts it.
 
     Raises:
         OptionError: `most_bytes` is no whole number of 0 or more.
@@ -34,19 +37,24 @@ class PrefixSharing:
         most = None if most_bytes is None else check_whole("prefix_cache_bytes", most_bytes, least=0)
         self._own = PrefixCache()
         self._placeholders = target.placeholders
-        weights = [(self._own, target, 1.0)]
+        weights = [(self._own, target.pool, 1.0)]
         for each in members.values():
             for own in each.held.models:
                 share = own.model.weight_bytes / max(target.weight_bytes, 1)
-                weights.append((own.prefixes, own.model, max(share, _LEAST_SHARE)))
-        for store, model, share in weights:
+                weights.append((own.prefixes, own.model.pool, max(share, _LEAST_SHARE)))
+            for texts in each.held.shared:
+                share = _AMPLE * texts.layers / max(target.shown_layers, 1)
+                weights.append((texts.prefixes, texts.pool, max(share, _LEAST_SHARE)))
+        for store, pool, share in weights:
             store.most_bytes = int((most or 0) * share / sum(weight for *_, weight in weights))
             store.shares = most != 0
-            if model.pool is not None:
-                model.pool.reclaim_from(store)
-        self.stores = [store for store, *_ in weights]
-        # Who wants to see the rows of all tokens of a prompt has to see them computed.
-        if any(each.features is not None and each.features.of_prompts for each in members.values()):
+            if pool is not None:
+                pool.reclaim_from(store)
+        self.stores, self.pools = [store for store, *_ in weights], [pool for _, pool, _ in weights]
+        self._heads = [texts for each in members.values() for texts in each.held.shared]
+        # Who wants to see the rows of all tokens of a prompt, and shares none, has to see them computed.
+        watching = [each for each in members.values() if each.features is not None and each.features.of_prompts]
+        if not all(each.held.shared for each in watching):
             self._own.shares = False
 
     @property
@@ -84,7 +92,16 @@ class PrefixSharing:
 
     def _fill(self, request: Request) -> None:
         # Behind a part of a prompt with images nobody could go on: the rest would be read as text.
-        copied = self._own.fill(request.id, 0 if request.inputs is None else request.prompt_tokens - 1)
+        least, most = 0 if request.inputs is None else request.prompt_tokens - 1, None
+        assert request.cache is not None
+        if self._heads and self._own.available(request.id, least) == request.cache.length:
+            return  # heads need not look for what they could go on with
+        found = {texts: count for texts in self._heads if (count := texts.available(request.id)) is not None}
+        if found:
+            most = min(found.values())
+        copied = self._own.fill(request.id, least, most)
+        for texts in found if copied else ():
+            texts.take(request.id, request.cache.length)
         if not request.preemptions:  # what it copies when it goes on is no longer its prompt alone
             request.copied_tokens += copied
 

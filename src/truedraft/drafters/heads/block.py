@@ -22,6 +22,7 @@ from truedraft.models.base import LanguageModel
 from truedraft.options import check_share
 
 BlockT = TypeVar("BlockT", bound=BlockHead)
+_READ_ROWS = 512  # of a text at a time
 
 
 class BlockRunner:
@@ -38,6 +39,7 @@ class BlockRunner:
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        layers: that have keys and values.
         records: whether whole drafts are one recording.
     """
 
@@ -58,7 +60,8 @@ class BlockRunner:
             self._graphs = self._recorded(recorder, None if before is None else before._graphs)
         self.records = self._graphs is not None
         self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
-        self.token_bytes = 2 * head.config.kv_heads * head.config.head * head.config.depth * target.dtype.itemsize
+        self.layers = head.config.depth
+        self.token_bytes = 2 * head.config.kv_heads * head.config.head * self.layers * target.dtype.itemsize
 
     def _recorded(self, recorder: Recorder, before: GraphBlocks | None) -> GraphBlocks:
         config, like = self.head.config, self.head.norm.weight
@@ -105,6 +108,15 @@ class BlockRunner:
             return self._graphs.run(caches, vectors, anchors)
         self.read(caches, [each.chunk(self.head.config.merged, dim=-1) for each in vectors])
         return self.draft(caches, transfers.upload(anchors, self.device))
+
+    @torch.inference_mode()
+    def read_rows(self, cache: RequestCache, vectors: Tensor) -> None:
+        """Make keys and values of one text's next positions, of vectors `[rows, layers * width]`, by parts."""
+        if self._graphs is not None:
+            self._graphs.read(cache, vectors)
+            return
+        for part in vectors.split(_READ_ROWS):
+            self.read([cache], [part.chunk(self.head.config.merged, dim=-1)])
 
     @torch.inference_mode()
     def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:
@@ -184,6 +196,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     draw from one distribution. Arguments are those of `LevelDrafter`."""
 
     levels = 1
+    _reads_pairs = False
     _least = 0.0  # of the product of the confidence head's probabilities
 
     def _new_runner(self, target: LanguageModel) -> BlockRunner:
@@ -200,6 +213,9 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     @property
     def _drafts_at_once(self) -> bool:
         return super()._drafts_at_once and self._least == 0.0
+
+    def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
+        self._running[0].read_rows(cache, vectors)
 
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]

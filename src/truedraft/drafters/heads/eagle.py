@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from truedraft.cache import CachePool
+from truedraft.cache import CachePool, RequestCache
 from truedraft.core import transfers
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
@@ -41,6 +41,7 @@ class PairRunner(Protocol):
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        layers: that have keys and values.
         records: whether whole drafts are one recording.
         warmups: forwards so far that took longer than others of their shape will.
     """
@@ -48,6 +49,7 @@ class PairRunner(Protocol):
     device: torch.device
     pool: CachePool
     token_bytes: int
+    layers: int
     records: bool
 
     @property
@@ -85,6 +87,7 @@ class Eagle3Runner:
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        layers: that have keys and values.
         records: whether whole drafts are one recording.
         native: runs it in C; None where that cannot.
     """
@@ -111,8 +114,8 @@ class Eagle3Runner:
         self._run = self._by_modules if self.native is None else self.native.run_pairs
         self.records = self._graphs is not None
         self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
-        entries = 2 * head.config.kv_heads * head.config.head * (1 + head.config.more_layers)
-        self.token_bytes = entries * target.dtype.itemsize
+        self.layers = 1 + head.config.more_layers
+        self.token_bytes = 2 * head.config.kv_heads * head.config.head * self.layers * target.dtype.itemsize
 
     def _recorded(self, recorder: Recorder | None, before: GraphPairs | None) -> GraphPairs:
         config = self._head.config
@@ -303,6 +306,13 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         _commit_texts(segments)
         return found
 
+    def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
+        for first in range(0, len(tokens), _READ_TOKENS):
+            some = torch.tensor(tokens[first : first + _READ_TOKENS])
+            segment = Segment(cache, some, chain_shape(len(some)), ())
+            self._running[0].forward([segment], vectors[first : first + len(some)], True)
+            cache.commit(range(len(some)))
+
     def _ends(
         self, trees: Sequence[TreeBuilder | LikeliestTree], levels: Sequence[int], most: int = _READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
@@ -318,12 +328,11 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         for tree, deep in zip(trees, levels, strict=True):
             text, request = self._texts[tree.request.id], tree.request
             tokens, vectors = torch.tensor(request.tokens[-text.behind :]), text.vectors()
-            while len(tokens) > most:
-                part = min(len(tokens) - 1, _READ_TOKENS)
-                segment = Segment(text.cache, tokens[:part], chain_shape(part), ())
-                self._running[0].forward([segment], vectors[:part], True)
-                text.cache.commit(range(part))
-                tokens, vectors = tokens[part:], vectors[part:]
+            if len(tokens) > most:
+                first = -(-(len(tokens) - most) // _READ_TOKENS) * _READ_TOKENS
+                first = min(first, len(tokens) - 1)
+                self._read(text.cache, tokens[:first].tolist(), vectors[:first])
+                tokens, vectors = tokens[first:], vectors[first:]
             more, below = self._behind(deep)
             count = len(tokens) + len(more)
             rows = range(len(tokens) - 1, count)

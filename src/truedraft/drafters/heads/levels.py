@@ -9,7 +9,7 @@ import heapq
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Protocol, Self, TypeVar
 
@@ -30,6 +30,7 @@ from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.beams import trees_of
+from truedraft.drafters.heads.texts import HeadTexts, LayerText
 from truedraft.drafters.held import HeadCaches, Held
 from truedraft.drafters.tree_builder import (
     TreeBuilder,
@@ -62,6 +63,8 @@ class LevelRunner(Protocol):
     """Where caches of requests come from."""
     token_bytes: int
     """Of a token's keys and values."""
+    layers: int
+    """That have keys and values."""
     records: bool
     """Whether whole drafts are one recording."""
 
@@ -72,38 +75,6 @@ class LevelRunner(Protocol):
 
 HeadT = TypeVar("HeadT", bound=Head)
 LevelRunnerT = TypeVar("LevelRunnerT", bound=LevelRunner)
-
-
-@dataclass(slots=True, eq=False)
-class LayerText:
-    """What the head knows of a request: keys and values of pairs that it read, and vectors that it did not read yet.
-
-    Vectors count as unread until the step is over: a step that fails is done again, with the same draws.
-    """
-
-    cache: RequestCache
-    unread: list[Tensor] = field(default_factory=list)  # of each layer side by side, [rows, layers * width]
-    length: int = 0  # of the cache before these
-
-    @property
-    def behind(self) -> int:
-        """Rows that were not read."""
-        return sum(map(len, self.unread))
-
-    def vectors(self) -> Tensor:
-        """Of these rows, `[rows, layers * width]`."""
-        return torch.cat(self.unread)
-
-    def start(self) -> None:
-        """Drop what a proposal wrote, whose step was not over."""
-        self.cache.rollback(min(self.length, self.cache.length))
-
-    def settle(self) -> None:
-        """The step is over: what was drafted is dropped, and rows count as read if all of them were."""
-        if self.cache.length == self.length + self.behind:
-            self.length = self.cache.length
-            self.unread.clear()
-        self.start()
 
 
 class LikeliestTree:
@@ -335,7 +306,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     from the head's distribution, over a reduced vocabulary where it has one: exact, as ids that it never guesses have
     no probability there.
 
-    It sees the rows of all tokens of a prompt, so the target computes them: no prefix of another request is copied.
+    It reads the target's vectors at all tokens of a prompt; what requests begin with alike it reads once (`HeadTexts`).
 
     Args:
         head: trained for the target.
@@ -351,6 +322,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     observes_lazily = False
     walks_along = True
+    _reads_pairs = True  # of a vector and the token behind it; else of vectors alone
 
     def __init__(
         self,
@@ -381,11 +353,10 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             raise OptionError(f"this head guesses {head.reach} tokens at once, and {depth} are asked for")
         self._chooses, self._beams = nodes is not None, beams
         self.limits = Budget(depth, widest, most, min_probability)
-        self._texts: dict[int, LayerText] = {}
-        self._caches: dict[int, RequestCache] = {}
+        self._shared = self._new_texts()
         self._ids: DraftIds | None = None
         self._grows: dict[Choose | None, Grow] = {}  # by how they draw; None: the likeliest
-        self.held = Held(noted=[self._texts], tokens=self._held_tokens)
+        self.held = Held(noted=[self._texts], tokens=self._held_tokens, shared=[self._shared])
 
     @property
     def warmups(self) -> int:
@@ -428,21 +399,33 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         read = len(self.features.layers) if self.features is not None else 0
         unread = max(read, 1) * target.head_width * target.dtype.itemsize
         runner = self._running[0]
+        self._shared.layers = runner.layers
         self.held.request_bytes, self.held.token_bytes = 0, unread + (0 if runner.records else runner.token_bytes)
         self.held.heads = self._heads()
 
     def with_head(self, head: HeadT) -> Self:
         other = super().with_head(head)
-        other._texts, other._caches = {}, {}
+        other._shared = other._new_texts()
         own = self.held
         other.held = Held([], [other._texts], own.request_bytes, own.token_bytes, other._held_tokens)
-        other.held.heads = other._heads()
+        other.held.heads, other.held.shared = other._heads(), [other._shared]
         return other
+
+    def take(self, head: HeadT) -> None:
+        super().take(head)
+        self._shared.prefixes.trim(0)  # of other weights
+
+    def _new_texts(self) -> HeadTexts:
+        return HeadTexts(self._read, self._reads_pairs, lambda: self._running[0].pool)
+
+    @property
+    def _texts(self) -> dict[int, LayerText]:
+        return self._shared.texts
 
     def _heads(self) -> list[HeadCaches]:
         """Its caches, where they lie in one block."""
         runner = self._running[0]
-        return [HeadCaches(runner.pool, self._caches, self._most_drafted)] if runner.records else []
+        return [HeadCaches(runner.pool, self._shared.caches, self._most_drafted)] if runner.records else []
 
     @property
     def _most_drafted(self) -> int:
@@ -472,8 +455,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         return Hint(behind=text.behind + 1, confident=self.limits.width == 1)
 
     def begin(self, request: DraftRequest) -> None:
-        cache = self._caches[request.id] = self._running[0].pool.acquire()
-        self._texts[request.id] = LayerText(cache)
+        self._shared.begin(request)
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Drop what was drafted, and keep the vectors of tokens that stay."""
@@ -485,10 +467,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
                 text.unread.append(vectors)
 
     def end(self, request: DraftRequest) -> None:
-        self._texts.pop(request.id, None)
-        cache = self._caches.pop(request.id, None)
-        if cache is not None:
-            self._running[0].pool.release(cache)
+        self._shared.end(request)
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -576,6 +555,16 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
         Where `_drafts_at_once` is never true nobody calls it."""
         raise NotImplementedError
+
+    @abstractmethod
+    def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
+        """Read the next rows of a text, and commit them.
+
+        Args:
+            cache: of the text.
+            tokens: behind each row's.
+            vectors: the target's at these rows, `[rows, layers * width]`.
+        """
 
     @abstractmethod
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:

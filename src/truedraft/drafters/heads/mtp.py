@@ -73,6 +73,7 @@ class MtpRunner:
         device: where it computes.
         pool: where caches of requests come from.
         token_bytes: of a token's keys and values.
+        layers: that have keys and values: one.
         reads: "behind" or "before": which vectors of the target it reads, by the final norm; and likewise
         returns: which of its own go round, by the norm behind it.
         scores: mean log-probability of the target's own tokens for each choice, of those that it reads and then of
@@ -83,6 +84,7 @@ class MtpRunner:
 
     records = False
     warmups = 0
+    layers = 1
 
     def __init__(self, head: MtpHead, target: LanguageModel) -> None:
         self._layer, self._target = head.layer, target

@@ -89,6 +89,11 @@ class GraphBlocks:
         """Drafts so far that took longer than others of their shape will."""
         return self._runner.warmups
 
+    def read(self, cache: RequestCache, vectors: Tensor) -> None:
+        """Read a text's next tokens, of vectors `[rows, layers * width]`, which the cache keeps."""
+        self._paged.run([_text(cache, len(vectors))], vectors=vectors)
+        cache.commit(range(len(vectors)))
+
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
         """Read texts' next tokens, which caches keep, and a block behind each: what enters the LM head.
 
@@ -130,8 +135,7 @@ class GraphBlocks:
         ends = []
         for cache, own in zip(caches, vectors, strict=True):
             if (count := len(own) - 1) >= MOST_RECORDED_TOKENS:
-                self._paged.run([_text(cache, count)], vectors=own[:count])
-                cache.commit(range(count))
+                self.read(cache, own[:count])
                 own = own[count:]
             ends.append(own)
 
