@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.heads import test_levels, test_mtp, test_peagle
+from drafters.heads import test_levels, test_mtp, test_peagle, test_recorded_drafts
+from support.backends import HostRecorder
 from support.layer_heads import Records, on_all_backends, target
 from support.tiny_models import VOCAB
 from truedraft import Engine, SamplingParams
@@ -73,6 +74,26 @@ def test_later_turns_are_drafted_for_as_from_the_beginning(name: str, backend: s
     assert answers == expected == turns(Engine(model, alone, controller="fixed", prefix_cache_bytes=0))[1]
     assert copied == plain and copied[1:] == [128, 128]
     assert drafts(sharing) == drafts(alone) and len(drafts(sharing)) > 10
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "recurrent"])
+@torch.inference_mode()
+def test_pages_of_recorded_heads_are_shared_and_all_given_back(name: str) -> None:
+    model = target("graphs")
+    sharing, alone = (test_recorded_drafts.drafter(name, HostRecorder()) for _ in range(2))
+    limits: dict[str, Any] = {"max_cache_bytes": 1 << 23, "max_batch": 4, "controller": "fixed"}
+    engine = Engine(model, sharing, prefix_cache_bytes=1 << 20, **limits)
+    copied, answers = turns(engine)
+    assert copied == [0, 128, 128]
+    assert answers == turns(Engine(model, alone, controller="fixed", prefix_cache_bytes=0))[1]
+    assert drafts(sharing) == drafts(alone) and len(drafts(sharing)) > 10
+    assert engine.check_idle() == [] and sharing._running[0].pool.in_use == 0
+    engine = Engine(model, sharing, prefix_cache_bytes=1 << 18, **limits)
+    for start in range(12):  # what is kept goes, block by block, of target and head alike
+        run(engine, [start, *SYSTEM])
+    kept = [store.n_bytes for store in engine._sharing.stores]
+    assert all(kept) and sum(kept) <= 1 << 18
+    assert run(engine, [11, *SYSTEM, 3]).copied_tokens >= 64, "both keep the same texts"
 
 
 @pytest.mark.parametrize("name", test_mtp.SHAPES)
