@@ -138,7 +138,7 @@ def test_an_engine_that_is_gone_holds_no_pages() -> None:
     target = graphs()
     pages = pool_of(target)._pages
     kept = PrefixCache(1 << 20)
-    first = CacheMemory(target, {}, 1 << 20, [kept], requests=1)
+    first = CacheMemory(target, {}, 1 << 20, [(kept, target.pool)], requests=1)
     second = CacheMemory(target, {}, 1 << 20, requests=1)
     cache = target.begun_cache()
     target.forward([Segment(cache, torch.arange(70), chain_shape(70), ())])
