@@ -216,11 +216,17 @@ def test_where_it_cannot_be_done_the_message_and_the_token_are_named() -> None:
         with pytest.raises(PromptError, match="half a character"):
             tokenizer._control_tokens(None).literal_ids(text)
     deep: dict[str, Any] = {}
-    for _ in range(900):
+    for _ in range(20_000):  # the least that JSON of each Python refuses
         deep = {"a": deep}
     for text in ("plain", ATTACK):
-        with pytest.raises(PromptError, match="nested too deeply"):
-            tokenizer.chat([user(text)], variables={"deep": deep}, template="{{ deep | tojson }}{{ messages }}")
+        for trusted in (False, True):
+            with pytest.raises(PromptError, match="nested too deeply"):
+                tokenizer.chat(
+                    [user(text)],
+                    variables={"deep": deep},
+                    template="{{ deep | tojson }}{{ messages }}",
+                    trust_control_tokens=trusted,
+                )
 
 
 PIECES = st.sampled_from(

@@ -71,7 +71,7 @@ def test_surfaces_are_what_decoding_says(kind: str) -> None:
             assert written.decode() == said
 
 
-@pytest.mark.parametrize(("target", "draft"), itertools.permutations(["byte-level", "llama"], 2))
+@pytest.mark.parametrize(("target", "draft"), [*itertools.permutations(["byte-level", "llama"], 2)])
 def test_every_token_is_spelled_in_the_drafts_ids(target: str, draft: str) -> None:
     theirs, ours = made(target), made(draft)
     translation, writes = between(theirs, ours), surfaces(ours)

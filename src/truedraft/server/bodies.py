@@ -68,14 +68,14 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         value = _decoded(text)
+        if "\\ud" in text or "\\uD" in text or not _is_whole(text):  # which most have neither of, and is seen at once
+            _refuse_halves(value)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error.msg}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply; make it flatter") from error
     except ValueError as error:
         raise ApiError(400, f"the body cannot be read ({error})") from error
-    if "\\ud" in text or "\\uD" in text or not _is_whole(text):  # which most have neither of, and is seen at once
-        _refuse_halves(value)
     try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as error:

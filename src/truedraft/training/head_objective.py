@@ -264,7 +264,7 @@ class HeldOutAccuracy:
                 labels = batch.tokens[batch.places + 1 + place]
                 for some, some_labels in zip(vectors[place].split(_ROWS), labels.split(_ROWS), strict=True):
                     hits[place] += _hits(head.place_logits(place, some, lm_head), some_labels, top)
-        shares = (hits / self.windows[:, 1].sum()).tolist()
+        shares = (hits / int(self.windows[:, 1].sum())).tolist()
         return {
             f"{head.place_word}_{place}_top_{count}": share
             for place, of_place in enumerate(shares, start=1)

@@ -307,7 +307,7 @@ def padded_bias(parts: Sequence[Tensor | None], outputs: Sequence[int]) -> Tenso
 def _huge(count: int, dtype: torch.dtype) -> Tensor:
     """Zeros in memory of their own, for which huge pages are asked: reading in order is faster through them."""
     size = max(count, 1) * dtype.itemsize
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    private: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, size, **private)  # memory that may be shared gets no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
