@@ -71,13 +71,15 @@ def test_the_drafter_does_not_change_a_greedy_answer(run: Run, target: str, draf
     assert records[-1]["stats"]["accepted_tokens"] > 0
 
 
+@pytest.mark.usefixtures("quick_curves")
 def test_why_a_drafter_drafts_nothing_is_told(run: Run, target: str, tmp_path: Path) -> None:
     dear = save_tiny_llama(tmp_path / "dear", seed=9, layers=12)
     words = ("generate", "hello world", "--model", target, "--json", *TOKENS)
     weighed = "not drafted: plain was expected to be faster (draft: a draft of 4 takes "
     never = "prompt-lookup,min_ngram=9,max_ngram=9"
     for drafter, told in ((f"draft:{dear}", weighed), (never, "not drafted: no drafter found anything")):
-        result = run(*words, "--drafter", drafter)
+        tries = (run(*words, "--drafter", drafter) for _ in range(9))  # costs are measured meanwhile, and kept
+        result = next(each for each in tries if "still being measured" not in each.err)
         assert result.record["stats"]["drafted_calls"] == 0
         assert told in result.err and "; --controller fixed drafts always" in result.err
         assert "acceptance" not in result.err

@@ -104,7 +104,7 @@ def release(asked: list[Future[Any]]) -> None:
 
 @pytest.mark.parametrize("end", ["deadline", "client", "abort"])
 def test_a_request_that_ends_takes_its_trial_along(make_engine: Callable[..., Engine], end: str) -> None:
-    limit = {"request_timeout_s": 0.4} if end == "deadline" else {}
+    limit = {"request_timeout_s": 2.0} if end == "deadline" else {}
     with serving(make_engine(), **limit) as server, ThreadPoolExecutor(2) as pool:
         if end == "client":
             sockets = [open_stream(server.url, hostile(number)) for number in range(2)]
