@@ -53,6 +53,26 @@ def test_a_completion(running: Running, client: Any) -> None:
     assert sum(speculation["acceptance_histogram"]) == speculation["num_drafts"] > 0
     hits = sum(count * times for count, times in enumerate(speculation["acceptance_histogram"]))
     assert hits == speculation["num_accepted_tokens"] == sum(speculation["num_accepted_tokens_per_pos"])
+    assert speculation["drafted_calls"] > 0 and speculation["undrafted"] is None
+
+
+def test_what_readers_of_vllms_answers_find(running: Running, client: Any) -> None:
+    """The counts of one sample, in the answer or the chunk of its usage; nothing of several."""
+    ask = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**ask)
+    told = whole.metrics["speculative_decoding"]
+    steps = told["acceptance_histogram"]
+    assert sum(steps) == told["num_spec_steps"] > 0 and told["num_spec_tokens"] >= len(steps) - 1
+    assert sum(j * times for j, times in enumerate(steps)) == told["num_accepted_draft_tokens"]
+    assert told["num_draft_tokens"] == whole.speculation["num_draft_tokens"] > 0
+    assert told["mean_acceptance_length"] == whole.speculation["mean_acceptance_length"]
+    *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.metrics["speculative_decoding"]["num_spec_steps"] > 0
+    assert not hasattr(client.completions.create(**ask | {"temperature": 1}, n=2), "metrics")
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+    chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
+    told = client.chat.completions.create(**chat).metrics["speculative_decoding"]
+    assert set(told) == {*chunks[-1].metrics["speculative_decoding"]} and not hasattr(chunks[0], "metrics")
 
 
 def test_completions_of_many_prompts_and_samples(running: Running, client: Any) -> None:

@@ -34,6 +34,8 @@ _LONG = 256  # tokens of answers whose writing would hold up other clients
 Ending: TypeAlias = Literal["stop", "length", "calls"]
 """Why an answer ended: by itself or a stop text, for want of room, or with calls of functions."""
 
+_SHARED_NAMES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_draft_tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -248,6 +250,17 @@ class Answers:
             },
             "speedup": None if speedup is None else speedup.as_dict(),
         }
+
+    def metrics(self) -> dict[str, Any]:
+        """The same of one sample where vLLM's `--per-request-spec-decode-metrics summary` puts it, which AIPerf and
+        llama-swap read; nothing of several samples, or without a drafter."""
+        depth = self.front.service.engine.drafter.limits.depth
+        if len(self.streams) != 1 or not depth:
+            return {}
+        found = self.speculation()
+        told = {name: found[name] for name in _SHARED_NAMES}
+        told |= {"num_spec_steps": found["num_drafts"], "num_accepted_draft_tokens": found["num_accepted_tokens"]}
+        return {"metrics": {"speculative_decoding": told | {"num_spec_tokens": depth}}}
 
 
 def _ending(answer: Answer, reader: AnswerReader | None) -> Ending:

@@ -242,6 +242,7 @@ class _Chat:
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         choices = [self._choice(part) for part in parts]
         rest = {"usage": self._answers.usage(len(parts)), "speculation": self._answers.speculation()}
+        rest |= self._answers.metrics()
         return self._head | {"object": "chat.completion", "choices": choices} | rest | self._prompt_ids | self._warned
 
     def _choice(self, part: Part) -> dict[str, Any]:
@@ -294,7 +295,7 @@ class _Chat:
             yield event(self._chunk_head | {"choices": []} | warned)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             usage = self._answers.usage(len(self._answers.streams))
-            yield event(self._chunk_head | {"choices": [], "usage": usage})
+            yield event(self._chunk_head | {"choices": [], "usage": usage} | self._answers.metrics())
         yield DONE
 
 

@@ -157,7 +157,8 @@ class _Completion:
             ranked = sorted(parts[first : first + drawn], key=_mean_logprob, reverse=drawn > samples)
             chosen += ranked[:samples]
         choices = [self._choice(number, part) for number, part in enumerate(chosen)]
-        return self._head | {"choices": choices, "usage": self._usage(), "speculation": self._answers.speculation()}
+        rest = {"usage": self._usage(), "speculation": self._answers.speculation()}
+        return self._head | {"choices": choices} | rest | self._answers.metrics()
 
     def _usage(self) -> dict[str, Any]:
         return self._answers.usage(self._body.drawn, answers_count=self._keeps)
@@ -253,7 +254,7 @@ class _Completion:
 
     def ended(self) -> Iterator[str]:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage()})
+            yield event(self._head | {"choices": [], "usage": self._usage()} | self._answers.metrics())
         yield DONE
 
 

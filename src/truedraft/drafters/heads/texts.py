@@ -110,10 +110,11 @@ class HeadTexts:
         return self._pool()
 
     def begin(self, request: DraftRequest) -> None:
-        """A request starts. Where the target read some of it before, these rows are missing, and nobody shares it."""
+        """A request starts. Nobody shares a rehearsal, or a text of which the target read some before: these rows are
+        missing."""
         cache = self.caches[request.id] = self.pool.acquire()
         self.texts[request.id] = LayerText(cache)
-        if request.cache is not None and not request.cache.length and request.tokens:
+        if request.kept and request.cache is not None and not request.cache.length and request.tokens:
             tokens = PairTokens(request.tokens) if self._pairs else request.tokens
             scope = request.scope, request.params.adapter, request.tokens[0]
             self.prefixes.join(request.id, cache, tokens, scope)
@@ -140,7 +141,7 @@ class HeadTexts:
         """A request is over: what it began with is kept, and its cache given back."""
         cache = self.caches.get(request.id)
         try:
-            if request.id in self._shared and self.prefixes.most_bytes and request.kept and request.inputs is None:
+            if request.id in self._shared and self.prefixes.most_bytes and request.inputs is None:
                 self._read_unread(request.id)
                 self.prefixes.keep(request.id)
         finally:
