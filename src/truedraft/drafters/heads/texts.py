@@ -48,6 +48,8 @@ class LayerText:
 class PairTokens(Sequence[int]):
     """The token behind each of a text, which a pair's keys and values depend on; -1 behind the last.
 
+    Parts of it are of neighbours.
+
     >>> PairTokens([5, 6, 7])[:], PairTokens([5, 6, 7])[1:2]
     ([6, 7, -1], [7])
 
@@ -69,7 +71,7 @@ class PairTokens(Sequence[int]):
         places, end = range(len(self._tokens))[index], len(self._tokens) - 1
         if isinstance(places, int):
             return self._tokens[places + 1] if places < end else -1
-        return [self._tokens[place + 1] if place < end else -1 for place in places]
+        return [*self._tokens[places.start + 1 : places.stop + 1], *[-1] * (len(places) > 0 and places.stop > end)]
 
 
 class HeadTexts:
