@@ -81,7 +81,7 @@ class HeadRecord:
         """Whether the target's weights are those of the target that it names, or it names none."""
         if self.sample is not None and (sample := target.sample) is not None:
             return self.sample == sample
-        return self.fingerprint in (None, target.fingerprint)
+        return self.fingerprint is None or self.fingerprint == target.fingerprint
 
 
 class Head(nn.Module, ABC):

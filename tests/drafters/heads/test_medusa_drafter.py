@@ -301,7 +301,7 @@ def test_a_sample_of_the_weights_tells_whose_heads_are_without_reading_them(
     monkeypatch.setattr(MarkovWithHead, "sample", "2" * 32, raising=False)
     monkeypatch.setattr(MarkovWithHead, "fingerprint", property(lambda self: pytest.fail("all weights are read")))
     Medusa(heads.with_record(ours), {"greedy": TREE}).check(target)
-    assert not theirs.names(target)
+    assert not theirs.names(target) and HeadRecord().names(target), "nobody knows of a published one"
 
 
 def test_sizes_that_do_not_fit_are_refused(heads: MedusaHeads, target: MarkovWithHead) -> None:
