@@ -116,6 +116,8 @@ def test_short_curves_are_measured_once_and_kept_apart(store: CostStore, monkeyp
     assert by_kept.choice == given.choice and by_kept.costs.measuring_s == 0.0
     dear = nodes_for(target, medusa(), costs=StepCosts(target, store=store, forwards=forwards(1.0)))
     assert dear.nodes == 0 and "no tree is predicted to pay" in dear.describe()
+    asked = nodes_for(target, medusa(), costs=StepCosts(target, store=store, forwards=forwards(1.0)), least=1)
+    assert asked.nodes == 1 and asked.choice.speedup < 1.0, "who asks for drafts gets the one that costs least"
     cheap = nodes_for(
         target, medusa(), costs=StepCosts(target, store=store, forwards=TargetCost.fit({(1, 8): 10.0, (64, 8): 10.0}))
     )

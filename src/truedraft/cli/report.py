@@ -40,11 +40,12 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[Sampl
 
 
 def undrafted_line(engine: Engine, stats: Counters) -> str | None:
-    """Why a drafter drafted nothing, and what has it draft always; None where it did, or there is none."""
-    if stats.undrafted is None or stats.drafted_calls:
+    """Why a drafter drafted little or nothing, and what has it draft always; None where it did, or there is none."""
+    if stats.undrafted is None or stats.drafted_calls >= stats.target_calls / 2:  # of several answers one had none
         return None
     advice = "; --controller fixed drafts always" if engine.controller.weighs_costs else ""
-    return f"not drafted: {stats.undrafted}{advice}"
+    told = f"drafted in {stats.drafted_calls} of {stats.target_calls} calls" if stats.drafted_calls else "not drafted"
+    return f"{told}: {stats.undrafted}{advice}"
 
 
 def answers_record(

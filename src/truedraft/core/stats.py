@@ -265,7 +265,7 @@ class Counters:
             or stop token, or those of a stop text. What was drafted behind them is counted nowhere.
         by_drafter: the counts of each drafter that proposed something, by name.
         drafted_calls: target calls that judged drafts, those apart that a controller had made to learn from.
-        undrafted: why there were none of these though there is a drafter, in words.
+        undrafted: why there were none of these, or fewer than one in twenty, though there is a drafter, in words.
     """
 
     target_calls: int = 0

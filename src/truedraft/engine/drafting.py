@@ -23,6 +23,9 @@ from truedraft.engine.request import Request
 from truedraft.errors import DrafterError, UnknownOptionError
 from truedraft.models.base import ForwardOutput, LanguageModel
 
+_FEW_CALLS = 1 / 20
+"""Of a request's target calls, that judged drafts: with fewer it is told why."""
+
 
 class Drafting:
     """The engine's dealings with its drafters and the controller that chooses among them.
@@ -139,10 +142,10 @@ class Drafting:
             self._tell(self._members[name], [request.last_step])
 
     def explain(self, request: Request) -> None:
-        """Count, of a request that is over, why nothing was drafted for it, where something could have been."""
+        """Note, of a request that is over, why little or nothing was drafted for it, where more could have been."""
         counters = request.counters
         could = any(not each.is_zero for name, each in self._limits.items() if name not in request.undrafted_by)
-        if could and counters.target_calls and not counters.drafted_calls:
+        if could and counters.target_calls and counters.drafted_calls < _FEW_CALLS * counters.target_calls:
             counters.undrafted = self._controller.undrafted(request.id)
 
     def decide(self, batch: Batch) -> None:

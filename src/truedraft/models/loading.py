@@ -175,8 +175,9 @@ def _load(
     model = model.to(place)
     beside = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
-    plain = beside or not fast_paths
-    backend = packed_backend(beside, fast_paths) if plain else partial(fastest_backend, patterns=patterns)
+    backend: BackendMaker = fastest_backend if patterns is None else partial(fastest_backend, patterns=patterns)
+    if beside or not fast_paths:
+        backend = packed_backend(beside, fast_paths)
     checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), files)
     with quiet_transformers():
         if pad_to is not None:

@@ -86,6 +86,7 @@ def nodes_for(
     *,
     requests: int = 1,
     costs: StepCosts | None = None,
+    least: int = 0,
 ) -> NodeBudget:
     """Choose the sizes of a drafter for a target on this machine: of all its plans the one that is predicted best.
 
@@ -95,6 +96,7 @@ def nodes_for(
         params: sampling options; None is greedy.
         requests: answered together.
         costs: of the target's steps; None takes those that are kept, or measures.
+        least: nodes, whether or not they pay.
 
     Raises:
         OptionError: the drafter's sizes were chosen, or nobody measured what they bring.
@@ -112,7 +114,7 @@ def nodes_for(
     for plan in plans:
         drafting = costs.drafting(plan.timed, params)
         options = node_options(plan.curve, costs.forwards(), drafting, context=context, requests=requests)
-        found.append((plan, best_option(options)))
+        found.append((plan, best_option([each for each in options if each.nodes >= least] or options)))
     return NodeBudget(*max(found, key=lambda each: each[1].speedup), costs)  # of equal ones the first
 
 
@@ -123,6 +125,7 @@ def sized(
     *,
     requests: int = 1,
     costs: StepCosts | None = None,
+    least: int = 0,
 ) -> tuple[Drafter, Mapping[str, NodeBudget]]:
     """A drafter with as many nodes as pay on this machine, and why; arguments as in `nodes_for`.
 
@@ -140,7 +143,7 @@ def sized(
     for name, member in drafter.members.items():
         if member.trees is not None and member.trees.size_plans(params):
             costs = costs or StepCosts(target)
-            budget = budgets[name] = nodes_for(target, member, params, requests=requests, costs=costs)
+            budget = budgets[name] = nodes_for(target, member, params, requests=requests, costs=costs, least=least)
             members[name] = budget.plan.with_nodes(budget.nodes)
     return with_members(drafter, members) if budgets else drafter, budgets
 

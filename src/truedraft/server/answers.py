@@ -243,7 +243,7 @@ class Answers:
             "num_accepted_tokens_per_pos": counters.accepted_per_position,
             "target_calls": counters.target_calls,
             "drafted_calls": counters.drafted_calls,
-            "undrafted": None if counters.drafted_calls else counters.undrafted,
+            "undrafted": counters.undrafted,
             "drafters": {
                 name: {"num_draft_tokens": each.draft_tokens, "num_accepted_tokens": each.accepted_tokens}
                 for name, each in counters.by_drafter.items()
