@@ -15,7 +15,7 @@ import pytest
 
 from cli.tiny import save_tiny_llama
 from truedraft import Engine, SamplingParams
-from truedraft.errors import PromptError, UnknownOptionError
+from truedraft.errors import OptionError, PromptError, UnknownOptionError
 from truedraft.testing import MarkovModel
 
 ROOT = Path(__file__).parent.parent
@@ -97,7 +97,6 @@ def test_chats(engine: Engine) -> None:
     answers = engine.chat([france, [{"role": "user", "content": "long " * 200}], italy], FEW)
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert "context of 512" in (answers[1].error or "")
-    assert engine.chat([], FEW) == []
 
 
 @pytest.mark.parametrize("messages", [users_code.QUESTION, [users_code.QUESTION], tuple(users_code.QUESTION)])
@@ -114,6 +113,15 @@ def test_what_is_no_chat_is_refused(engine: Engine) -> None:
     ):
         with pytest.raises(PromptError, match=rf"a chat is a list of messages as .*{got}"):
             engine.chat(given, FEW)  # type: ignore[call-overload]
+    for given, told in (
+        ([], "messages is empty"),
+        ([{"rol": "user", "content": "hi"}], r"messages\[0\] has no 'role', only 'rol', 'content'"),
+        ([[*users_code.QUESTION, {"role": "user"}]], r"messages\[1\] has no 'content', only 'role'"),
+    ):
+        with pytest.raises(PromptError, match=told):
+            engine.chat(given, FEW)
+    with pytest.raises(OptionError, match=r"is a sampling option; give SamplingParams\(max_tokens=...\)"):
+        engine.chat(users_code.QUESTION, max_tokens=4)  # type: ignore[call-overload]
     with pytest.raises(UnknownOptionError, match="unknown option of a chat 'tool'; did you mean 'tools'"):
         engine.chat(users_code.QUESTION, FEW, tool=[])  # type: ignore[call-overload]
     with pytest.raises(PromptError, match="has no tokenizer, so no chat template"):

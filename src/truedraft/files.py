@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gzip
 import json
 import math
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from truedraft.errors import DataError, ModelNotFoundError, OptionError, TruedraftError
+
+SMOLLM2 = "smollm2"
+"""The word for SmolLM2-135M-Instruct, see `truedraft.models.smollm2`."""
+_CLOSE = 0.8  # to a word, for the hub not to be asked
 
 
 @contextlib.contextmanager
@@ -98,6 +103,8 @@ def refuse_lost_model(name: str) -> None:
         return
     if path.suffix == ".gguf":
         raise ModelNotFoundError(f"there is no file {name!r}; name a GGUF file that exists")
+    if name != SMOLLM2 and difflib.get_close_matches(name, [SMOLLM2], cutoff=_CLOSE):
+        raise ModelNotFoundError(f"there is no model {name!r}; did you mean {SMOLLM2!r}?")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {name!r}; check the path")
 

@@ -470,7 +470,7 @@ def test_words_are_refused_before_anything_heavy_is_imported(tmp_path: Path) -> 
         *(["--drafter", drafter] for drafter in ("foo", "draft,foo=1", "portfolio(draft;foo)", f"draft:{none}")),
         *([f"--{name}", none] for name in ("model", "drafters-dir", "plan", "merge-adapter", "weights", "rule")),
         *([f"--{name}", "foo"] for name in ("controller", "dtype", "device", "pad-to", "max-cache-bytes")),
-        ["--model", "embedded:foo"], ["--model", f"{none}.gguf"],
+        ["--model", "embedded:foo"], ["--model", f"{none}.gguf"], ["--model", "smolm2"],
     ]  # fmt: skip
     words = [["generate", "x", *each] for each in stack]
     words += [[command, *each] for command in ("serve", "chat") for each in stack[:2]]

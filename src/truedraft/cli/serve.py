@@ -86,6 +86,7 @@ def serve(options: ServeOptions) -> int:
     finally:
         if service.engine.learner is not None:
             service.engine.learner.close()
+        gc.unfreeze()  # else libraries tell at exit of what was never collected
     return DONE
 
 

