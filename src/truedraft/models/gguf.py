@@ -46,7 +46,7 @@ from truedraft.text.gguf_tokenizer import read_tokenizer
 
 INDEX = "gguf.json"
 _FORMAT = 6
-_PIECE, _WHOLE = 1 << 19, 64  # codes that are read at a time, of outputs in whole units of the native products
+_PIECE, _WHOLE = 1 << 20, 64  # codes that are read at a time, of outputs in whole units of the native products
 _FACTORS = "rope_freqs.weight"  # that frequencies of rotary tables are divided by
 _BY_ROWS = (TensorProcessor, LlamaTensorProcessor, Gemma2TensorProcessor)  # they move rows of matrices at most
 _HAS_OTHERS = "has tensors that its model has not"
