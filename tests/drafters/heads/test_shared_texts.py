@@ -152,11 +152,14 @@ def test_what_a_head_forgot_is_computed_again() -> None:
 
 
 @torch.inference_mode()
-def test_a_failing_reader_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = HEADS["EAGLE-3"]()
+def test_a_failing_reader_costs_no_answer() -> None:
+    drafter = HEADS["DFlash"]()
     engine = Engine(target(), drafter, controller="fixed", prefix_cache_bytes=KEPT)
-    monkeypatch.setattr(drafter, "_read", lambda *_: 1 / 0)
-    drafter._shared._read = drafter._read
+    drafter._shared._read = lambda *_: 1 / 0
+    prompts = [[*SYSTEM, 1], [*SYSTEM, 2, 3]]
+    plain = [each.token_ids for each in Engine(target()).generate(prompts, PARAMS)]
+    assert [each.token_ids for each in engine.generate(prompts, PARAMS)] == plain
+    drafter._shared.prefixes.fill = lambda *_, **__: 1 / 0
     assert answer(run(engine, SYSTEM)) == answer(run(Engine(target()), SYSTEM))
     assert engine.check_idle() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from truedraft.cache import CachePool, PrefixCache, RequestCache
 from truedraft.drafters.base import DraftRequest
+from truedraft.errors import first_line
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,14 +131,21 @@ class HeadTexts:
         is not shared."""
         if number not in self._shared:
             return None
-        for other in self.prefixes.alike(number) if self.prefixes.shares else ():
-            self._read_unread(other)
+        try:
+            for other in self.prefixes.alike(number) if self.prefixes.shares else ():
+                self._read_unread(other)
+        except Exception as error:  # which costs no answer: the target reads the prompt again
+            _log.warning("a head failed to read what requests begin with alike (%s)", first_line(error))
+            return 0
         return self.prefixes.available(number)
 
     def take(self, number: int, tokens: int) -> None:
         """The target's cache was filled up to so many tokens, and so is the head's."""
         text = self.texts[number]
-        self.prefixes.fill(number, most=tokens)
+        try:
+            self.prefixes.fill(number, most=tokens)
+        except Exception as error:
+            _log.warning("a head failed to copy what requests begin with alike (%s)", first_line(error))
         text.length = text.cache.length
         if text.length != tokens:  # what was kept went, to make room: rows are missing
             self._leave(number)
