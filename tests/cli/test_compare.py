@@ -13,7 +13,7 @@ from cli.tiny import Run
 from truedraft import SamplingParams, load_model
 from truedraft.bench import Group, OurEngine, Row, find_difference
 from truedraft.bench.runs import SystemOutput
-from truedraft.cli.compare import Comparison, Pair, Sides, repeated_ngrams
+from truedraft.cli.compare import Comparison, Pair, Sides, little_gained, repeated_ngrams
 from truedraft.core.stats import Counters
 
 WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
@@ -171,3 +171,9 @@ def test_repeated_ngrams() -> None:
     assert repeated_ngrams([1, 2, 3], size=8) is None
     assert repeated_ngrams(list(range(20)), size=8) == 0.0
     assert repeated_ngrams([5] * 10, size=8) == pytest.approx(2 / 3)
+
+
+def test_where_little_is_gained_it_is_told_why() -> None:
+    counters = Counters(target_calls=10, emitted_tokens=18, drafted_calls=8)
+    assert "1.80 tokens a call, which took 2.00 times a plain one" in (little_gained(0.9, counters) or "")
+    assert little_gained(1.2, counters) is None and little_gained(0.9, Counters(target_calls=10)) is None

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
 _ECHOED_CHARACTERS = 600
+_LITTLE = 1.1  # times plain decoding, below which it is told why
 _SHOWN_DIFFERENCES = 5
 
 
@@ -303,6 +304,8 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
         )
     else:
         terminal.out.print(f"speed-up: {ratio.mean:.2f}")
+    if told := little_gained(ratio.mean, comparison.all.speculative.counters or Counters()):
+        terminal.out.print(told, soft_wrap=True)
     terminal.out.print(_verdict(comparison))
     if not comparison.lossless:
         words = divergence_words(comparison.all.speculative.counters or Counters())
@@ -316,6 +319,17 @@ def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal
     if comparison.repeated_8grams is not None:
         where = "answers" if many else "answer"
         terminal.out.print(f"repeated 8-grams in the plain {where}: {comparison.repeated_8grams:.2f}")
+
+
+def little_gained(speedup: float, counters: Counters) -> str | None:
+    """Why drafts brought little; None where they did not, or there were none."""
+    if speedup >= _LITTLE or not counters.drafted_calls:
+        return None
+    tokens = counters.mean_acceptance_length
+    return (
+        f"little gained: {tokens:.2f} tokens a call, which took {tokens / speedup:.2f} times a plain one here; it takes less "
+        "where reading weights is most of a step, as of larger models and on GPUs"
+    )
 
 
 def _where_and_how(engine: Engine, drafter: str, each: Sequence[SamplingParams], runs: int) -> str:
