@@ -327,7 +327,7 @@ def little_gained(speedup: float, counters: Counters) -> str | None:
         return None
     tokens = counters.mean_acceptance_length
     return (
-        f"little gained: {tokens:.2f} tokens a call, which took {tokens / speedup:.2f} times a plain one here, and less "
+        f"little gained: {tokens:.2f} tokens a call, which took {tokens / speedup:.2f} times a plain one here; less "
         "where reading weights is most of a step, as of larger models and on GPUs"
     )
 
