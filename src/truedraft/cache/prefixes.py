@@ -149,10 +149,6 @@ class PrefixCache:
                 best, most = (other, alike), alike
         return best
 
-    def has(self, number: int) -> bool:
-        """Whether a request joined, and did not leave."""
-        return number in self._members
-
     def alike(self, number: int) -> list[int]:
         """Other requests that may read more of what a request begins with than it has itself."""
         own = self._members[number]
