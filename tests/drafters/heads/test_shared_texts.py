@@ -144,8 +144,7 @@ def test_what_a_head_forgot_is_computed_again() -> None:
     sharing._shared.prefixes.forget_oldest()  # its last block
     request = run(engine, [*SYSTEM, 8])
     assert request.copied_tokens == 64
-    cold = run(Engine(target(), Portfolio([alone, PromptLookup()]), controller="fixed", prefix_cache_bytes=0), SYSTEM)
-    assert not cold.error and engine.check_idle() == [] and engine.cache_bytes > 0
+    assert engine.check_idle() == []
     rest = [each for each in drafts(sharing) if each[0][: len(SYSTEM) + 1] == [*SYSTEM, 8]]
     run(Engine(target(), Portfolio([alone, PromptLookup()]), controller="fixed", prefix_cache_bytes=0), [*SYSTEM, 8])
     assert rest and rest == drafts(alone)[-len(rest) :]
