@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from truedraft.lazy import loads
+from truedraft.lazy import compile_ahead, loads
 
 if TYPE_CHECKING:
     from truedraft.core.params import SamplingParams
@@ -27,7 +27,13 @@ _HOMES = {
 }
 
 __all__ = ["Answer", "Engine", "Piece", "SamplingParams", "TruedraftError", "__version__", "load_model"]
-__getattr__ = loads(__name__, _HOMES)
+_load = loads(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Engine", "load_model"):
+        compile_ahead()
+    return _load(name)
 
 
 def __dir__() -> list[str]:

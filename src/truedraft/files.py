@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files of users that may be broken."""
+"""Files that are written whole or not at all, files of users that may be broken, and the folder of the cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import os
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -209,3 +210,36 @@ def parameters_in(path: Path) -> int:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def cache_folder() -> Path:
+    """TRUEDRAFT_CACHE if it is set, else truedraft's part of the user's cache folder on this system.
+
+    A user without a home folder gets a folder of their own among the temporary files.
+
+    Raises:
+        OptionError: TRUEDRAFT_CACHE or XDG_CACHE_HOME names the home of somebody who has none.
+    """
+    given = os.environ.get("TRUEDRAFT_CACHE")
+    if given:
+        return user_path(given, OptionError, "TRUEDRAFT_CACHE: ")
+    shared = os.environ.get("XDG_CACHE_HOME")
+    if shared:
+        return user_path(shared, OptionError, "XDG_CACHE_HOME: ") / "truedraft"
+    local = os.environ.get("LOCALAPPDATA")
+    if sys.platform == "win32" and local:
+        return Path(local) / "truedraft" / "Cache"
+    parts = ("Library", "Caches") if sys.platform == "darwin" else (".cache",)
+    try:
+        return Path("~").expanduser().joinpath(*parts, "truedraft")
+    except RuntimeError:  # neither HOME nor an entry among the system's users
+        return Path(tempfile.gettempdir()) / f"truedraft-{os.getuid()}"
+
+
+def could_not_be_kept(folder: Path, reason: str) -> str:
+    """A warning for whatever could not be written to a folder of the cache: one sentence, so that it is told once."""
+    root = cache_folder() if folder.is_relative_to(cache_folder()) else folder
+    return (
+        f"what is compiled and measured could not be kept in {root} ({reason}) and will be made again next time; "
+        "free some space, or set TRUEDRAFT_CACHE to a folder that can be written"
+    )

@@ -1,4 +1,4 @@
-"""This machine: which device and number format to use on it, what it is, and where things are kept between runs."""
+"""This machine: which device and number format to use on it, and what it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import functools
 import os
 import platform
-import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 
 from truedraft import __version__
 from truedraft.errors import OptionError, UnknownOptionError
-from truedraft.files import user_path
 from truedraft.options import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -221,36 +218,3 @@ def machine_facts() -> dict[str, Any]:
         "device_auto": str(device),
         "dtype_auto": dtype_name(pick_dtype("auto", device)),
     }
-
-
-def cache_folder() -> Path:
-    """TRUEDRAFT_CACHE if it is set, else truedraft's part of the user's cache folder on this system.
-
-    A user without a home folder gets a folder of their own among the temporary files.
-
-    Raises:
-        OptionError: TRUEDRAFT_CACHE or XDG_CACHE_HOME names the home of somebody who has none.
-    """
-    given = os.environ.get("TRUEDRAFT_CACHE")
-    if given:
-        return user_path(given, OptionError, "TRUEDRAFT_CACHE: ")
-    shared = os.environ.get("XDG_CACHE_HOME")
-    if shared:
-        return user_path(shared, OptionError, "XDG_CACHE_HOME: ") / "truedraft"
-    local = os.environ.get("LOCALAPPDATA")
-    if sys.platform == "win32" and local:
-        return Path(local) / "truedraft" / "Cache"
-    parts = ("Library", "Caches") if sys.platform == "darwin" else (".cache",)
-    try:
-        return Path("~").expanduser().joinpath(*parts, "truedraft")
-    except RuntimeError:  # neither HOME nor an entry among the system's users
-        return Path(tempfile.gettempdir()) / f"truedraft-{os.getuid()}"
-
-
-def could_not_be_kept(folder: Path, reason: str) -> str:
-    """A warning for whatever could not be written to a folder of the cache: one sentence, so that it is told once."""
-    root = cache_folder() if folder.is_relative_to(cache_folder()) else folder
-    return (
-        f"what is compiled and measured could not be kept in {root} ({reason}) and will be made again next time; "
-        "free some space, or set TRUEDRAFT_CACHE to a folder that can be written"
-    )

@@ -120,7 +120,7 @@ def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.M
         (("--port", "-1"), "--port must be 0 or more, got -1"),
         (("--host", "no.such.host.invalid"), "--host 'no.such.host.invalid' cannot be listened on"),
         (("--api-key-file", "missing"), "--api-key-file cannot be read"),
-        (("--tls-key", "missing"), "tls-certificate"),
+        (("--tls-key", "missing"), "--tls-key cannot be read"),
         (("--max-body-bytes", "many"), "--max-body-bytes must be a size"),
         (("--allow-rule", "nonsense"), "unknown rule 'nonsense'"),
         (("--chat-template", "missing"), "--chat-template cannot be read"),
@@ -139,7 +139,8 @@ def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(serve, "loaded", lambda *_: pytest.fail("the model was loaded"))
-    (no_certificate := tmp_path / "tls").write_text("none")
+    (file := tmp_path / "tls").write_text("none")
+    nothing = str(file)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for words, message in (
             (("--api-key-file", "missing"), "--api-key-file cannot be read"),
@@ -147,8 +148,10 @@ def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
             (("--allow-rule", "nonsense"), "unknown rule 'nonsense'"),
             (("--max-body-bytes", "many"), "--max-body-bytes must be a size"),
             (("--prefix-cache-bytes", "many"), "--prefix-cache-bytes must be a size"),
-            (("--tls-certificate", "x"), "--tls-certificate needs --tls-key"),
-            (("--tls-certificate", str(no_certificate), "--tls-key", "missing"), "--tls-certificate cannot be used"),
+            (("--tls-certificate", "missing"), "--tls-certificate cannot be read"),
+            (("--tls-certificate", nothing), "--tls-certificate needs --tls-key"),
+            (("--tls-certificate", nothing, "--tls-key", "missing"), "--tls-key cannot be read"),
+            (("--tls-certificate", nothing, "--tls-key", nothing), "--tls-certificate cannot be used"),
             (("--max-connections", "999999999"), "open files leaves"),
             (("--port", str(taken.getsockname()[1])), "cannot be listened on"),
         ):

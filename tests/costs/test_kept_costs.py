@@ -24,7 +24,8 @@ from truedraft.costs import store as store_module
 from truedraft.costs.store import CostKey, model_identity, target_key
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.errors import DrafterError
-from truedraft.machine import could_not_be_kept, versions
+from truedraft.files import could_not_be_kept
+from truedraft.machine import versions
 from truedraft.testing import MarkovModel
 from truedraft.theory import CostCurve, TargetCost
 

@@ -11,10 +11,12 @@ import itertools
 import os
 import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,10 +39,11 @@ from transformers import (
 from support.backends import llama_of, native_backend
 from support.embedded_models import embedded
 from support.tiny_models import build, stock_greedy
-from truedraft import Engine, SamplingParams, load_model
+from truedraft import Engine, SamplingParams, lazy, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError, ModelError
+from truedraft.machine import pick_dtype
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend, backend
 from truedraft.models.backends.native import build as building
@@ -51,6 +54,7 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
+from truedraft.models.quantized import Scheme
 
 needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 needs_compiler = pytest.mark.skipif(
@@ -400,7 +404,7 @@ def test_biases_are_float32_and_fill_whole_units() -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and a source that compiles quickly."""
     source = tmp_path / "small.c"
-    source.write_text("#if PART == 0\nint truedraft_forward(void) { return 7; }\n#endif\n")
+    source.write_text("int truedraft_forward(void) { return 7; }\n")
     monkeypatch.setattr(building, "SOURCE", source)
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
@@ -463,13 +467,13 @@ def test_what_was_compiled_is_kept_until_the_source_changes(
     log = tmp_path / "log"
     compiler(
         tmp_path / "logging",
-        f'case "$*" in *" -c "*|*--version) ;; *) echo run >>{log} ;; esac; exec cc "$@"',
+        f'case "$*" in *--version) ;; *) echo run >>{log} ;; esac; exec cc "$@"',
         monkeypatch,
     )
     assert answer(built(torch.float32)) == 7
     assert answer(again()) == 7
     assert log.read_text().splitlines() == ["run"]
-    building.SOURCE.write_text("#if PART == 0\nint truedraft_forward(void) { return 8; }\n#endif\n")
+    building.SOURCE.write_text("int truedraft_forward(void) { return 8; }\n")
     assert answer(again()) == 8
     assert len(log.read_text().splitlines()) == 2
     monkeypatch.setenv("CC", f"{tmp_path / 'logging'} -DOTHER")
@@ -512,13 +516,13 @@ def test_only_the_user_can_write_what_is_loaded(folder: Path) -> None:
     (kept,) = folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(kept.stat().st_mode) == 0o700
     key = kept.name.split("-")[1]
-    assert building._kept(folder, key) is not None
+    assert building._load_kept(folder, key, str)
     kept.chmod(0o722)
-    assert building._kept(folder, key) is None
+    assert not building._load_kept(folder, key, str)
     if os.getuid() == 0:
         kept.chmod(0o700)
         os.chown(kept, 12345, 12345)
-        assert building._kept(folder, key) is None
+        assert not building._load_kept(folder, key, str)
         os.chown(folder, 12345, 12345)
         assert building._folder() is None
 
@@ -532,3 +536,52 @@ def test_several_may_compile_at_once(folder: Path) -> None:
     kept = list(folder.iterdir())
     assert kept
     assert all(path.stem.endswith(building._checksum(path)) for path in kept), "whole libraries and nothing else"
+
+
+@needs_compiler
+def test_a_process_beside_the_imports_compiles_what_the_first_start_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torch, which takes seconds to import: the library and three forms of weights, each once."""
+    log = tmp_path / "log"
+    compiler(
+        tmp_path / "quick", f'case "$*" in *--version) exec cc "$@";; esac; echo run >>{log}; cc "$@" -O0', monkeypatch
+    )
+    monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
+    told = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); assert 'torch' not in sys.modules"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", told, str(lazy._BUILD)], check=True, timeout=600)
+        assert log.read_text().splitlines() == ["run"] * 4
+    library = built.__wrapped__(pick_dtype("auto", torch.device("cpu"))).library
+    assert library is not None
+    library.need_form(4, Scheme.SHIFTED.value)
+    assert log.read_text().splitlines() == ["run"] * 4
+
+
+@needs_compiler
+def test_a_form_that_cannot_be_compiled_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(
+        tmp_path / "broken", 'case "$*" in *FORM_BITS*) echo "no room" >&2; exit 3;; esac; exec cc "$@"', monkeypatch
+    )
+    library = built(torch.float32).library
+    assert library is not None
+    with pytest.raises(ModelError, match=r"weights of 6 bits cannot be compiled or loaded \(.*broken failed \(no room"):
+        library.need_form(6, Scheme.HALVES.value)
+
+
+def test_that_process_is_started_where_there_is_something_to_gain(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        lazy, "subprocess", SimpleNamespace(DEVNULL=None, Popen=lambda words, **_: started.append(words))
+    )
+    monkeypatch.setattr(lazy, "_GPU", tmp_path / "nvidiactl")
+    lazy.compile_ahead.__wrapped__()
+    assert not started, "transformers is imported already"
+    monkeypatch.delitem(sys.modules, "transformers")
+    lazy.compile_ahead.__wrapped__()
+    assert started == [[sys.executable, str(lazy._BUILD)]]
+    (tmp_path / "nvidiactl").touch()
+    lazy.compile_ahead.__wrapped__()
+    assert len(started) == 1, "models run on the GPU"

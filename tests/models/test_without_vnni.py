@@ -37,7 +37,7 @@ def slower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A library compiled without some instructions."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CC", f"gcc {PATHS[request.param]}")
-        monkeypatch.setattr(building, "may_use_tiles", lambda: False)
+        monkeypatch.setattr("truedraft.machine.may_use_tiles", lambda: False)
         monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path_factory.mktemp("native")))
         made = built.__wrapped__(torch.float32)
     assert made.library is not None, made.reason

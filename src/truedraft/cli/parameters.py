@@ -17,6 +17,7 @@ import typer
 from truedraft.cli import words
 from truedraft.cli.failures import InterruptedCommandError, describe, is_usage_error
 from truedraft.errors import OptionError, TruedraftError, errors_about
+from truedraft.lazy import compile_ahead
 from truedraft.options import Group, Option
 
 Command = Callable[[Any], int]
@@ -141,6 +142,8 @@ def command(run: Command, names: Mapping[str, str] | None = None, check: Check =
             for each in parameters.values():
                 _take_bare(each, typed)
             values = {name: parameters[name].value(given, check) for name, given in typed.items()}
+            if "model" in parameters:
+                compile_ahead()
             return run(_made(kind, _NOTHING, values))
         except TruedraftError as error:
             error.call_fields({name: each.typed_name for name, each in parameters.items()} | dict(names or {}))

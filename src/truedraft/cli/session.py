@@ -225,9 +225,7 @@ def load_engine(
         budgets: Mapping[str, NodeBudget] = {}
         if not (controller.weighs_costs or controller.takes_all_sizes):
             tell(MEASURING)
-            drafter, budgets = sized(
-                drafter, target, params, requests=requests, least=1
-            )  # such controllers always draft
+            drafter, budgets = sized(drafter, target, params, requests=requests, least=1)
         if plan is not None:
             controller.expect(plan.survival)
         drafter = with_own_drafts(drafter) if own_drafts else drafter

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Drafter
 from truedraft.errors import OptionError
-from truedraft.files import written_whole
-from truedraft.machine import cache_folder, could_not_be_kept, this_machine, versions
+from truedraft.files import cache_folder, could_not_be_kept, written_whole
+from truedraft.machine import this_machine, versions
 from truedraft.models.base import LanguageModel
 from truedraft.options import read_record
 

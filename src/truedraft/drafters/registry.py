@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.embedded import embedded_drafters
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
-from truedraft.files import object_of, user_path, written_whole
+from truedraft.files import cache_folder, object_of, user_path, written_whole
 
 if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
@@ -163,7 +163,6 @@ class Registry:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        from truedraft.machine import cache_folder
 
         self.file = cache_folder() / _REGISTRY if file is None else file
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from truedraft.files import object_of, written_whole
-from truedraft.machine import cache_folder, could_not_be_kept, versions
+from truedraft.files import cache_folder, could_not_be_kept, object_of, written_whole
+from truedraft.machine import versions
 from truedraft.models.padding import recorded_fingerprint
 from truedraft.models.quantized import quantized_of
 from truedraft.progress import told_stage

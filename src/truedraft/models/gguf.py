@@ -36,8 +36,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from truedraft.errors import ModelError, UnsupportedModelError, first_line
-from truedraft.files import written_whole
-from truedraft.machine import cache_folder, could_not_be_kept
+from truedraft.files import cache_folder, could_not_be_kept, written_whole
 from truedraft.models.gguf_config import Said, hold_positions, read_config
 from truedraft.models.gguf_header import Header, StoredTensor, parts_of, read_header
 from truedraft.models.quantized import QuantizedWeight, Scheme, StoredWeight

@@ -4,7 +4,9 @@ There is no compiled file in the package: what a processor can do differs from m
 that is there knows. Where none is, or it fails, models run without this (`NativeBackend.fits` is False).
 
 A kept library carries the checksum of its bytes in its name, for loading half a library would end the process. It is
-only loaded where nobody but its user (or root) could have put it there.
+only loaded where nobody but its user (or root) could have put it there. One process compiles, and others wait for it.
+
+Run as a program, this compiles what this processor's models need most, without torch: `truedraft.lazy.compile_ahead`.
 """
 
 from __future__ import annotations
@@ -20,29 +22,64 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from truedraft.files import take_place
-from truedraft.machine import cache_folder, could_not_be_kept, dtype_name, has_avx512_bfloat16, may_use_tiles
+from truedraft.errors import ModelError
+from truedraft.files import cache_folder, could_not_be_kept, take_place
 from truedraft.progress import told_stage
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _PLAIN = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-w")
-_PARTS = 4  # of decoder.c, see quantized.h
+_OF_SMOLLM2 = ((4, 1), (8, 0), (4, 0))  # forms of its file, 4 bits with shifts and 8 without, and of its draft
 # Some compilers know this machine under another option.
 _TRIES = ("-march=native", "-mcpu=native")
 _TIMEOUT_S = 120.0
 _ROOM = 1 << 24  # bytes that a folder must have left for the compiler to work in it
 _OURS_ALONE = 0o700
 _WRITABLE_BY_OTHERS = 0o022
+
+
+class Library(ctypes.CDLL):
+    """decoder.c, compiled without the forms of quantised weights: each is compiled when a model needs it.
+
+    Args:
+        compiler: the command that compiles.
+        defines: what for, see `_defines`.
+
+    Raises:
+        OSError: it cannot be compiled or loaded.
+    """
+
+    def __init__(self, compiler: Sequence[str], defines: Sequence[str]) -> None:
+        _load(compiler, (*defines, "-DSEPARATE"), super().__init__)
+        self._compiler, self._defines = compiler, defines
+        self._forms: dict[tuple[int, int], ctypes.CDLL] = {}
+
+    def need_form(self, bits: int, kind: int) -> None:
+        """Have products with weights of so many bits, that lie as one of quantized.h's kinds.
+
+        Raises:
+            ModelError: they cannot be compiled or loaded.
+        """
+        if (bits, kind) in self._forms:
+            return
+        made: list[ctypes.CDLL] = []
+        form = (f"-DFORM_BITS={bits}", f"-DFORM_KIND={kind}")
+        try:
+            _load(self._compiler, (*self._defines, *form), lambda path: made.append(ctypes.CDLL(path)))
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ModelError(f"products with weights of {bits} bits cannot be compiled or loaded ({error})") from error
+        self.truedraft_take_form(ctypes.c_int64(bits), ctypes.c_int64(kind), made[0].truedraft_form)
+        self._forms[bits, kind] = made[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +91,52 @@ class Built:
         reason: why there is none, in words; "" where there is one.
     """
 
-    library: ctypes.CDLL | None
+    library: Library | None
     reason: str = ""
 
 
 @functools.cache
 def built(dtype: torch.dtype) -> Built:
     """The forward for a dtype, compiled at the first call on this machine and loaded from the cache after that."""
-    if dtype not in (torch.bfloat16, torch.float32):
+    from truedraft.machine import dtype_name, may_use_tiles
+
+    if dtype_name(dtype) not in ("bfloat16", "float32"):
         return Built(None, f"there is none for {dtype_name(dtype)}")
+    return _built(_defines(dtype_name(dtype) == "bfloat16", may_use_tiles()))
+
+
+def _built(defines: Sequence[str]) -> Built:
     given = os.environ.get("CC", "").strip()
     compiler = _compiler(given)
     if not compiler:
         missing = f"CC names {given!r}, which is not" if given else "there is no C compiler (cc, gcc or clang)"
         return Built(None, f"{missing} on this machine")
     try:
-        key, folder = _key(compiler, dtype), _folder()
-        kept = None if folder is None else _kept(folder, key)
-        return _compiled(compiler, dtype, folder, key) if kept is None else Built(kept)
+        return Built(Library(compiler, defines))
+    except CompilerError as error:
+        return Built(None, str(error))
     except (OSError, subprocess.SubprocessError) as error:
         return Built(None, f"it cannot be compiled or loaded ({error})")
+
+
+class CompilerError(OSError):
+    """A compiler that failed, and what it said."""
+
+
+def _load(compiler: Sequence[str], defines: Sequence[str], load: Callable[[str], object]) -> None:
+    """Have a library loaded: one that was kept, or that is compiled now and kept.
+
+    Raises:
+        CompilerError: the compiler failed.
+        OSError: it cannot be run, or what it made cannot be loaded.
+    """
+    key, folder = _key(compiler, defines), _folder()
+    if _load_kept(folder, key, load):
+        return
+    told_stage("loading: compiling the forward for this processor, once on this machine")
+    with _one_compiles(folder):
+        if not _load_kept(folder, key, load):
+            _load_compiled(compiler, defines, folder, key, load)
 
 
 def _compiler(given: str) -> tuple[str, ...]:
@@ -97,6 +160,19 @@ def _folder() -> Path | None:
         return None
 
 
+@contextlib.contextmanager
+def _one_compiles(folder: Path | None) -> Iterator[None]:
+    """Wait until no other process compiles into the folder; where the system cannot tell, several may."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(ImportError, OSError):  # Windows has no such locks, nor have some shared folders
+            import fcntl
+
+            opened = os.open("" if folder is None else folder, os.O_RDONLY)
+            held.callback(os.close, opened)  # which gives it back, as the end of this process does
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
 def _is_ours(path: Path) -> bool:
     """Whether only this user, or root, could have written a file or folder."""
     if not hasattr(os, "getuid"):  # on Windows, where a user's folders are that user's own
@@ -105,38 +181,43 @@ def _is_ours(path: Path) -> bool:
     return status.st_uid in (0, os.getuid()) and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
-def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
-    """A library from earlier; None where there is none, or none that is whole and can be loaded."""
-    for path in sorted(folder.glob(f"decoder-{key}-*.so")):
+def _load_kept(folder: Path | None, key: str, load: Callable[[str], object]) -> bool:
+    """Have a library from earlier loaded; returns whether there is one that is whole and can be loaded."""
+    for path in sorted(folder.glob(f"decoder-{key}-*.so")) if folder else ():
         with contextlib.suppress(OSError):  # made where other libraries were at hand, or gone meanwhile
             if _is_ours(path) and path.stem.endswith(f"-{_checksum(path)}"):
-                return ctypes.CDLL(str(path))
-    return None
+                load(str(path))
+                return True
+    return False
 
 
 def _checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
 
 
-def _key(compiler: Sequence[str], dtype: torch.dtype) -> str:
+def _key(compiler: Sequence[str], defines: Sequence[str]) -> str:
     """Everything that the result depends on."""
     asked = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=False)
-    told = (*compiler[1:], *_defines(dtype), str(_PLAIN), str(_TRIES), platform.machine(), _processor())
+    told = (*compiler[1:], *defines, str(_PLAIN), str(_TRIES), platform.machine(), _processor())
     read = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return hashlib.sha256(b"\0".join((*read, asked.stdout, *map(str.encode, told)))).hexdigest()[:24]
 
 
-def _defines(dtype: torch.dtype) -> tuple[str, ...]:
+def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
     """What decoder.c is compiled for; all of it measured (benchmarks/LOG.md).
 
     The instruction that multiplies pairs of bfloat16 and adds them takes AMD's processors as long as one multiplication
     and addition of float32, and Intel's four times as long. Intel's have to be asked for quantised weights ahead.
+
+    Args:
+        narrow: whether numbers are bfloat16, and not float32.
+        tiles: whether this process may use AMX.
     """
-    narrow, processor = dtype is torch.bfloat16, _processor()
+    processor = _processor()
     told = {
         "BF16": narrow,
-        "PAIRED": narrow and has_avx512_bfloat16() and "AuthenticAMD" in processor,
-        "TILES": may_use_tiles(),
+        "PAIRED": narrow and "avx512_bf16" in processor and "AuthenticAMD" in processor,
+        "TILES": tiles,
         "ASKS_AHEAD": "GenuineIntel" in processor,
     }
     return tuple(f"-D{name}={int(value)}" for name, value in told.items())
@@ -152,8 +233,10 @@ def _processor() -> str:
     return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in told)
 
 
-def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, key: str) -> Built:
-    """Compile, load, and keep the library where there is a folder for it that can be written."""
+def _load_compiled(
+    compiler: Sequence[str], defines: Sequence[str], folder: Path | None, key: str, load: Callable[[str], object]
+) -> None:
+    """Compile, have it loaded, and keep the library where there is a folder for it that can be written."""
     keeping = folder is not None and os.access(folder, os.W_OK)
     if folder is not None and keeping and shutil.disk_usage(folder).free < _ROOM:
         _log.warning(could_not_be_kept(folder, os.strerror(errno.ENOSPC)))
@@ -162,36 +245,29 @@ def _compiled(compiler: Sequence[str], dtype: torch.dtype, folder: Path | None, 
         prefix="decoder-", dir=folder if keeping else None, ignore_cleanup_errors=True
     ) as work:
         path = Path(work) / "decoder.so"
-        failure = _compile(compiler, dtype, path)
-        if failure:
-            return Built(None, f"{compiler[0]} failed ({failure})")
+        _compile([*compiler, *_PLAIN], [*defines, "-shared", str(SOURCE), "-o", str(path)])
         if folder is not None and keeping:
             path.chmod(_OURS_ALONE)
             # At once, for another process may be doing the same.
             kept = folder / f"decoder-{key}-{_checksum(path)}.so"
             take_place(path, kept)
             path = kept
-        return Built(ctypes.CDLL(str(path)))  # stays loaded when its file goes
+        load(str(path))  # stays loaded when its file goes
 
 
-def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> str:
-    """Compile to a file, in parts side by side, for a compiler takes seconds; returns why it failed, or ""."""
-    told_stage("loading: compiling the forward for this processor, once on this machine")
-    failure = ""
-    objects = [path.with_name(f"part{part}.o") for part in range(_PARTS)]
+def _compile(command: Sequence[str], rest: Sequence[str]) -> None:
+    """Run a compiler with one of the options for this machine, between the parts of its command.
+
+    Raises:
+        CompilerError: it fails with each of them; says how with the first.
+    """
+    failures = []
     for option in _TRIES:
-        common = [*compiler, *_PLAIN, option]
-        parts = [
-            [*common, *_defines(dtype), f"-DPART={part}", "-c", str(SOURCE), "-o", str(each)]
-            for part, each in enumerate(objects)
-        ]
-        with ThreadPoolExecutor(_PARTS) as pool:
-            failures = [each for each in pool.map(_failure_of, parts) if each]
-        failed = failures[0] if failures else _failure_of([*common, "-shared", *map(str, objects), "-o", str(path)])
-        if not failed:
-            return ""
-        failure = failure or failed
-    return failure
+        failure = _failure_of([*command, option, *rest])
+        if not failure:
+            return
+        failures.append(failure)
+    raise CompilerError(f"{command[0]} failed ({failures[0]})")
 
 
 def _failure_of(command: Sequence[str]) -> str:
@@ -202,3 +278,17 @@ def _failure_of(command: Sequence[str]) -> str:
         return type(error).__name__
     message = done.stderr.decode(errors="replace").strip()
     return (message.splitlines() or ["no message"])[0] if done.returncode else ""
+
+
+def _ahead() -> None:
+    """Compile for the dtype of `truedraft.machine.pick_dtype`, and the forms of SmolLM2."""
+    abilities = _processor()
+    tiles = "amx_tile" in abilities
+    library = _built(_defines(tiles or "avx512_bf16" in abilities, tiles)).library
+    if library is not None:
+        for form in _OF_SMOLLM2:
+            library.need_form(*form)
+
+
+if __name__ == "__main__":
+    _ahead()

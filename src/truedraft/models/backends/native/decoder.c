@@ -171,7 +171,7 @@ typedef struct {
 #define TILE_ROWS 0
 #endif
 #include "quantized.h"
-#if !defined(PART) || PART == 0 /* to the end of the file */
+#ifndef FORM_BITS /* to the end of the file */
 
 /* Rows of a weight [rows][cells] as blocks of 16 outputs [cells][16], each `apart` blocks behind the one before. */
 void truedraft_pack(const cell *weight, int64_t rows, int64_t cells, cell *target, int64_t apart) {

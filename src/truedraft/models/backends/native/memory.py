@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from truedraft.models.backends.native.build import SOURCE
-from truedraft.models.quantized import StoredWeight, numbers_of, quantized_of
+from truedraft.models.quantized import Scheme, StoredWeight, numbers_of, quantized_of
 from truedraft.models.threads import forward_threads
 
 LANES = 16
@@ -181,6 +181,7 @@ class Weights:
     def _laid_out(self, parts: Sequence[StoredWeight], turns: bool) -> int:
         """The address of weights that are quantised in one way, as quantized.h reads them."""
         (bits, scheme), (_, inputs), outputs = parts[0].form, parts[0].shape, _outputs_of(parts)
+        self._library.need_form(bits, scheme.value)
         linear = CLinear(None, None, inputs, outputs, inputs, bits, scheme.value)
         linear.own = -(-outputs // UNIT)
         memory = _huge(self.bytes_of(linear), torch.uint8)
@@ -225,6 +226,7 @@ class Weights:
             bits: of a weight.
             layers: all alike.
         """
+        self._library.need_form(bits, Scheme.ONE.value)
         units = layers * -(-linear.outputs // UNIT)
         codes = _huge(quantized_bytes(linear, bits, layers), torch.uint8)
         address = codes.data_ptr()

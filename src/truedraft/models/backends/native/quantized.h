@@ -346,47 +346,40 @@ static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
     }
 }
 
-/* The forms that weights come in, bits and kind. They take most of a compiler's time, so it may be given them in parts: where
- * PART is defined, those of that number alone, or with 0 all but them. */
-#define FORMS_1(F) F(8, ONE) F(8, SHIFTED) F(8, ZEROED) F(6, HALVES) F(5, ONE)
-#define FORMS_2(F) F(5, SHIFTED) F(5, NESTED) F(4, ONE) F(4, SHIFTED) F(4, ZEROED)
-#define FORMS_3(F) F(4, NESTED) F(8, WIDE) F(8, WIDE_ZEROED) F(4, WIDE) F(4, WIDE_ZEROED)
+/* A tile of rows of quantised inputs against one unit of outputs, of one form that weights come in: sums `[rows][SUMS]`. */
+typedef void Form(const uint8_t *w, int64_t groups, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]);
 #if TILES
-#define FORM(B, K) case B * 8 + K: \
-        if (rows < LEAST_TILED * (K == HALVES ? 2 : 1)) quantized_rows(w, groups, B, K, x, rows, sum); \
-        else quantized_tiles(w, groups, B, K, x, rows, sum); \
-        return 1;
+#define TILE_OF(B, K) \
+    if (rows < LEAST_TILED * (K == HALVES ? 2 : 1)) quantized_rows(w, groups, B, K, x, rows, sum); \
+    else quantized_tiles(w, groups, B, K, x, rows, sum);
 #else
-#define FORM(B, K) case B * 8 + K: quantized_rows(w, groups, B, K, x, rows, sum); return 1;
+#define TILE_OF(B, K) quantized_rows(w, groups, B, K, x, rows, sum);
 #endif
-#define TILE_OF(N) __attribute__((visibility("hidden"))) MAY_BE_LATE \
-    int truedraft_tile_##N(const uint8_t *w, int64_t groups, int64_t form, const Inputs *x, int64_t rows, lanes (*sum)[SUMS])
-#define TILE_OF_FORMS(N) TILE_OF(N) { switch (form) { FORMS_##N(FORM) } return 0; }
-#if !defined(PART) || PART == 1
-TILE_OF_FORMS(1)
+#define FORM(NAME, B, K) MAY_BE_LATE void NAME(const uint8_t *w, int64_t groups, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) { TILE_OF(B, K) }
+
+/* All forms, bits and kind, take longer to compile than all else, and a model has one to three of them. So a library may have
+ * none (SEPARATE), and each be a library of its own (FORM_BITS, FORM_KIND), whose function is handed to the first. */
+#define FORMS(F) F(8, ONE) F(8, SHIFTED) F(8, ZEROED) F(6, HALVES) F(5, ONE) F(5, SHIFTED) F(5, NESTED) F(4, ONE) F(4, SHIFTED) \
+    F(4, ZEROED) F(4, NESTED) F(8, WIDE) F(8, WIDE_ZEROED) F(4, WIDE) F(4, WIDE_ZEROED)
+#ifdef FORM_BITS
+FORM(truedraft_form, FORM_BITS, FORM_KIND)
+#else
+#ifdef SEPARATE
+static Form *forms[9 * 8];
+#else
+#define NAMED(B, K) static FORM(form_##B##_##K, B, K)
+#define LISTED(B, K) [B * 8 + K] = form_##B##_##K,
+FORMS(NAMED)
+static Form *forms[9 * 8] = {FORMS(LISTED)};
 #endif
-#if !defined(PART) || PART == 2
-TILE_OF_FORMS(2)
-#endif
-#if !defined(PART) || PART == 3
-TILE_OF_FORMS(3)
-#endif
-#if defined(PART) && PART == 0
-TILE_OF(1);
-TILE_OF(2);
-TILE_OF(3);
-#endif
-#if !defined(PART) || PART == 0
+
+void truedraft_take_form(int64_t bits, int64_t kind, Form *form) { forms[bits * 8 + kind] = form; }
 
 /* By which of these products are made here: 2, 1 or 0. */
 int truedraft_dot(void) { return DOT; }
 
-/* A tile of rows of quantised inputs against one unit of outputs: sums `[rows][SUMS]`. */
 static MAY_BE_LATE void quantized_tile(const Linear *l, int64_t at, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
-    const uint8_t *w = (const uint8_t *)(l->weights + at * unit_cells(l));
-    const int64_t groups = groups_of(l), form = l->bits * 8 + l->scales;
-    if (!truedraft_tile_1(w, groups, form, x, rows, sum) && !truedraft_tile_2(w, groups, form, x, rows, sum))
-        truedraft_tile_3(w, groups, form, x, rows, sum);
+    forms[l->bits * 8 + l->scales]((const uint8_t *)(l->weights + at * unit_cells(l)), groups_of(l), x, rows, sum);
 }
 
 /* Some weights of a layer as numbers, as whoever wrote the file reads them: every product and sum is rounded. Outputs are
