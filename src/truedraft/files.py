@@ -94,12 +94,14 @@ def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: st
 
 
 def refuse_lost_model(name: str) -> None:
-    """Refuse a model's name that can only be a path, and leads nowhere.
+    """Refuse a model's name that can only be a path and leads nowhere, or to a folder without a model.
 
     Raises:
         ModelNotFoundError: it does, or names the home folder of nobody.
     """
     path = user_path(name, ModelNotFoundError)
+    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+        raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")
     if path.exists():
         return
     if path.suffix == ".gguf":

@@ -68,6 +68,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ),
         (["x", "--drafter", "prompt-lookup,max_ngrams=3"], "did you mean 'max_ngram'?"),
         (["x", "--drafter", "draft:./nowhere"], "there is no folder './nowhere'"),
+        (["x", "--drafter", "medusa:nothere"], "there is no folder 'nothere' of a medusa drafter"),
         (["x", "--chat"], "has no chat template"),
         (["x", "y"], "unexpected extra argument"),
         ([""], "the prompt is empty", "prompt"),

@@ -121,15 +121,19 @@ def test_info_with_embedded_models(run: Run) -> None:
 
 
 def test_info_lists_trained_drafters(run: Run, target: str, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "config.json").write_text('{"model_type": "llama"}')
+    mine, other = tmp_path / "mine", tmp_path / "another"
+    for folder in (mine, other):
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    write_record(other, "draft", "other model", "1" * 16, {"served": []})
     served = [{"temperature": 0.0, "mean_acceptance_length": 2.345}]
     write_record(mine, "draft", "my model", load_model(target, dtype="float32").fingerprint, {"served": served})
     result = run("info", "--model", target, "--drafters-dir", str(tmp_path), "--json")
     record = result.record
     assert result.status == 0
-    own, *shipped = record["drafters"]
+    own, *others = record["drafters"]
+    shipped = [each for each in others if each["found"] != "--drafters-dir"]
+    assert len(shipped) == len(others) - 1, "those of the model stand first"
     assert (own["folder"], own["kind"], own["found"], own["belongs"]) == (str(mine), "draft", "--drafters-dir", True)
     assert own["target"] == {"name": "my model", "fingerprint": record["fingerprint"]}
     assert own["figures"] == {"served": served}

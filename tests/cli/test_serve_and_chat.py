@@ -87,6 +87,7 @@ def test_it_serves_and_is_talked_with_until_it_is_told_to_stop(talk: Talk, tmp_p
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0 and time.monotonic() - began < 10
         log = process.stderr.read() if process.stderr is not None else ""
+        assert "serving embedded:target with prompt-lookup at" in log
         assert "POST /v1/completions 200" in log and "Stack" not in log and "Traceback" not in log
 
 

@@ -10,6 +10,7 @@ import pytest
 from truedraft import Engine, SamplingParams, drafters
 from truedraft.drafters import Cascade, DraftModel, NoDrafter, ParallelDraft, PromptLookup, from_spec
 from truedraft.drafters.portfolio import Portfolio
+from truedraft.drafters.registry import ORDER
 from truedraft.drafters.specs import KINDS, drafter_described, drafter_words
 from truedraft.errors import OptionError, TruedraftError, UnknownOptionError, VocabularyMismatchError
 from truedraft.models import loading
@@ -165,6 +166,7 @@ def test_help_names_every_kind_and_option() -> None:
         assert told["typed"].startswith(word) and listed[told["typed"]] == told["does"] == kind.meaning
         options = [f",{name}={value}" for name, value in kind.options.items()]
         assert told.get("options", "") == "\n".join(options)
+        assert ("train" in told) == (word in ORDER)
     assert next(iter(listed)) == "auto" and listed["portfolio(A;B;...)"] == drafter_described("portfolio")["does"]
     with pytest.raises(UnknownOptionError, match="unknown drafter 'eagl'; did you mean 'eagle'"):
         drafter_described("eagl")

@@ -59,6 +59,7 @@ def info(options: InfoOptions) -> int:
     drafters = list_drafters(options.model, options.drafters_dir)
     own = None if options.model is None else _model(options.model, terminal)
     fingerprint = None if own is None else own["fingerprint"]
+    drafters.sort(key=lambda each: each.fingerprint != fingerprint)  # those of the model first
     facts = machine_facts()
     models = [_embedded(name, embedded_folder) for name in embedded_names()]
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]

@@ -81,8 +81,11 @@ def serve(options: ServeOptions) -> int:
     gc.collect()
     gc.freeze()  # full collections need not look through all that was loaded, in the middle of somebody's answer
     try:
+        from truedraft.drafters.prediction import REQUESTS_OWN
+
         engine = service.engine
-        listen(app, service, options.server, partial(ready, engine.drafter.name, most=engine.max_cache_bytes))
+        by = ", ".join(name for name in engine.drafter.members if name not in REQUESTS_OWN)
+        listen(app, service, options.server, partial(ready, by, most=engine.max_cache_bytes))
     finally:
         if service.engine.learner is not None:
             service.engine.learner.close()

@@ -107,6 +107,9 @@ class FormDrafter(_RequestDrafter):
         return _FOUND[bisect_right(_LENGTHS, len(form.forced())) + (len(_LENGTHS) + 1) * form.recalls()]
 
 
+REQUESTS_OWN = (PredictionDrafter.name, FormDrafter.name)
+
+
 def with_own_drafts(drafter: Drafter) -> Drafter:
     """A drafter beside which requests' own drafts stand by; one that never drafts stays as it is."""
     if drafter.limits.is_zero:

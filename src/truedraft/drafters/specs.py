@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any
 import truedraft.drafters
 from truedraft.drafters.registry import ORDER, find_drafters
 from truedraft.embedded import embedded_heads
-from truedraft.errors import CompositionError, OptionError, UnknownOptionError, UnsupportedModelError, errors_about
-from truedraft.files import refuse_lost_model
+from truedraft.errors import (
+    CompositionError,
+    ModelNotFoundError,
+    OptionError,
+    UnknownOptionError,
+    UnsupportedModelError,
+    errors_about,
+)
+from truedraft.files import refuse_lost_model, user_path
 from truedraft.options import Words, called, read_whole
 
 if TYPE_CHECKING:
@@ -199,7 +206,8 @@ def drafter_described(word: str) -> dict[str, str]:
         raise UnknownOptionError.nearest("drafter", word, [*composed, *KINDS])
     kind = KINDS[word]
     options = "\n".join(f",{name}={value}" for name, value in kind.options.items())
-    return {"typed": kind.typed(word), "does": kind.meaning} | ({"options": options} if options else {})
+    trained = {"train": f"truedraft train {word} --help"} if word in ORDER else {}
+    return {"typed": kind.typed(word), "does": kind.meaning} | ({"options": options} if options else {}) | trained
 
 
 def check_drafter_words(spec: str) -> None:
@@ -219,6 +227,8 @@ def check_drafter_words(spec: str) -> None:
         words.check(kind.options, takes_path=kind.path is not None, takes_members=bool(kind.members))
         if words.path is not None and kind.path in ("DIR", "MODEL"):
             refuse_lost_model(words.path)
+            if kind.path == "DIR" and "/" not in words.path and not user_path(words.path, ModelNotFoundError).exists():
+                raise ModelNotFoundError(f"there is no folder {words.path!r} of a {words.kind} drafter; check the path")
     elif words.path is None and not Path(words.kind).expanduser().exists() and not {*"./"} & {*words.kind}:
         raise _unknown(words)
 

@@ -468,8 +468,6 @@ def resolve_source(name: str) -> str:
         named = ", ".join(each.name for each in files)
         raise ModelNotFoundError(f"{name!r} is a folder with {len(files)} GGUF files; name one of them: {named}")
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"{name!r} is a folder without config.json, so it is not a model; name its folder")
         return str(path)
     if path.exists():
         raise ModelNotFoundError(f"{name!r} is a file; name the folder that holds config.json and the weights")
